@@ -1,14 +1,18 @@
 """Building a store: its gradients, its layouts and its ranks follow from the options."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from thread_fabric import ranks
 from thread_hosts import hosts
 
+from headwater.core.errors import StoreError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.build import build_store
+from headwater.store.disk import DiskTier
 from headwater.store.gradients import GradientOptions
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
@@ -53,3 +57,32 @@ def test_the_tier_has_the_layouts_of_the_stages():
     assert [layout.stage for layout in store.tier.layouts] == STAGES
     assert list(store.parameters.read_param((1, 0)).shape) == [8]
     store.close()
+
+
+@pytest.mark.parametrize("gradients", [None, USER_LOOP])
+def test_a_closed_store_has_closed_its_connections_to_other_hosts(gradients):
+    def program(fabric):
+        kind_and_owners(fabric, gradients)
+        return fabric.links
+
+    for links in hosts(2, program):
+        assert links and all(link.is_closed for link in links)
+
+
+def open_files_in(folder):
+    descriptors = Path("/proc/self/fd").iterdir()
+    return [path for path in descriptors if path.is_symlink() and str(folder) in str(path.readlink())]
+
+
+def test_the_files_of_the_weights_are_closed_if_gradients_have_no_room(tmp_path):
+    def build(gradients):
+        rule = UpdateRule(OptimizerSpec("SGD", {"lr": 1.0}))
+        make_tier = lambda own: DiskTier(own.layouts, tmp_path / "weights")  # noqa: E731
+        return build_store(STAGES, rule, make_tier, on_disk=True, gradients=gradients)
+
+    store = build(None)
+    assert open_files_in(tmp_path)
+    store.close()
+    with pytest.raises(StoreError):
+        build(GradientOptions(folder=tmp_path / "missing"))
+    assert not open_files_in(tmp_path)

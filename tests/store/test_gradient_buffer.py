@@ -1,10 +1,14 @@
 """Gradient buffers in memory and on disk behave the same."""
 
+import shutil
+
 import pytest
 import torch
 
+from headwater.core.errors import StoreError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.gradients.buffer import DiskBuffer, MemoryBuffer
+from headwater.store.gradients.buffered import BufferedSums
 
 STAGES = [
     StageSpec(0, "stage0", tuple(
@@ -51,3 +55,17 @@ def test_a_sparse_gradient_keeps_its_entries(buffer):
     buffer.put(0, [sparse, None])
     (found, _) = buffer.take(0)
     assert found.is_sparse and torch.equal(found.to_dense(), torch.ones(3, 2))
+
+
+def test_a_step_can_be_undone_after_its_sums_could_not_be_saved(tmp_path):
+    folder = tmp_path / "gradients"
+    folder.mkdir()
+    sums = BufferedSums(STAGES, DiskBuffer(STAGES, folder, lambda wire: wire))
+    sums.put(0, [torch.ones(3, 2), None])
+    sums.begin_undoable({0})
+    shutil.rmtree(folder)
+    with pytest.raises(StoreError):
+        sums.open(0)
+    sums.restore([(0, 0)])
+    assert torch.equal(sums.look(0)[0], torch.ones(3, 2))
+    sums.close()

@@ -21,6 +21,7 @@ class ThreadLink:
     def __init__(self, host, meeting):
         self.host, self.num_hosts = host, len(meeting.values)
         self._meeting = meeting
+        self.is_closed = False
 
     def _all(self, value):
         self._meeting.values[self.host] = value
@@ -43,7 +44,7 @@ class ThreadLink:
         return lambda: None
 
     def close(self):
-        pass
+        self.is_closed = True
 
 
 class ThreadHost(ThreadFabric):
@@ -54,6 +55,7 @@ class ThreadHost(ThreadFabric):
         self.local_rank, self.local_size, self.hosts = 0, 1, range(size)
         self._own = ThreadFabric(0, 1, _Shared(1))
         self._meetings, self._size = meetings, size
+        self.links = []
 
     @property
     def neighbours(self) -> Fabric:
@@ -64,7 +66,8 @@ class ThreadHost(ThreadFabric):
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def connect(self, purpose):
-        return ThreadLink(self.rank, self._meetings.setdefault(purpose, _Meeting(self._size)))
+        self.links.append(ThreadLink(self.rank, self._meetings.setdefault(purpose, _Meeting(self._size))))
+        return self.links[-1]
 
 
 def hosts(size, program):

@@ -68,3 +68,12 @@ def test_weights_and_buffers_on_the_meta_device_are_refused(what):
         model.layers[1].running_mean = model.layers[1].running_mean.to("meta")
     with pytest.raises(StreamError, match="meta device"):
         engine_of(model, x)
+
+
+def test_an_engine_that_is_refused_leaves_all_weights_as_they_were():
+    model = Normed()
+    model.layers[2].to_empty(device="meta")
+    before = model.layers[0].weight.detach().clone()
+    with pytest.raises(StreamError, match=r"layers\.2"):
+        engine_of(model, torch.randn(16, 4))
+    assert torch.equal(model.layers[0].weight, before)

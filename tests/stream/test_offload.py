@@ -182,6 +182,20 @@ def test_a_failing_disk_raises_in_backward(disk, offload, monkeypatch):
         view()
 
 
+def test_a_failed_write_leaves_no_file_open(disk, offload, monkeypatch):
+    closed = []
+
+    def fail(self, offset, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Disk, "write", fail)
+    monkeypatch.setattr(Disk, "close", lambda self: closed.append(self.path.stem))
+    view = offload(torch.randn(ELEMENTS))
+    with pytest.raises(OSError, match="No space"):
+        wait_until_written(view)
+    assert closed == ["activation_0"]
+
+
 def test_backward_with_offloaded_activations_equals_plain(offload):
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)

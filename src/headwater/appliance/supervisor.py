@@ -92,9 +92,8 @@ def _stopping() -> Iterator[_Stop]:
 def _take(folder: QueueFolder) -> int:
     """Take the supervisor's lock and return its file descriptor."""
     lock = os.open(folder.supervisor_lock, os.O_RDWR | os.O_CREAT, 0o600)
-    end = (
-        time.monotonic() + 1
-    )  # is_locked takes the lock for an instant, so one failure does not mean a holder
+    # `is_locked` takes the lock for an instant, so one failure does not mean a holder.
+    end = time.monotonic() + 1
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

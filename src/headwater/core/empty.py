@@ -96,10 +96,10 @@ def settle_lazy_parameters(model: nn.Module, read_now: Callable[[Tensor], bool])
             record_values(param, lazy)
 
 
-def fill_parameters(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Give every empty parameter its recorded values, on `device`. Parameter objects stay the same."""
+def fill_parameters(model: nn.Module) -> None:
+    """Give every empty parameter its recorded values, on the CPU. Parameter objects stay the same."""
     for name, read in initial_values(model).items():
-        give_values(model.get_parameter(name), read().to(device))
+        give_values(model.get_parameter(name), read().to("cpu"))
 
 
 def give_values(param: nn.Parameter, values: Tensor) -> None:

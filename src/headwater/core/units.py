@@ -46,11 +46,6 @@ def parse_rate(text: str | int | float) -> float:
     return float(match[1]) * factor / (1.0 if match[4] == "B" else 8.0)
 
 
-def format_rate(bytes_per_s: float) -> str:
-    """Return bytes per second with three significant digits: `50.0 GB/s`."""
-    return f"{format_count(bytes_per_s)}B/s"
-
-
 def format_bytes(count: float) -> str:
     """Return `count` bytes with a binary unit and three significant digits: `1.46 GiB`."""
     return _format(count, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))

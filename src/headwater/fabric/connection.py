@@ -96,9 +96,9 @@ class Connection:
         """Network address of this end; `None` for a connection within the host."""
         return None if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
 
-    def has_message(self, within_s: float) -> bool:
-        """True if data arrives within `within_s` seconds, or the other end closes the connection."""
-        return bool(select.select([self._socket], [], [], within_s)[0])
+    def has_message(self) -> bool:
+        """True if data has arrived, or the other end has closed the connection. Returns at once."""
+        return bool(select.select([self._socket], [], [], 0)[0])
 
     def close(self) -> None:
         """Close the connection. Calls that wait for the other end fail."""

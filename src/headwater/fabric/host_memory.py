@@ -85,11 +85,15 @@ class HostMemory:
         else:
             self._watch.wait_until(lambda: bool(offered[1] >= number), "shared memory")
             file = open_file_of(self._leader, int(offered[0]))
-        pages = mmap.mmap(file, size)
-        taken[self._local_rank] = number
-        if self._local_rank == 0:  # the others open the file by its number here, so it stays open until then
-            self._watch.wait_until(lambda: bool((taken >= number).all()), "all ranks to map shared memory")
-        os.close(file)
+        try:
+            pages = mmap.mmap(file, size)
+            taken[self._local_rank] = number
+            if self._local_rank == 0:  # the others open the file by its number here, so it stays open
+                self._watch.wait_until(
+                    lambda: bool((taken >= number).all()), "all ranks to map shared memory"
+                )
+        finally:
+            os.close(file)
         return torch.frombuffer(pages, dtype=torch.uint8)
 
 

@@ -170,6 +170,7 @@ class _Rendezvous:
         failure = _check(hellos)
         for connection in connections:
             connection.send_message(encode((hellos, failure), _Table)).result()
+            connection.close()  # a long table was sent by a thread of the connection, which ends only now
         if failure is not None:
             raise failure
         board.learn([hello.address for hello in hellos])
@@ -222,7 +223,7 @@ class _Rendezvous:
         """Send rank 0 the address of this rank; return the addresses and processes of all ranks."""
         connection.send_message(encode(self._hello(board.address), _Hello)).result()
         waiting = f"rank 0 at {self._place} still waits for some of the {self._size} ranks"
-        self._wait(lambda: None if connection.has_message(0) else waiting, self._timeout_s)
+        self._wait(lambda: None if connection.has_message() else waiting, self._timeout_s)
         table, failure = decode(connection.receive_message(), _Table)
         connection.close()
         if failure is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from headwater.core.cleanup import on_failure
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.store.gradients import GradientOptions, make_gradients
@@ -40,5 +41,6 @@ def build_store(
     layouts = [stage_layout(stage, rule) for stage in stages]
     ownership = Ownership(layouts, ranks.rank, ranks.placement, ranks.hosts, on_disk=on_disk)
     tier = make_tier(ownership)
-    sink = make_gradients(stages, fabric, ownership.host_run, gradients)
+    with on_failure(tier.close):  # there may be no room for the gradients: give the tier's room back
+        sink = make_gradients(stages, fabric, ownership.host_run, gradients)
     return WeightStore(rule, tier, ownership, sink, order=order, fabric=ranks)

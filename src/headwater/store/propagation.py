@@ -141,5 +141,7 @@ class Propagation:
 
     def close(self) -> None:
         """End the sender; waits for other ranks end too."""
-        self._closing = True
+        self._closing = True  # before the shutdown, which waits for a send that waits for other ranks
         self._sender.shutdown(wait=True, cancel_futures=True)
+        if self._link is not None:
+            self._link.close()

@@ -254,8 +254,10 @@ class WeightStore:
 
     def close(self) -> None:
         """Release memory, threads and files."""
-        self.access.close()
+        self.access.close()  # first: its threads use the gradients and the tier
         self.gradients.close()
+        if self.snapshots.link is not None:
+            self.snapshots.link.close()
         self.tier.close()
 
 

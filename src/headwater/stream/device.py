@@ -1,4 +1,9 @@
-"""Compute devices. All differences between CPU and CUDA are here: memory, copies, synchronization."""
+"""Compute devices: how memory for weights, page-locking and copies to slabs differ between CPU and CUDA.
+
+Three differences are elsewhere, because they do not concern the copies of weights: where activations are
+offloaded (`storage.make_offload`), autocast (`core.precision`), and the library of matrix products on the CPU
+(`matmul`). Gradients always go to host memory (`gradient_hooks`).
+"""
 
 from __future__ import annotations
 
@@ -48,10 +53,6 @@ class Device(abc.ABC):
         All of them are complete at the end of the context.
         """
 
-    @abc.abstractmethod
-    def synchronize(self) -> None:
-        """Block until all work that the compute thread has queued is complete."""
-
 
 class CpuDevice(Device):
     """The CPU: host memory is device memory, and every operation is complete when its call returns."""
@@ -71,9 +72,6 @@ class CpuDevice(Device):
     @contextmanager
     def copying(self, after: object) -> Iterator[None]:
         yield
-
-    def synchronize(self) -> None:
-        pass
 
 
 class CudaDevice(Device):
@@ -131,9 +129,6 @@ class CudaDevice(Device):
                 self._copies.wait_event(after)
             yield
             self._copies.synchronize()
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
 
 
 def make_device(name: str) -> Device:

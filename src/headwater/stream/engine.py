@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from headwater.core.buffers import return_pages
 from headwater.core.errors import StreamError
 from headwater.core.loss_function import LossFunction, call_model
-from headwater.core.stage import ParamKey, ParamSpec
+from headwater.core.stage import ParamKey, ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Plan
@@ -69,26 +69,33 @@ class Engine:
         self.model = model
         self.plan = plan
         self._device = make_device(plan.device if fabric.computes else "cpu")
+        if initial is None:  # before a parameter gives its values to the store
+            for spec in plan.trace.stages:
+                _refuse_meta(spec, [model.get_parameter(param.name) for param in spec.params])
+        self.buffers = Buffers(model, self._device.torch_device)
         if options.compile_blocks:
             compile_stages(model, plan.trace.stages)
         order = _parameter_order(model, plan)
         rule = optimizer if isinstance(optimizer, UpdateRules) else UpdateRule(optimizer)
         self.store = make_store(plan, rule, self._device, order, fabric, options)
-        weights = make_weights(plan, self.store, self._device, fabric)
-        self._binder = Binder(
-            model,
-            self.store,
-            self._device.torch_device,
-            stable=weights.stable,
-            writable=plan.in_place and not plan.precision.mixed,
-            written=plan.trace.written,
-        )
-        for stage in range(len(plan.trace.stages)):
-            self._fill(stage, initial)
-            self._binder.adopt(stage)
-        self.buffers = Buffers(model, self._device.torch_device)
-        share = 1 / fabric.size if options.user_loop else 1.0
-        self.executor = Executor(model, plan, self.store, self._binder, weights, share)
+        with ExitStack() as made:  # closed if a later part cannot be made; the weights before the store
+            made.callback(self.store.close)
+            weights = make_weights(plan, self.store, self._device, fabric)
+            made.callback(weights.close)
+            self._binder = Binder(
+                model,
+                self.store,
+                self._device.torch_device,
+                stable=weights.stable,
+                writable=plan.in_place and not plan.precision.mixed,
+                written=plan.trace.written,
+            )
+            for stage in range(len(plan.trace.stages)):
+                self._fill(stage, initial)  # before `adopt`, which frees the present values
+                self._binder.adopt(stage)
+            share = 1 / fabric.size if options.user_loop else 1.0
+            self.executor = Executor(model, plan, self.store, self._binder, weights, share)
+            made.pop_all()
         self._micro_batches = MicroBatches(
             model,
             plan,
@@ -107,11 +114,7 @@ class Engine:
         specs = self.store.stages[stage].params
         present = (param.detach() for param in self._binder.stages[stage].params)
         values = list(present) if initial is None else [initial(spec) for spec in specs]
-        if any(value.is_meta for value in values):
-            raise StreamError(
-                f"stage {self.store.stages[stage].name!r} is on the meta device: its weights have no values",
-                remedy="pass `initial`, a function that returns the weights",
-            )
+        _refuse_meta(self.store.stages[stage], values)
 
         def fill(piece: PieceState) -> None:
             flat = values[piece.param].reshape(-1)
@@ -213,6 +216,15 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _refuse_meta(stage: StageSpec, values: Sequence[torch.Tensor]) -> None:
+    """Raise `StreamError` if an initial value of a stage is on the meta device."""
+    if any(value.is_meta for value in values):
+        raise StreamError(
+            f"stage {stage.name!r} is on the meta device: its weights have no values",
+            remedy="pass `initial`, a function that returns the weights",
+        )
 
 
 def _parameter_order(model: nn.Module, plan: Plan) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from headwater.core.buffers import aligned_empty, round_up
+from headwater.core.cleanup import on_failure
 from headwater.core.files import disk_errors
 from headwater.core.threads import single_core_pool
 from headwater.plan.footprint import OFFLOAD_BLOCK_BYTES, OFFLOAD_WINDOW_BYTES, OFFLOAD_WRITERS
@@ -216,12 +217,13 @@ class _OnDisk(Moved):
     def _write(self) -> BlockFile:
         source = self._source()
         file = BlockFile(self._path, round_up(self.num_bytes))
-        buffer = aligned_empty(min(self.num_bytes, OFFLOAD_BLOCK_BYTES))
-        for start in range(0, self.num_bytes, OFFLOAD_BLOCK_BYTES):
-            block = source[start : start + OFFLOAD_BLOCK_BYTES]
-            buffer[: block.numel()].copy_(block)
-            file.write(start, buffer[: round_up(block.numel())])
-        self._source()  # check that it did not change during the write
+        with on_failure(file.close):
+            buffer = aligned_empty(min(self.num_bytes, OFFLOAD_BLOCK_BYTES))
+            for start in range(0, self.num_bytes, OFFLOAD_BLOCK_BYTES):
+                block = source[start : start + OFFLOAD_BLOCK_BYTES]
+                buffer[: block.numel()].copy_(block)
+                file.write(start, buffer[: round_up(block.numel())])
+            self._source()  # check that it did not change during the write
         self._tensor = None
         return file
 

@@ -65,7 +65,7 @@ class SlabPool:
     def __init__(
         self, stages: Sequence[StageSpec], slabs: int, allocate: Callable[[int], torch.Tensor]
     ) -> None:
-        self.slab_class = slab_classes(stages)
+        self.slab_class = [stage.slab_bytes for stage in stages]  # stages of equal size share slabs
         self.capacity = slab_capacity(self.slab_class, slabs)
         self.holds_all = sum(self.capacity.values()) == len(stages)
         sizes = [size for size, count in self.capacity.items() for _ in range(count)]
@@ -74,11 +74,6 @@ class SlabPool:
     def close(self) -> None:
         """Free the memory."""
         self.slabs.clear()
-
-
-def slab_classes(stages: Sequence[StageSpec]) -> list[int]:
-    """Return the size class of each stage: stages of equal size share slabs."""
-    return [stage.slab_bytes for stage in stages]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,6 +147,7 @@ class SlabWeights(Weights):
         self._resident: dict[int, Slab] = {}
         self._policy = CachePolicy([], self._pool.slab_class, self._pool.capacity)
         self._position = 0
+        self._fetched_to = 0  # up to this position of the schedule every stage is in a slab
         self._repeats = False
         self._wanted = NOTHING  # last stage of `require`; its caller may not hold a view yet
         self._closing = threading.Event()
@@ -158,7 +159,7 @@ class SlabWeights(Weights):
         with self._directory.exclusive():
             self._repeats = repeats
             self._policy = CachePolicy(schedule, self._pool.slab_class, self._pool.capacity)
-            self._position = -1
+            self._position = self._fetched_to = -1
             for stage in list(self._resident):
                 self._drop_if_stale(stage)
             self._prefetch()
@@ -183,6 +184,7 @@ class SlabWeights(Weights):
                 self.statistics.hits += 1
             else:
                 self.statistics.misses += 1
+                self._fetched_to = self._position  # its slab is taken from a stage that may be needed soon
         slab = self._place(stage) or self._wait_for_slab(stage)
         self._arrived(slab)
         with self._directory.exclusive():
@@ -198,14 +200,14 @@ class SlabWeights(Weights):
 
     def _prefetch(self) -> None:
         """Fetch the next stages of this step into slabs that are free or hold stages with a later use."""
-        if all(self._is_current(stage.index) for stage in self._stages):
-            return
-        last = len(self._policy.schedule) - 1
-        for distance, stage in self._policy.upcoming(self._position):
-            if self._position + distance > last and not self._repeats:
-                return  # the weights change at the end of the step
-            if not self._bring(stage, self._position + distance):
+        start = self._fetched_to = max(self._fetched_to, self._position)
+        last = len(self._policy.schedule) - 1  # the weights change at the end of the step
+        if self._repeats:
+            last += self._position + 1
+        for distance, stage in self._policy.upcoming(start):
+            if start + distance > last or not self._bring(stage, start + distance):
                 return
+            self._fetched_to = start + distance
 
     def _bring(self, stage: int, use_at: int | None) -> Slab | None:
         """Return the slab of a stage and start a fetch if necessary; `None` if no slab is available."""
@@ -282,6 +284,7 @@ class SlabWeights(Weights):
         while not self._closing.wait(_SERVE_EVERY_S):
             if self._directory.wants():
                 with self._directory.exclusive():
+                    self._fetched_to = self._position  # a stage that was fetched ahead may be evicted below
                     for want in self._directory.wants():
                         if want.version == self._store.version(want.stage):  # else this rank is behind
                             self._bring(want.stage, None)

@@ -107,7 +107,6 @@ class DiskBuffer(GradientBuffer):
         stages: the stages.
         folder: where the files are created.
         dtype_of: returns the dtype in which a gradient is held, from the parameter's wire dtype.
-        direct: bypass the page cache.
         verify: compare what is read with checksums of what was written.
     """
 
@@ -119,13 +118,11 @@ class DiskBuffer(GradientBuffer):
         folder: Path,
         dtype_of: Callable[[torch.dtype], torch.dtype],
         *,
-        direct: bool = True,
         verify: bool = False,
     ) -> None:
         self._stages = stages
         self._verify = verify
         self._dtype_of = dtype_of
-        self._direct = direct
         self._paths = {s.index: folder / f"gradient_{s.index:04d}.bin" for s in stages}
         self._files = self._open(range(len(stages)))
         self._present: dict[int, list[bool]] = {}
@@ -137,7 +134,6 @@ class DiskBuffer(GradientBuffer):
         contents = [f"the gradients of stage {self._stages[stage].name!r}" for stage in stages]
         return open_files(
             {self._paths[stage]: self._span(self._stages[stage]) for stage in stages},
-            direct=self._direct,
             contents=contents if self._verify else None,
         )
 

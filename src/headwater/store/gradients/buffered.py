@@ -134,7 +134,8 @@ class BufferedSums:
         """Write lent copies back to the buffer. A buffer in memory has lent its own tensors, not copies."""
         if self._buffer.is_memory:
             return
-        lent = {key[1]: self._lent.pop(key) for key in list(self._lent) if key[0] == stage}
+        keys = [(stage, param) for param in range(len(self._stages[stage].params))]
+        lent = {key[1]: self._lent.pop(key) for key in keys if key in self._lent}
         if lent:
             held = self._buffer.take(stage) or []
             self._buffer.put(stage, [lent.get(param, total) for param, total in enumerate(held)])
@@ -152,10 +153,10 @@ class BufferedSums:
     def save(self, stage: int) -> None:
         """Save the sums of a stage for `restore`, before one of them changes; once, if an undo needs it."""
         if stage in self._undoable and stage not in self._saved:
-            self._saved.add(stage)
             self.settle(stage)
             self._return_lent(stage)
             self._buffer.keep(stage)
+            self._saved.add(stage)  # at last: `restore` must not look for sums that a full disk has refused
 
     def restore(self, keys: Collection[ParamKey]) -> None:
         """Hold the saved sums again, and of all sums only these."""

@@ -43,6 +43,9 @@ class StageExchange:
         self._runs = [
             [_runs_of(stage, host, sums, host_run) for host in range(fabric.num_hosts)] for stage in stages
         ]
+        self._keys: list[list[ParamKey]] = [[] for _ in stages]
+        for key in sums.keys:
+            self._keys[key[0]].append(key)
         self._link = fabric.connect("gradients")
         self._exchange = None if self._link is None else Exchange(self._link, sums.storage, stages)
         self._exchanged = Board(fabric, len(stages))  # by stage, the step whose sums are those of all hosts
@@ -58,7 +61,7 @@ class StageExchange:
                 self._sending.append(self._sender.submit(self._reduce, stage.index, step, micro_batch))
 
     def _reduce(self, stage: int, step: int, micro_batch: int) -> None:
-        for key in (key for key in self._sums.keys if key[0] == stage):
+        for key in self._keys[stage]:
             what = f"the gradient of {self._stages[stage].params[key[1]].name}"
             self._sums.turns.wait_for_first(self._sums.slots[key], micro_batch, what)
             if not self._sums.has(key, step):  # no rank of this host has a gradient, but other hosts may
@@ -123,8 +126,10 @@ class StageExchange:
         return [(start, stop) for owned, start, stop in runs if owned == key]
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, then close the connection that it uses."""
         self._sender.shutdown(wait=True, cancel_futures=True)
+        if self._link is not None:
+            self._link.close()
 
 
 def _runs_of(stage: StageSpec, host: int, sums: RankSums, host_run: HostRun) -> Runs:
