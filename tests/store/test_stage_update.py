@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from thread_fabric import ranks
 
 from headwater.core.buffers import aligned_empty
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.build import build_store
 from headwater.store.disk import DiskTier
+from headwater.store.gradients import GradientOptions
+from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
 from headwater.store.stage_update import StageUpdate
@@ -65,3 +68,24 @@ def test_a_gradient_that_the_commit_does_not_name_stays(store):
 def test_an_update_without_gradients_is_a_fault_of_the_program(store):
     with pytest.raises(AssertionError, match="committed without gradients"):
         apply(store, 0)
+
+
+def test_a_rank_keeps_no_gradient_whose_last_piece_another_rank_updates():
+    count = GROUP_BYTES // 4 + PIECE_ELEMENTS  # two groups of momentum
+    stage = StageSpec(0, "s", (ParamSpec("w", (count,), torch.float32, torch.float32),))
+
+    def program(fabric):
+        make_tier = lambda own: MemoryTier(own.layouts, fabric=fabric)  # noqa: E731
+        options = GradientOptions(user_loop=True)
+        store = build_store([stage], UpdateRule(MOMENTUM), make_tier, gradients=options, fabric=fabric)
+        store.parameters.write(0, lambda piece: piece.master.zero_())
+        store.add_gradient(0, 0, torch.ones(count), last=True)
+        store.end_micro_batch()
+        store.commit(Update(1, {"lr": 1.0}))
+        store.flush()
+        left = store.gradients.take(0)
+        fabric.barrier("the end")
+        store.close()
+        return left
+
+    assert ranks(2, program) == [None, None]

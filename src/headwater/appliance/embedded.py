@@ -123,6 +123,7 @@ class EmbeddedQueue(Queue):
 
     def _ensure_served(self, jobs: list[Job]) -> list[Job]:
         if not all(job.phase.over for job in jobs):
+            # A supervisor without jobs has ended by itself.
             self._wake()
         return jobs
 
@@ -142,6 +143,7 @@ class EmbeddedQueue(Queue):
         """Return the row of an unfinished job that the caller may change. Call it inside a transaction."""
         row = self._row(name)
         name = job_name(row["id"])
+        # Inside the transaction: the row cannot change before it is used.
         if self._caller.uid not in (0, row["uid"]):
             owner = row["user"]
             who = owner if row["uid"] == 0 else f"{owner}, or root"

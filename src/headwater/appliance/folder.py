@@ -100,6 +100,7 @@ class QueueFolder:
             self.path.mkdir(mode=0o700, exist_ok=True)
             if not self.owned:
                 raise self.not_ours()
+            # An existing folder keeps its mode, so it is checked.
             if self.path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise QueueError(
                     "other users can write to the folder of the queue",

@@ -83,6 +83,7 @@ class Queue(ABC):
                 with job.log.open("rb") as file:
                     file.seek(position)
                     while data := file.read(1 << 16):
+                        # Incremental: a character may be cut by the end of a block.
                         yield decoder.decode(data)
                     position = file.tell()
             except FileNotFoundError:

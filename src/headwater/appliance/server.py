@@ -96,10 +96,12 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self._places = places
         with socket_address(folder) as address:
             super().__init__(address, _Handler)
+        # All users may connect; the folder allows entry, not listing.
         folder.socket.chmod(0o666)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, or refuse at once if too many connections are open."""
+        # From the kernel: nothing in a request is trusted.
         uid = caller_of(request).uid
         why = self._places.take(uid)
         if why is None:

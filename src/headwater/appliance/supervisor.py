@@ -58,6 +58,7 @@ def supervise(folder: QueueFolder, idle_s: float | None = None) -> None:
             with serving(folder), _stopping() as stop:
                 Supervisor(database).run(stop, idle_s)
         finally:
+            # Before the look below: a client that finds the lock free starts a supervisor itself.
             os.close(lock)
         # A client that submitted a job before the release of the lock saw a running supervisor and did not
         # start one. So look for unfinished jobs after the release, and continue if there are any.
@@ -142,6 +143,7 @@ class Supervisor:
     def look(self) -> bool:
         """Update the state of all jobs and start those that can start; true if a job is not over."""
         self._wrappers = {number: one for number, one in self._wrappers.items() if one.poll() is None}
+        # First: it frees CSXs that `_give_slots` can give away.
         self._find_lost()
         self._admit()
         self._give_slots()
@@ -162,6 +164,7 @@ class Supervisor:
             fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, number)
             if number not in self._numbers(Phase.RUNNING):
                 continue  # the wrapper has recorded the end since the query
+            # Before its CSXs are free: the next job must not meet processes of this one.
             _kill_processes(self._database.folder, job_name(number))
             reason = "its wrapper process was killed, or the machine was restarted"
             with self._database.transaction():
@@ -209,6 +212,7 @@ class Supervisor:
         for number in self._numbers(Phase.INITIALIZING):
             if number in self._wrappers:
                 continue
+            # A wrapper that dies before it claims the job would be started for ever.
             tries = self._tries[number] = self._tries.get(number, 0) + 1
             if tries > _TRIES:
                 reason = "its wrapper process does not start; see the supervisor's log"
@@ -249,6 +253,7 @@ def ensure_supervisor(folder: QueueFolder) -> None:
     """
     if is_locked(folder.supervisor_lock):
         return
+    # Two clients must not start two supervisors.
     with locked(folder.start_lock):
         if is_locked(folder.supervisor_lock):
             return

@@ -128,6 +128,7 @@ class Watch:
         assert code is not None, "the process was a child of this one"
         if complaint:
             return Phase.FAILED, complaint, code
+        # Asked, not killed by itself: the exit code alone would not tell.
         if child in self._asked:
             return Phase.CANCELLED, f"cancelled; {ending(code)}", code
         return (Phase.SUCCEEDED, None, code) if code == 0 else (Phase.FAILED, ending(code), code)
@@ -176,6 +177,7 @@ def _start(database: Database, row: sqlite3.Row) -> tuple[int, str | None]:
     job = database.job(row)
     if row["model_dir"] is None:
         job.log.parent.mkdir(mode=0o700, exist_ok=True)
+        # Root makes the folder; the job's user writes the log.
         if row["uid"] != os.geteuid():
             os.chown(job.log.parent, row["uid"], row["gid"])
     # The child writes an error to the pipe. A successful exec closes the pipe, because it is not inherited.
@@ -189,6 +191,7 @@ def _start(database: Database, row: sqlite3.Row) -> tuple[int, str | None]:
             os.write(child_end, str(error).encode())
         finally:
             os._exit(NOT_STARTED)
+    # Otherwise the read below would never end.
     os.close(child_end)
     with os.fdopen(complaint, "rb") as pipe:
         text = pipe.read().decode(errors="replace")
@@ -239,6 +242,7 @@ def _become_user(uid: int, gid: int) -> None:
         os.setgroups([gid])
     else:
         os.initgroups(name, gid)
+    # Before the user: afterwards this process may not change its groups.
     os.setgid(gid)
     os.setuid(uid)
 

@@ -33,6 +33,7 @@ def aligned_empty(num_bytes: int) -> torch.Tensor:
         num_bytes: rounded up to whole pages; 0 means one page.
     """
     size = max(round_up(num_bytes), PAGE_BYTES)
+    # Not `torch.empty`, whose memory is not page-aligned and may stay with malloc.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages works as well, only slower
@@ -47,6 +48,7 @@ def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     leaves, and the next large tensor takes new memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
+    # A mapping for each small tensor would cost more than the holes.
     if num_bytes < _OWN_PAGES_BYTES:
         return torch.zeros(shape, dtype=dtype)
     return aligned_empty(num_bytes)[:num_bytes].view(dtype).view(shape)

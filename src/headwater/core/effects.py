@@ -90,6 +90,7 @@ class PythonState:
         """Return the present state of a model's modules, and of what their hooks and forwards reach."""
         state = cls()
         modules = list(model.modules())
+        # Before the visits: each module is visited once, as itself, not through another one.
         state._seen.update((id(module), module) for module in modules)
         for module in modules:
             state._visit_module(module, _DEEPEST_IN_MODULE)
@@ -106,6 +107,7 @@ class PythonState:
             return
         if isinstance(value, torch.Tensor | type | ModuleType):
             return
+        # Before its parts, which may refer back to it.
         self._seen[id(value)] = value
         if isinstance(value, MethodType):
             self.visit(value.__self__, depth)

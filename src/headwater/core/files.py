@@ -155,12 +155,14 @@ def replace_file(path: Path, data: bytes) -> None:
             with partial.open("wb") as file:
                 file.write(data)
                 file.flush()
+                # Before the rename: else a loss of power could leave an empty file under the name.
                 os.fsync(file.fileno())
             partial.replace(path)
         except OSError:
             with suppress(OSError):
                 partial.unlink()
             raise
+        # The new name itself must survive a loss of power.
         sync_folder(path.parent)
 
 
@@ -183,6 +185,7 @@ class CheckedFile:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
             try:
                 if num_bytes:
+                    # A full disk is an error now, not in the middle of a checkpoint.
                     os.posix_fallocate(self._fd, 0, num_bytes)
             finally:
                 os.close(self._fd)
@@ -205,6 +208,7 @@ class CheckedFile:
                 done = 0
                 while done < len(chunk):
                     done += os.pwrite(self._fd, chunk[done:], offset + first + done)
+                # The checksum is that of the bytes in memory, so that reading finds what the disk has damaged.
                 self._chunks.append((offset + first, len(chunk), zlib.crc32(chunk)))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -237,6 +241,7 @@ class FileBytes:
         if hold:
             with disk_errors(path):
                 self._held = os.open(path, os.O_RDONLY)
+            # Closed with the last tensor that reads it; no caller knows when that is.
             weakref.finalize(self, os.close, self._held)
         self.num_bytes = (path.stat() if self._held is None else os.fstat(self._held)).st_size
         self._chunks: Sequence[Chunk] | None = None

@@ -171,6 +171,7 @@ def pieces_of(tensor: Tensor, max_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
             yield torch.cat([*rest, piece[:missing]]) if rest else piece[:missing]
             rest, piece, missing = [], piece[missing:], count
         if piece.numel():
+            # A piece is valid until the next one.
             rest.append(piece.clone())
             missing -= piece.numel()
     if rest:

@@ -60,4 +60,5 @@ def noticed(
         yield activity
     finally:
         over.set()
+        # A notice after the end of the context would be wrong.
         watcher.join()

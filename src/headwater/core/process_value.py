@@ -29,6 +29,7 @@ class ProcessValue(Generic[T]):
     @contextmanager
     def replaced(self, value: T) -> Iterator[None]:
         """Set the value inside the context. The value from before returns at its end."""
+        # Not reset to a fixed value: contexts may be nested.
         before, self.value = self.value, value
         try:
             yield

@@ -58,6 +58,7 @@ def lay_out(
     tensors: Layout, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorPlace]]:
     """Return the first bytes of a file for `tensors` and `metadata`, and the place of each tensor."""
+    # Wide dtypes first: then every tensor is aligned without gaps, which the format forbids.
     by_alignment = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
     places, position = {}, 0
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -95,6 +96,7 @@ class TensorFileWriter(CheckedFile):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             if kind is None:
+                # The header is written at last, because the metadata may have changed.
                 head, _ = lay_out(self._tensors, self.metadata)
                 assert len(head) == self._head_bytes, "the metadata has changed in length"
                 self.put(0, memoryview(head))
@@ -143,6 +145,7 @@ class TensorFile:
         if self._bytes.num_bytes < _LENGTH_BYTES:
             raise _not_safetensors(path, "it is too short")
         length = int.from_bytes(self._bytes.read(0, _LENGTH_BYTES, "the header"), "little")
+        # Before it is read: a damaged length must not take all memory.
         if length > min(_MAX_HEADER_BYTES, self._bytes.num_bytes - _LENGTH_BYTES):
             raise _not_safetensors(path, "its header is longer than the file")
         header = self._bytes.read(_LENGTH_BYTES, length, "the header")
@@ -172,6 +175,7 @@ class TensorFile:
             return torch.empty(0, dtype=place.dtype)
         size = place.dtype.itemsize
         data = self._bytes.read(place.offset + start * size, count * size, f"tensor {name}")
+        # A copy, because torch warns of tensors over bytes that cannot be written.
         return torch.frombuffer(bytearray(data), dtype=place.dtype)
 
     def read_whole(self, name: str) -> torch.Tensor:

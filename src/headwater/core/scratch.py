@@ -46,6 +46,7 @@ def _open_unnamed(folder: Path, flags: int) -> int:
             raise
     path = folder / f".headwater-{secrets.token_hex(16)}"
     file = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    # At once: nothing is left behind if the process is killed.
     path.unlink()
     return file
 
@@ -60,6 +61,7 @@ def private_folder(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
+    # Not `stat`: a link of another user must not be followed.
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise StoreError(

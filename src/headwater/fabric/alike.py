@@ -25,6 +25,7 @@ def check_alike(fabric: Fabric, told: Mapping[str, str]) -> None:
     Raises:
         ConfigError: if a text differs between rank 0 and another rank.
     """
+    # Every rank compares all, so that all of them raise, and none waits for another.
     first, *others = fabric.gather_objects(dict(told), dict[str, str])
     for rank, other in enumerate(others, start=1):
         for name in sorted({*first, *other}):

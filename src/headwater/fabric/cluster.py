@@ -34,8 +34,10 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabri
     own = Process(host_name(), os.getpid(), os.memfd_create("headwater"))
     switchboard, processes = meet(own, patience_s)
     size = len(processes)
+    # A script that has made a group itself keeps it.
     if not torch.distributed.is_initialized():
         start_group(switchboard, size, patience_s)
+    # After the rendezvous: only now all ranks know their number, and all raise.
     if num_memx >= size:
         raise ConfigError(
             f"num_memx={num_memx}, but {size} ranks were started, so no rank is left to compute",

@@ -54,6 +54,7 @@ def decode(message: bytes | bytearray | memoryview, kind: Any) -> Any:
     """
     plain, blobs = _split(memoryview(message))
     value = _read(plain, kind, blobs)
+    # Bytes that no value uses are a sign of another version.
     if any(blob is not None for blob in blobs):
         raise _unexpected("no further tensors", "unused tensors")
     return value
@@ -135,6 +136,7 @@ def _write_plain(value: Any, kind: Any, blobs: list[bytes]) -> Any:
 
 
 def _read_plain(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
+    # Not `isinstance`: True is an int in Python.
     if type(plain) not in _PLAIN[kind]:
         raise _unexpected(f"a value of type {getattr(kind, '__name__', kind)}", plain)
     return plain
@@ -214,12 +216,14 @@ def _read_tensor(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
     dtype = _DTYPES.get(name)
     if blob is None or dtype is None:
         raise _unexpected("a tensor", plain)
+    # Each tensor is used once: two values must not share memory.
     blobs[index] = None
     if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(blob):
         raise _unexpected(f"a tensor of {len(blob)} bytes", plain)
     try:
         if not blob:
             return torch.empty(shape, dtype=dtype)
+        # A copy: a tensor over the message would keep all of it in memory.
         return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # torch refuses dtype or shape
         raise _unexpected("a tensor", plain) from error
@@ -231,6 +235,7 @@ _ERROR = tuple[str, str, str | None, str | None]
 def _write_error(value: Any, kind: Any, blobs: list[bytes]) -> Any:
     if not isinstance(value, HeadwaterError):
         raise _wrong(value, kind)
+    # A subclass that the other rank may not know is sent as its nearest known base.
     name = next(each.__name__ for each in type(value).__mro__ if error_class(each.__name__) is each)
     return _write((name, value.what, value.where, value.remedy), _ERROR, blobs)
 
@@ -252,6 +257,7 @@ def _write_union(value: Any, kind: Any, blobs: list[bytes]) -> Any:
         try:
             return [index, _write(value, each, blobs)]
         except TypeError:
+            # A member of the union that did not fit may have appended tensors.
             del blobs[count:]
     raise _wrong(value, kind)
 
@@ -305,6 +311,7 @@ def _read_mapping(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
         value = dict(pairs)
     except TypeError as error:
         raise _unexpected(f"{kind}", plain) from error
+    # Otherwise the last of two equal keys would win unnoticed.
     if len(value) != len(pairs):
         raise _unexpected("every key once", plain)
     return value

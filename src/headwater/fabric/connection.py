@@ -42,8 +42,10 @@ class Connection:
         self._peer = peer
         self._timeout_s = timeout_s
         self._num_sent = self._num_received = 0
+        # A Python timeout would make the socket non-blocking; the system's timeouts below do not.
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
+            # A message often waits for the answer to it, so it must not be held back.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         patience = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6) + 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
@@ -52,6 +54,7 @@ class Connection:
 
     def send(self, data: memoryview) -> Future[None]:
         """Begin to send bytes. They must not change until the returned future is done."""
+        # Only without earlier sends: bytes must leave in the order of the calls.
         if self._out.is_idle and len(data) <= _SMALL_BYTES:
             try:
                 data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
@@ -68,6 +71,7 @@ class Connection:
     def send_message(self, message: bytes) -> Future[None]:
         """Begin to send a message."""
         length = _LENGTH.pack(len(message))
+        # With its number, so that no message can be repeated, dropped or exchanged.
         code = _code(self._keys.sending, self._num_sent, length, message)
         self._num_sent += 1
         return self.send(memoryview(b"".join([length, code, message])))
@@ -82,6 +86,7 @@ class Connection:
         self._receive(memoryview(header))
         length, code = header[: _LENGTH.size], header[_LENGTH.size :]
         (count,) = _LENGTH.unpack(length)
+        # Checked before the code, which comes with the message: it limits the memory.
         if count > _MAX_MESSAGE_BYTES:
             raise self._damaged()
         message = bytearray(count)
@@ -103,6 +108,7 @@ class Connection:
     def close(self) -> None:
         """Close the connection. Calls that wait for the other end fail."""
         with contextlib.suppress(OSError):  # the other end has closed it already
+            # This wakes a thread that is inside a receive; `close` alone would not.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._out.close()
         self._in.close()
@@ -119,6 +125,7 @@ class Connection:
         try:
             while len(into):
                 count = self._socket.recv_into(into, 0, socket.MSG_WAITALL)
+                # An end without an error is an error here: more bytes were expected.
                 if not count:
                     raise ConnectionResetError
                 into = into[count:]

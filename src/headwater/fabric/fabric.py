@@ -182,6 +182,7 @@ class Board:
 
     def __init__(self, fabric: Fabric, slots: int) -> None:
         self._fabric = fabric
+        # 8 bytes each: a processor writes them at once, so no reader sees half of a number.
         self._values = fabric.allocate(8 * max(slots, 1))[: 8 * slots].view(torch.int64).numpy()
 
     def post(self, slot: int, value: int) -> None:
@@ -201,5 +202,6 @@ class Board:
             what: name of the awaited event, for messages.
         """
         values = self._values
+        # Usually true already; then the wait costs one read.
         if values[slot] < value:
             self._fabric.wait_until(lambda: bool(values[slot] >= value), what)

@@ -64,6 +64,7 @@ def introduce(
     _send(connection, hello, end)
     answer = _receive(connection, _NONCE_BYTES + _CODE_BYTES, end)
     said = hello + answer[:_NONCE_BYTES]
+    # In constant time: a plain comparison would leak how many bytes are right.
     if not hmac.compare_digest(_code(secret, b"accepts", said), answer[_NONCE_BYTES:]):
         raise StrangerError(f"the process that answers for rank {other} does not know the secret")
     _send(connection, _code(secret, b"connects", said), end)
@@ -97,6 +98,7 @@ def examine(connection: socket.socket, secret: bytes, own: int, within_s: float)
     _send(connection, said[_HELLO.size :] + _code(secret, b"accepts", said), end)
     if not hmac.compare_digest(_code(secret, b"connects", said), _receive(connection, _CODE_BYTES, end)):
         raise StrangerError("it does not know the secret of this rank")
+    # After the authentication: a stranger learns no rank numbers.
     if wanted != own:
         raise StrangerError(f"rank {other} expected rank {wanted} here, but this is rank {own}")
     _send(connection, _ACCEPTED, end)
@@ -129,6 +131,7 @@ def _receive(connection: socket.socket, count: int, end: float) -> bytes:
 
 
 def _left(end: float) -> float:
+    # One deadline for the whole handshake: a stranger could send a byte a second.
     left = end - time.monotonic()
     if left <= 0:
         raise TimeoutError("the other end did not complete the handshake in time")

@@ -44,6 +44,7 @@ class HostGroup:
     def barrier(self, what: str) -> None:
         """Block until every rank of the host has called this; see `Fabric.wait_until`."""
         # The counts only grow, so a rank that is at its next barrier already still counts as arrived here.
+        # The count of this rank; it is the same on all ranks, which make the same calls.
         self._num_barriers += 1
         count, arrived = self._num_barriers, self._numbers.arrived
         arrived[self._local_rank] = count

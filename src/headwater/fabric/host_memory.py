@@ -41,6 +41,7 @@ class HostNumbers:
         leader, own = next(iter(neighbours.values())), neighbours[roster.rank]
         self.file = own.file
         if own is not leader:
+            # Its own file is not needed: the host shares the leader's.
             os.close(self.file)
             self.file = open_file_of(leader.pid, leader.file)
         sizes = [2, len(neighbours), len(neighbours), len(roster.processes), 1]
@@ -116,6 +117,7 @@ class HostLock:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold the lock inside the context."""
+        # First the threads of this process: they would all hold the same lock of the file.
         with self._threads:
             if not self._depth:
                 self._watch.wait_until(self._try_lock, "its turn")
@@ -129,6 +131,7 @@ class HostLock:
 
     def _try_lock(self) -> bool:
         try:
+            # Without blocking: a blocked rank would not notice that another one has died.
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False

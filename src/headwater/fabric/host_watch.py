@@ -43,10 +43,12 @@ class HostWatch:
         pause, looked = _FIRST_PAUSE_S, start
         while not condition():
             time.sleep(pause)
+            # Short at first: most waits of a step end within microseconds.
             pause = min(pause * 1.3, _LONGEST_PAUSE_S)
             now = time.monotonic()
             if now - looked > _LIVENESS_S:
                 looked = now
+                # A dead rank is reported at once, not after the timeout.
                 self._check_alive(what)
                 if now - self._counted_from(start) > self._timeout_s:
                     raise RankError(

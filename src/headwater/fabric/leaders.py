@@ -38,6 +38,7 @@ class Leaders:
     def connect(self, purpose: str) -> Link | None:
         """Return a new link; `None` on a rank that is not a leader. See `Fabric.connect`."""
         roster = self._roster
+        # On every rank, because the number of calls names the mesh.
         mesh = new_mesh(self._switchboard, roster.leaders, self._timeout_s)
         if roster.rank not in roster.leaders:
             return None
@@ -58,6 +59,7 @@ class Leaders:
             values: one of each rank; the same call on each leader. Ignored on ranks that are not leaders.
         """
         if self._control is not None:
+            # A copy: the ranks of this host may write meanwhile.
             every = self._control.gather(torch.from_numpy(values.copy()))
             for rank, host in enumerate(self._roster.hosts):
                 values[rank] = every[host, rank]

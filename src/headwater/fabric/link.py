@@ -91,6 +91,7 @@ class Link:
 
     @contextmanager
     def _calling(self, *hosts: int) -> Iterator[None]:
+        # Ranks of this host that wait for it extend their timeout.
         self._note_call()
         try:
             yield

@@ -91,6 +91,7 @@ def meet(own: Process, timeout_s: float) -> tuple[Switchboard, list[Process]]:
         RankError: if a rank does not connect in time, or a process answers that is not a rank.
     """
     found = _Rendezvous(os.environ, own, timeout_s).run()
+    # The descriptor is taken; a process that this rank starts must not use it.
     os.environ.pop(LISTENER, None)
     return found
 
@@ -135,6 +136,7 @@ class _Rendezvous:
         """Return the connections of this rank, and the process of each rank."""
         try:
             if not self._given:
+                # A name may be known only after a pod or node has started.
                 self._wait(self._find_name, _SHORT_S)
                 if self._store is None and self._environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                     self._store = self._agent_store()
@@ -161,24 +163,28 @@ class _Rendezvous:
     def _answer(self, board: Switchboard) -> list[_Hello]:
         """Wait for all other ranks, and send each of them the addresses of all."""
         others = range(1, self._size)
+        # Polled, although `take` could block: see [Note: rendezvous of ranks].
         self._wait(lambda: self._missing(board), self._timeout_s)
         taken = [board.take(_PURPOSE, other, self._timeout_s) for other in others]
         connections = [connection for connection in taken if connection is not None]
         assert len(connections) == len(others), "only this thread takes connections of the rendezvous"
         hellos = [self._hello(board.address)]
         hellos += [decode(connection.receive_message(), _Hello) for connection in connections]
+        # Sent with the table, so that all ranks raise the same error.
         failure = _check(hellos)
         for connection in connections:
             connection.send_message(encode((hellos, failure), _Table)).result()
             connection.close()  # a long table was sent by a thread of the connection, which ends only now
         if failure is not None:
             raise failure
+        # After the check: addresses of a wrong table are never used.
         board.learn([hello.address for hello in hellos])
         return hellos
 
     def _listener(self) -> socket.socket:
         if self._given:
             listener = socket.socket(fileno=int(self._environment[LISTENER]))
+            # A program that rank 0 starts would keep the socket open.
             listener.set_inheritable(False)
             return listener
         if self._store is not None:

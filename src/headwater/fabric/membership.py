@@ -48,6 +48,7 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
     """
     if is_watched():
         end_with_parent()
+    # Once: a second rendezvous would wait for ranks that have left the first.
     if _joined.value is ALONE and is_rank():
         _joined.value = join_ranks(timeout_s, num_memx)
     return _joined.value

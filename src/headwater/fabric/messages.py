@@ -57,6 +57,7 @@ class Messages:
         with self._errors():
             values = gather_values(self._computing, value, torch.Tensor)
         for rank, each in enumerate(values):
+            # Every rank compares, so all ranks raise.
             if each.shape != value.shape or each.dtype != value.dtype:
                 raise RankError(
                     f"expected a tensor of shape {list(value.shape)} and {value.dtype} from rank {rank}, "
@@ -72,6 +73,7 @@ class Messages:
             try:
                 made = [make()], None
             except HeadwaterError as error:
+                # Sent to the other ranks, which would otherwise wait for a value.
                 made = [], error
         with self._errors():
             values, failure = broadcast_value(

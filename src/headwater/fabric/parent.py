@@ -39,6 +39,7 @@ def find_parent() -> None:
     launcher = int(os.environ.get(PARENT, "0"))
     if not launcher:
         return
+    # Its parent is a rank, not the launcher.
     if is_alive(launcher) and os.getppid() != launcher:
         for name in _OF_RANKS:
             os.environ.pop(name, None)
@@ -50,6 +51,7 @@ def find_parent() -> None:
 
 def is_alive(process: int) -> bool:
     """True if a process of this host runs. A zombie does not."""
+    # A zombie still has a number, so a signal 0 would not tell.
     return _state(process) not in (None, b"Z", b"X")
 
 
@@ -60,6 +62,7 @@ def is_stopped(process: int) -> bool:
 
 def _state(process: int) -> bytes | None:
     try:
+        # From the last bracket: the name of a program may contain spaces and brackets.
         return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except OSError:
         return None

@@ -92,9 +92,11 @@ class ProcessFabric(Fabric):
 
     def close(self) -> None:
         if self._leaders is not None:
+            # Links before the switchboard, through which they connect.
             self._leaders.close()
         self._messages.close()
         self._switchboard.close()
+        # At last: the watch of the host is used by all above.
         self._host.close()
 
 

@@ -31,6 +31,7 @@ def _write(text: str, told: dict[str, Any]) -> bool:
     now = time.time()
     message = {"message": text, "extraInfo": {"timestamp": int(now), "headwater": {**told, "time_s": now}}}
     try:
+        # The format of torchrun, whose agent reads the same file.
         Path(path).write_text(json.dumps({"message": message}))
     except OSError:  # for example no space, which may be the error itself: then the rank prints it
         return False

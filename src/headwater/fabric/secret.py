@@ -37,6 +37,7 @@ def take_secret(environment: MutableMapping[str, str]) -> bytes:
     Raises:
         RankError: if the secret is missing, or other users can read it.
     """
+    # Removed, so that programs which this rank starts do not inherit it.
     text = environment.pop(SECRET, None)
     if text is not None:
         return _checked(text.encode(), where=f"environment variable {SECRET}")
@@ -67,7 +68,9 @@ def _create(path: Path) -> None:
     file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         os.write(file, new_secret().encode())
+        # A loss of power must not leave an empty secret.
         os.fsync(file)
+        # Not a rename, which would replace the secret that another process has just made.
         os.link(partial, path)
     except FileExistsError:
         pass
@@ -79,6 +82,7 @@ def _create(path: Path) -> None:
 def _read(path: Path) -> bytes:
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
+        # The open file is checked, because another file could take its name before the read.
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise RankError(

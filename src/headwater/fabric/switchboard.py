@@ -47,6 +47,7 @@ def listen_at(address: str, port: int, backlog: int) -> socket.socket:
     """
     family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family)
+    # The port would stay taken for the next try.
     with on_failure(listener.close):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
@@ -187,9 +188,11 @@ class Switchboard:
     def close(self) -> None:
         """Stop listening, and close the connections that were not taken."""
         with contextlib.suppress(OSError):  # some systems refuse it for a listening socket
+            # This wakes the thread that accepts; `close` alone would not.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._changed:
+            # Under the lock: a handshake that ends now closes its connection itself.
             self._is_closed = True
             for connection, _ in self._arrived.values():
                 connection.close()
@@ -206,6 +209,7 @@ class Switchboard:
                     return
                 time.sleep(_POLL_S)  # for example no file descriptors are left for now
                 continue
+            # Without a reply and without a thread: a flood of strangers costs little.
             if not _is_same_user(connection) or not self._strangers.acquire(blocking=False):
                 connection.close()
                 continue
@@ -219,8 +223,10 @@ class Switchboard:
             connection.close()
             return
         finally:
+            # The handshake has ended, whatever its outcome.
             self._strangers.release()
         with self._changed:
+            # The newest connection counts: the rank has given up the older one.
             before = self._arrived.pop((purpose, other), None)
             if self._is_closed:  # during the handshake: nothing else would close this connection
                 connection.close()

@@ -19,10 +19,12 @@ def publish(partial: Path, folder: Path) -> None:
     """
     replaced = folder.with_name(folder.name + REPLACED_SUFFIX)
     with disk_errors(folder):
+        # The names inside must be on disk before the folder gets its own.
         sync_folder(partial)
         if os.path.lexists(folder):
             remove(replaced)
             folder.rename(replaced)
+        # Between the two renames `recover` finds the older checkpoint.
         partial.rename(folder)
         sync_folder(folder.parent)
         remove(replaced)

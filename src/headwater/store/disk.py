@@ -85,6 +85,7 @@ class DiskTier(Tier):
         return None
 
     def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
+        # A read must not overtake a write of the same stage.
         self._settle(stage)
         image = into[: self.layouts[stage].wire_bytes]
         self._all_blocks(self._files[stage].read, image, part)
@@ -97,6 +98,7 @@ class DiskTier(Tier):
     ) -> None:
         """Read or write all blocks that overlap a part. Blocks are always whole, because checksums are."""
         first, stop, _ = part.indices(image.numel())
+        # Back to the beginning of the block in which the part begins.
         before = first % _WIRE_BLOCK_BYTES if first < stop else 0
         starts = range(first - before, stop, _WIRE_BLOCK_BYTES)
         blocks = {start: image[start : start + _WIRE_BLOCK_BYTES] for start in starts}
@@ -125,6 +127,7 @@ class DiskTier(Tier):
                 if reading is not None:
                     reading.result()
                 yield group, buffer[: group.num_bytes]
+                # After the yield: if the caller fails, `finally` returns this buffer too.
                 waiting.popleft()
                 self._end(stage, group, buffer, write)
             if not self.writes_behind:
@@ -132,6 +135,7 @@ class DiskTier(Tier):
         finally:  # the caller failed or stopped early: the remaining groups are not written
             for _, buffer, reading in waiting:
                 if reading is not None:
+                    # A worker may still write to the buffer.
                     reading.exception()
                 self._staging.put(buffer)
 
@@ -160,6 +164,7 @@ class DiskTier(Tier):
             return
         offset = self._rest_at[stage] + group.offset
         writing = self._threads.submit(self._files[stage].write, offset, buffer[: group.num_bytes])
+        # Not before: the disk still reads the buffer.
         writing.add_done_callback(lambda _: self._staging.put(buffer))
         self._writes[stage].append(writing)
 
@@ -177,6 +182,7 @@ class DiskTier(Tier):
             self._settle(stage)
 
     def close(self) -> None:
+        # Before the files are closed: a number could be reused by another file.
         self._threads.shutdown(wait=True, cancel_futures=True)
         for file in self._files:
             file.close()

@@ -107,6 +107,7 @@ class BlockFile:
         with disk_errors(self.path):
             while done < len(view):
                 count = os.preadv(self._fd, [view[done:]], offset + done)
+                # The rest of a read past the page cache must begin on a page.
                 if count == 0 or count % PAGE_BYTES:
                     raise CorruptError(
                         f"short read: {done + count} of {len(view)} bytes at offset {offset}",
@@ -129,6 +130,7 @@ class BlockFile:
     def leave_cache(self) -> None:
         """Write all data to the disk, and release its page cache."""
         with disk_errors(self.path):
+            # Pages that are not written yet would stay in the cache.
             os.fdatasync(self._fd)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -171,6 +173,7 @@ def open_files(
             origin = None if origins is None else origins[index]
             files.append(BlockFile(path, num_bytes, direct=direct, checksums=checksums, origin=origin))
             opened.callback(files[-1].close)
+        # All are open: the caller closes them.
         opened.pop_all()
     return files
 

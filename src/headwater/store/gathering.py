@@ -47,6 +47,7 @@ class Gathering:
         """
         self._here.barrier("masters to be brought")  # others may still read the memory that is reused
         masters = self._allocate(dict.fromkeys(keys))
+        # In one order on all ranks: reading a stage may wait for the ranks that update it.
         for stage in sorted({stage for stage, _ in keys}):
             wanted = {param for other, param in keys if other == stage}
             for piece in self._store.parameters.read(stage, with_states=False, params=wanted, mine=True):
@@ -67,6 +68,7 @@ class Gathering:
         specs = {key: self._store.spec(key) for key in keys}
         sizes = {key: spec.numel * spec.dtype.itemsize for key, spec in specs.items()}
         total = sum(round_up(size, SLAB_ALIGNMENT_BYTES) for size in sizes.values())
+        # All ranks compute the same total, so all of them allocate or none does.
         if total > self._memory.numel():
             self._memory = self._here.allocate(total)
         masters, offset = {}, 0

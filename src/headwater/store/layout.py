@@ -165,6 +165,7 @@ class _Extent:
         fields = []
         for name, (dtype, shape) in self.shapes.items():
             fields.append(Field(name, dtype, shape, offset))
+            # Aligned, so that a field can be viewed in its dtype.
             offset += round_up(_numel(shape) * dtype.itemsize, SLAB_ALIGNMENT_BYTES)
         return Piece(self.param, self.start, self.stop, tuple(fields)), offset
 
@@ -177,6 +178,7 @@ def _pack(extents: list[_Extent]) -> tuple[Group, ...]:
     for position, extent in enumerate(extents):
         piece, used = extent.place(used)
         pieces.append(piece)
+        # A piece is never divided between groups: it is updated as one.
         if used >= GROUP_BYTES or position == len(extents) - 1:
             groups.append(Group(tuple(pieces), start, round_up(used, PAGE_BYTES)))
             start += groups[-1].num_bytes

@@ -41,6 +41,7 @@ class Ledger:
         """
         pending = self._pending.get(stage)
         earlier = {} if pending is None else pending.parts
+        # A part that was replaced here would be a lost step.
         assert not earlier.keys() & parts.keys(), "a new gradient has made the older update happen"
         self._pending[stage] = Pending(self.num_commits, {**earlier, **parts})
 
@@ -56,6 +57,7 @@ class Ledger:
     def apply(self, stage: int) -> Pending:
         """Return the update that waits for a stage. The caller applies it: it cannot be undone any more."""
         pending = self._pending.pop(stage)
+        # The stage's former values are gone from now on.
         self.note_used(pending.number)
         return pending
 

@@ -20,6 +20,7 @@ class StageLocks:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
+        # Reentrant: a snapshot reads a stage that the updating thread holds already.
         self._locks = [threading.RLock() for _ in names]
         self._torn: dict[int, str] = {}  # torn stages, and why
 
@@ -37,6 +38,7 @@ class StageLocks:
             StoreError: if the stage is torn: a part of an update is applied, and a part is lost.
         """
         with self._locks[stage]:
+            # Inside the lock: another thread may just be changing the stage.
             if stage in self._torn:
                 raise StoreError(
                     f"an update of stage {self._names[stage]!r} failed halfway: {self._torn[stage]}",

@@ -42,7 +42,9 @@ def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
     """
     for upper, lower, whole in _chunks(high, low, master):
         bits = whole.view(torch.int32)
+        # The copy keeps the lower 16 bits: integer conversion truncates.
         lower.copy_(bits)
+        # After the lower half was copied, because this changes the bits in place.
         bits.add_(0x8000).bitwise_right_shift_(16)
         upper.view(torch.int16).copy_(bits)
 

@@ -30,6 +30,7 @@ class StageOwnership:
         total = max(sum(param.numel for param in layout.stage.params), 1)
         before = 0
         for piece in self.pieces():
+            # The middle decides: a piece that crosses a border goes to the rank with most of it.
             middle = before + (piece.stop - piece.start) // 2
             before += piece.stop - piece.start
             part = min(middle * len(owners) // total, len(owners) - 1)
@@ -65,6 +66,7 @@ class StageOwnership:
         ends = [0] * (self._hosts[-1] + 1)
         for piece in self.pieces():
             end = stage.offsets[piece.param] + piece.stop * stage.params[piece.param].wire_dtype.itemsize
+            # Owners follow each other, so the pieces of a host are one run.
             ends[self.host(piece)] = max(ends[self.host(piece)], end)
         starts = [max(ends[:host], default=0) for host in range(len(ends))]
         return [slice(start, max(start, end)) for start, end in zip(starts, ends, strict=True)]
@@ -114,6 +116,7 @@ class Ownership:
             for stage, layout in enumerate(layouts)
         ]
         self._wire_ranges = [stage.wire_ranges() for stage in self._stages]
+        # Asked for at every update, so it is computed once.
         self._own_groups = [self._groups_of_mine(stage, None) for stage in range(len(layouts))]
 
     def owners(self, stage: int) -> frozenset[int]:

@@ -81,6 +81,7 @@ class Parameters:
         """
         with self._access.replacing(stage) as image:
             for param in range(len(self._tier.layouts[stage].stage.params)):
+                # Gradients of the old values do not belong to the new ones.
                 self._gradients.drop((stage, param))
             self._gradients.take(stage)  # those that a commit has taken
             self.pieces.write(stage, image, fill)
@@ -111,11 +112,13 @@ class Parameters:
         spec = self._spec(key)
         shape, dtype = self._shape_and_dtype(key, state)
         out, filled = torch.empty(shape, dtype=dtype), 0
+        # Closed at once: the generator holds the stage's lock.
         with closing(self.read(stage, with_states=state is not None, params={param})) as pieces:
             for piece in pieces:
                 value = piece.master if state is None else piece.states[state]
                 out.view(-1)[piece.start : piece.start + value.numel()].copy_(value.view(-1))
                 filled += value.numel()
+        # Otherwise undefined memory would be returned as weights.
         if filled < out.numel():
             raise StoreError(
                 f"rank {self._ownership.rank} reads {spec.name}, but only other ranks hold all of it",

@@ -168,6 +168,7 @@ class Pieces:
             spec.arranged(master).copy_(rows.view(spec.shape))
             for name, value in state_rows.items():
                 _arranged(spec, states[name]).copy_(value)
+        # It computes the wire value too, which must be that of an update.
         write_master(encoding, master, flat_wire, fields)
 
     def empty(self, stage: int, piece: Piece) -> PieceState:

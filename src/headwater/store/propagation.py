@@ -101,10 +101,12 @@ class Propagation:
                 )
 
     def _send_updated(self, stage: int, number: int) -> None:
+        # A host sends a stage only when all its ranks have updated their parts.
         self._wait_for_host(stage, number)
         if self._closing:  # the updates that were waited for may never come
             return
         self._send(stage)
+        # After the tier has all parts: other ranks of the host read them at once.
         self._spread.post(stage, number)
 
     def _send(self, stage: int) -> None:
@@ -132,7 +134,9 @@ class Propagation:
         what = f"stage {self._name(stage)!r} to be written"
         self._fabric.neighbours.barrier(what)
         if self._link is not None:
+            # On the same thread as updates: the order of sends must be equal on all hosts.
             self._sender.submit(self._send, stage).result()
+        # The leader has received what other hosts have written.
         if self._fabric.num_hosts > 1:
             self._fabric.neighbours.barrier(what)
 

@@ -30,6 +30,7 @@ def take_from_first_host(store: WeightStore, fabric: Fabric) -> None:
                     "hosts began with different values of stage %r: those of the first are taken", stage.name
                 )
         link.close()
+    # The other ranks of a host must not read before their leader has received.
     fabric.barrier("the first weights of all hosts")
 
 
@@ -46,6 +47,7 @@ def _take_stage(store: WeightStore, stage: int, link: Link) -> bool:
 
 def _send_where_different(link: Link, image: torch.Tensor) -> bool:
     """Send bytes from the first host to the others unless all are equal. Return true if they were not."""
+    # Equal hosts, the usual case, send 8 bytes instead of all weights.
     digest = hashlib.blake2b(image.numpy().data, digest_size=8).digest()
     if len(link.gather(torch.frombuffer(bytearray(digest), dtype=torch.int64)).unique()) == 1:
         return False

@@ -70,6 +70,7 @@ class UpdateRule(UpdateRules):
     def state_layout(self, param: ParamSpec) -> StateLayout:
         if not param.requires_grad:
             return {}
+        # An elementwise optimizer keeps state in the shape of the parameter, whatever that is.
         shape = (_PROBE_ELEMENTS,) if self.elementwise else param.shape
         key = (shape, param.dtype, param.sparse_gradient)
         if key not in self._layouts:
@@ -82,6 +83,7 @@ class UpdateRule(UpdateRules):
         optimizer = self.spec.build([probe], to_compile=False)
         group = optimizer.param_groups[0]
         group.update({key: numbers(value) for key, value in group.items() if key != "params"} | self._options)
+        # Two steps: some optimizers make a state tensor only in the second one.
         for _ in range(2):
             gradient = torch.zeros_like(probe)
             takes_sparse = takes_sparse_gradients(self.spec.name, group)
@@ -130,6 +132,7 @@ class UpdateRule(UpdateRules):
         optimizer, defaults = self._of_this_thread()
         kernel = _PLAIN_KERNEL if needs_plain_kernel(gradients[0]) else {}
         optimizer.param_groups = [{"params": list(masters), **defaults, **options, **kernel}]
+        # A state that an error has left must not be found by another tensor.
         optimizer.state.clear()
         for master, gradient, own, old in zip(masters, gradients, states, scalars, strict=True):
             master.grad = gradient
@@ -139,11 +142,13 @@ class UpdateRule(UpdateRules):
         optimizer.param_groups = []  # it would keep views of slabs, which must be free for other stages
         after = []
         for master, own in zip(masters, states, strict=True):
+            # The gradient's memory is used again for the next batch of pieces.
             master.grad = None
             state = optimizer.state.pop(master, {})
             self._check_state(state, own)
             for name, value in own.items():
                 if state[name] is not value:
+                    # Some optimizers replace a state tensor instead of changing it.
                     value.copy_(state[name])
             after.append({name: value for name, value in state.items() if name not in own})
         return after

@@ -58,6 +58,7 @@ class SavedWeights:
         wanted += [spec for stage in stages for spec in stage.params]
         self._saved_names = self._match(wanted)
         if strict:
+            # All checks come before the first read, so a refused file changes nothing.
             self._refuse_missing(wanted)
             self._refuse_unknown(wanted)
         for spec in wanted:

@@ -66,6 +66,7 @@ class Snapshot:
         self._store = store
         self._partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
         self._step = step
+        # Later commits are not part of the checkpoint.
         self._up_to = store.ledger.num_commits
         self._saved: dict[int, StageEntry] = {}
         self._failure: HeadwaterError | None = None
@@ -79,6 +80,7 @@ class Snapshot:
             self._extras.append(self._write_buffers(buffers or {}))
             self._weights = [self._weights_file(stage) for stage in store.stages]
             self._optimizer = [self._optimizer_file(stage) for stage in store.stages]
+        # At last: an error above must not leave a hook behind.
         store.access.before_update = self._save_first
 
     @contextmanager
@@ -127,12 +129,15 @@ class Snapshot:
             HeadwaterError: if it fails, or another stage has failed on another thread.
         """
         with self._store.access.locks.exclusive(stage), torch.no_grad():
+            # A checkpoint without one stage is worthless, so the other stages are not written.
             if self._failure is not None:
                 raise self._failure
             if stage not in self._saved:
                 if self._store.snapshots.link is not None and stage > 0:
                     self.save_stage(stage - 1)  # other hosts send their stages in order
+                # After the stages before it: the pieces of other hosts arrive in that order.
                 self._saved[stage] = self._write_stage(self._store.stages[stage])
+                # Other ranks may now change the stage.
                 self._store.snapshots.saved.post(stage, self._up_to + 1)
 
     def _write_stage(self, stage: StageSpec) -> StageEntry:
@@ -168,12 +173,14 @@ class Snapshot:
             with self._nothing_left_on_failure():
                 for stage in self._store.stages:
                     self.save_stage(stage.index)
+                # At last: a folder with a manifest is complete.
                 self._write_extra(MANIFEST_FILE, self._manifest().to_json())
                 publish(self._partial, self.folder)
         finally:
             self._store.access.before_update = self._no_hook
             for _ in self._received:  # also after an error, because other hosts wait until all is received
                 pass
+            # Also after an error, so that no rank waits for a stage that will never be saved.
             for stage in self._store.stages:
                 self._store.snapshots.saved.post(stage.index, self._up_to + 1)
         return self.folder

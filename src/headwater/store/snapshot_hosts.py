@@ -60,6 +60,7 @@ class SnapshotElsewhere:
         link = self._store.snapshots.link
         assert link is not None, "leaders send"
         with self._store.access.locks.exclusive(stage), torch.no_grad():
+            # Checked under the lock: the training thread and `run` both send.
             if stage < self._sent:
                 return
             if stage > 0:
@@ -68,5 +69,6 @@ class SnapshotElsewhere:
                 for piece in pieces:
                     for tensor in (piece.master, *piece.states.values()):
                         link.send(tensor.contiguous(), 0)
+            # After the send: an error must not make the stage count as saved.
             self._sent = stage + 1
             self._store.snapshots.saved.post(stage, self._up_to + 1)

@@ -246,6 +246,7 @@ def _fill_stage(store: WeightStore, stage: StageSpec, weights: SavedWeights, sta
     kept: dict[tuple[int, int], torch.Tensor] = {}
     if absent:
         pieces = store.parameters.read(stage.index, with_states=False)
+        # Copies: a piece is valid until the next one.
         kept = {(p.param, p.start): p.master.clone() for p in pieces if p.param in absent}
 
     def fill(piece: PieceState) -> None:
@@ -259,8 +260,10 @@ def _fill_stage(store: WeightStore, stage: StageSpec, weights: SavedWeights, sta
                 saved = states[name].file.read(state_name(name, state), piece.start, values.numel())
                 values.copy_(saved.view(values.shape))
             else:
+                # A parameter without saved state begins as one that was never updated.
                 values.zero_()
 
     store.parameters.write(stage.index, fill)
     scalars = [states[spec.name].scalars if spec.name in states else None for spec in stage.params]
+    # After the tensors: scalars say that the state of a parameter has values.
     store.scalars.replace(stage.index, scalars)

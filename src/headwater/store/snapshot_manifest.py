@@ -132,6 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise _damaged(path, repr(error)) from error
     if type(version) is not int or version < 1:
         raise _damaged(path, f"its format version is {version!r}")
+    # Before the checksum: a newer version may compute it differently.
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"the checkpoint has format version {version}, this headwater knows up to {FORMAT_VERSION}",

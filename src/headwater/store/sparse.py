@@ -47,6 +47,7 @@ def add(total: torch.Tensor, gradient: torch.Tensor, *, in_place: bool) -> torch
         in_place: true if `total` may be changed.
     """
     if total.is_sparse and not gradient.is_sparse:
+        # In this order: torch adds a sparse tensor to a dense one only.
         return gradient + total
     return total.add_(gradient) if in_place else total + gradient
 
@@ -66,6 +67,7 @@ def rows_of(gradient: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return gradient
     indices, values = gradient._indices(), gradient._values()
     inside = (indices[0] >= start) & (indices[0] < stop)
+    # Indexing with a mask copies, so the subtraction does not change the gradient.
     own = indices[:, inside]
     own[0] -= start
     shape = (stop - start, *gradient.shape[1:])

@@ -50,6 +50,7 @@ class StageUpdate:
             buffer: page-aligned memory for the wire image; it holds this host's part of the new image
                 afterwards. Not used where the image is resident.
         """
+        # Inside the torn section: gradients that are taken here cannot be used again.
         gradients = self._gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
         own = self._ownership.own_bytes(stage)
@@ -65,4 +66,6 @@ class StageUpdate:
                 lambda piece: self._ownership.is_mine(stage, piece),
             )
             self._scalars.replace(stage, scalars)
+        for param in pending.parts:
+            gradients[param] = None  # also where another rank has updated the last piece
         self._gradients.put_back(stage, gradients)  # those of parameters that the commit did not name

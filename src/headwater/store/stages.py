@@ -59,11 +59,13 @@ class StageAccess:
 
     def fetch(self, stage: int, into: torch.Tensor | None, up_to: int | None) -> None:
         """Apply the due update of a stage, and copy its wire image; see `WeightStore.fetch`."""
+        # Before the lock: see `_wait_for_owners`.
         self._wait_for_owners(stage, up_to)
         with self.locks.whole(stage):
             resident = self._tier.resident_wire(stage)
             if not self._catch_up(stage, into, up_to) and resident is None:
                 assert into is not None, "the disk tier needs memory to read a stage into"
+                # After an update `into` has the new image already, so a stage is never read twice.
                 self._tier.read_wire(stage, into)
             if resident is not None and into is not None:
                 count = self._tier.layouts[stage].stage.slab_bytes
@@ -101,8 +103,11 @@ class StageAccess:
         self._wait_for_owners(stage)
         updates = self._ownership.updates(stage)
         with self.locks.whole(stage):
+            # Every rank takes part in the barriers, also one without a piece to change.
             buffer = self._buffer(stage) if updates else None
+            # The change must find all committed updates applied: plain PyTorch has applied them too.
             self._catch_up(stage, buffer)
+            # A running snapshot saves the stage as it is before this change.
             self.before_update(stage, self._ledger.num_commits + 1)
             if updates:
                 own = self._ownership.own_bytes(stage)
@@ -125,7 +130,9 @@ class StageAccess:
         Updates that wait for the stage are dropped, and it is whole afterwards, even if it was torn.
         """
         with self.locks.exclusive(stage):
+            # Now: all of the stage is replaced, so nothing of a failed update is left.
             self.locks.mend(stage)
+            # Otherwise an old update would change the new values.
             self._ledger.forget(stage)
             self._versions[stage] += 1
             resident = self._tier.resident_wire(stage)
@@ -145,6 +152,7 @@ class StageAccess:
         for stage, parts in by_stage.items():
             self._queue(stage, parts)
         stages = sorted(by_stage)
+        # In the order of stages: all hosts must send them in the same order.
         self._propagation.committed(stages, number)
         if self._fabric.num_hosts > 1 or not self._fabric.computes:
             # Other ranks wait for these updates. An error is raised when the stage is used.
@@ -174,6 +182,7 @@ class StageAccess:
 
     def _catch_up_ahead(self, stage: int) -> None:
         with torch.no_grad(), self.locks.whole(stage):
+            # Another thread may have applied it since the list was made.
             if stage in self._ledger:
                 self._update(stage, self._buffer(stage))
 
@@ -192,17 +201,21 @@ class StageAccess:
         if updated:
             self._update(stage, self._buffer(stage) if buffer is None else buffer)
         self._propagation.wait(stage, up_to)
+        # With several hosts the image lacks the parts that other hosts have updated.
         return updated and self._fabric.num_hosts == 1
 
     def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
         pending = self._ledger.due(stage)
         assert pending is not None, f"no update waits for stage {stage}"
+        # Before the stage counts as torn: a snapshot reads it here.
         self.before_update(stage, pending.number)
         if self._fabric.num_hosts > 1:
             self._propagation.wait(stage)  # other hosts may still be receiving the update before this one
         with self.locks.changing(stage):
+            # Before the change: from here on the commit cannot be undone.
             self._ledger.apply(stage)
             self._stage_update.apply(stage, pending, buffer)
+            # After the change: other ranks read the stage at once.
             self._propagation.updated(stage, pending.number)
 
     def _wait_for_owners(self, stage: int, up_to: int | None = None) -> None:
@@ -221,5 +234,6 @@ class StageAccess:
 
     def close(self) -> None:
         """End the threads."""
+        # First: its thread uses the propagation.
         self._ahead.shutdown(wait=True, cancel_futures=True)
         self._propagation.close()

@@ -138,6 +138,7 @@ class WeightStore:
         """Apply every committed update now."""
         for stage in range(len(self.stages)):
             self.access.flush(stage)
+        # A write that failed behind the training raises here, not in a later step.
         self.tier.settle()
         if self.tier.writes_behind:  # other ranks of the host read what this rank has written
             self.fabric.barrier("all updates to be written")
@@ -180,6 +181,7 @@ class WeightStore:
         """
         if gradient.is_sparse:
             check_sparse(self.spec((stage, param)), several_ranks=self.gradients.is_shared)
+        # The update would otherwise use the new sum.
         self.access.flush(stage)
         editable(self.gradients).replace((stage, param), gradient)
 
@@ -204,9 +206,12 @@ class WeightStore:
         """
         self.gradients.complete()
         present = self.gradients.status.present
+        # The order of a sum decides the last bits of the norm.
         keys = [key for key in self._order if key in present and (parts is None or key in parts)]
+        # The sums stay scaled until the update, so their norm is unscaled here.
         norm = self.gradients.norm(keys) / update.loss_scale
         if not bool(norm.isfinite()):
+            # Before the sums are dropped, and with them the stage that was first.
             error = _not_finite(self.stages, self.gradients.status.first_bad, update)
             for key in keys:
                 self.gradients.drop(key)
@@ -222,7 +227,9 @@ class WeightStore:
         for stage, param in keys:
             options = update if parts is None else parts[stage, param]
             by_stage.setdefault(stage, {})[param] = Part(self.ledger.num_commits, options, factor)
+            # For a roll-back, which gives back the gradients of commits that it undoes.
             self.ledger.take_gradient((stage, param))
+        # At last: from here on another thread may apply the updates.
         self.access.commit(by_stage)
         return Committed(float(norm), applied=True, params=keys)
 
@@ -248,6 +255,7 @@ class WeightStore:
             True if all of them are undone.
         """
         last = self.ledger.last_kept
+        # First: a fetch thread must not apply an update whose gradient is given back below.
         self.access.undo(last)
         editable(self.gradients).restore(self.ledger.taken(last), self.ledger.waiting())
         return self.ledger.is_undone(last)

@@ -57,6 +57,7 @@ class Tier(abc.ABC):
         image = buffer[: self.layouts[stage].wire_bytes]
         self.read_wire(stage, image, part)
         yield image
+        # Not in `finally`: after an error the image may be half changed.
         if write:
             self.write_wire(stage, image, part)
 

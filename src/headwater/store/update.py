@@ -47,6 +47,7 @@ class Update:
         """
         factor = None
         if self.max_norm is not None:
+            # The constant of torch: without it the bits would differ.
             factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         if self.loss_scale != 1.0:
             factor = (1.0 if factor is None else factor) * torch.tensor(1.0 / self.loss_scale)
@@ -79,6 +80,7 @@ class Part:
             gradient = gradient.to(dtype) if gradient.is_sparse else space.copy_(gradient)
         if gradient.is_sparse:
             return self._prepared_sparse(gradient)
+        # First the factor, then the clip: torch's loop unscales before `clip_grad_value_`.
         if self.factor is not None:
             gradient.mul_(self.factor)
         limit = self.update.max_value
@@ -90,6 +92,7 @@ class Part:
         limit = self.update.max_value
         if self.factor is None and limit is None:
             return gradient
+        # Entries of one row must be added before they are clipped.
         gradient = gradient.coalesce()
         values = gradient.values()
         if self.factor is not None:

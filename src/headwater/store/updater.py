@@ -70,6 +70,7 @@ class Updater:
             The new scalars. Every piece of a parameter starts from the same old ones.
         """
         wires = stage.flat_views(image)
+        # A copy: a second piece must start from the same step count as the first.
         after = list(scalars)
         for group, rest in groups:
             changed = [p for p in group.pieces if p.param in pending.parts and gradients[p.param] is not None]
@@ -78,6 +79,7 @@ class Updater:
                 for piece, new in self._update(loaded, scalars):
                     after[piece.param] = new
             for piece in changed:
+                # Freed early, because the gradients of a stage may be as large as its weights.
                 if piece.stop == stage.params[piece.param].numel:
                     gradients[piece.param] = None
         return after
@@ -106,6 +108,7 @@ class Updater:
             flat_master = master
             states = {name: fields[name] for name in self._rule.state_layout(spec)}
             if gradient.is_sparse:
+                # A sparse kernel addresses rows.
                 rows = (-1, *spec.shape[1:])
                 master, states = master.view(rows), {k: v.view(rows) for k, v in states.items()}
             elif self._rule.elementwise:
@@ -147,6 +150,7 @@ class Updater:
                 first.options,
             )
             for each, its_scalars in zip(alike, new, strict=True):
+                # Before the next batch overwrites the workspace that holds the masters.
                 write_master(each.encoding, each.flat_master, each.wire, each.fields)
                 yield each.piece, its_scalars
 

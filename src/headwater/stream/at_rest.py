@@ -144,6 +144,7 @@ class PartAtRest(AtRest, torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in LAYOUT:
                 return func(args[0].meta, *args[1:], **(kwargs or {}))
+            # Frequent, and answered without a read.
             if is_metadata(func):
                 return func(*args, **(kwargs or {}))
             if func is torch.Tensor.detach and becomes_parameter(sys._getframe(1)):
@@ -271,6 +272,7 @@ def new_parameter(value: Any, source: torch.Tensor) -> torch.Tensor:
 def read_copy(value: Any) -> torch.Tensor:
     """Return a copy of the values that a tensor at rest, or a stored tensor, has in the store."""
     if isinstance(value, StoredTensor):
+        # It reads piece by piece, without a second copy of the whole.
         return value.materialize()
     copy: torch.Tensor = value.selection(value.home.read())
     return copy
@@ -403,6 +405,7 @@ class _Operation:
     def _value(self, leaf: Any) -> torch.Tensor:
         if torch.is_grad_enabled() and leaf.requires_grad and self._func != DATA.__get__:
             _note_read(leaf.home.spec.name)
+            # Not `home.read()`: the graph must lead to the parameter.
             value: torch.Tensor = _Read.apply(leaf)  # type: ignore[no-untyped-call]
             return value
         if leaf.home not in self._wholes:
@@ -419,7 +422,9 @@ class _Operation:
             if _is_recorded(values[key]) and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise changed_while_recording(leaf.home)
             if leaf.owner is not None:
+                # Autograd then refuses a backward that has saved the old values.
                 torch.autograd.graph.increment_version(leaf.owner)
+        # Once for each home: two views of one parameter are changed in the same memory.
         for home in {self._at_rest[key].home for key in changed}:
             home.write(self._wholes[home])
 

@@ -75,6 +75,7 @@ class Binder:
         """
         stage, index = key
         param = self.stages[stage].let_go(index)
+        # Before the drop: it copies the gradient.
         self.on_leave(key, param)
         self._store.gradients.drop(key)
         self.departed[key] = param
@@ -107,6 +108,7 @@ class Binder:
     def unbind_all(self) -> None:
         """Unbind the parameters of all stages."""
         while self._used:
+            # One by one: if a stage raises, the next call continues with the others.
             self._used.pop(next(iter(self._used))).unbind()
 
     def handle_of(self, tensor: torch.Tensor) -> WeightHandle | None:

@@ -71,18 +71,22 @@ class BorrowedWeights(Weights):
         while slab is None:
             what = f"rank 0 of this host to bring stage {self._stages[stage].name!r}"
             self._fabric.wait_until(lambda: self._is_there(want), what)
+            # The leader may have evicted the stage again, so this may fail and wait once more.
             slab = self._take(want)
         return slab.buffer
 
     def _take(self, want: Want) -> Slab | None:
         """Hold and return the slab with a stage. If it is in no slab, ask for it and return `None`."""
         with self._directory.exclusive():
+            # The former stage has its views by now, so `_let_go` may judge it by them.
             self._wanted = NOTHING
+            # Before the wait: the leader may need the slab that this rank no longer uses.
             self._let_go()
             index = self._directory.find(want)
             self._directory.want(want if index is None else None)
             if index is None:
                 return None
+            # Inside the lock of `find`: the leader could evict the stage in between.
             self._directory.hold(index)
             slab = self._pool.slabs[index]
             slab.stage = self._wanted = want.stage
@@ -95,5 +99,6 @@ class BorrowedWeights(Weights):
 
     def close(self) -> None:
         with self._directory.exclusive():
+            # Otherwise the leader would fetch for a rank that is gone.
             self._directory.want(None)
         self._pool.close()

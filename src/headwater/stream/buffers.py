@@ -55,4 +55,5 @@ class Buffers:
         with torch.no_grad():
             for name, buffer, value in before:
                 buffer.copy_(value)
+                # The forward may have put another tensor in its place.
                 self._set(name, buffer)

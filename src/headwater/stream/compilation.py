@@ -39,4 +39,5 @@ def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> None:
     for stage, shape in zip(stages, shapes, strict=True):
         if stage.name and shapes.count(shape) > 1:
             module = model.get_submodule(stage.name)
+            # `forward`, not the module: the hooks that bind weights must stay outside of the graph.
             module.forward = torch.compile(module.forward, dynamic=False)

@@ -108,6 +108,7 @@ class CudaDevice(Device):
         for each in memory:
             code = int(cuda.cudaHostRegister(each.data_ptr(), each.nbytes, 0))
             if code:
+                # What was locked before must not stay locked.
                 unlock()
                 raise StreamError(
                     f"{format_bytes(each.nbytes)} of host memory cannot be page-locked (CUDA error {code})",
@@ -126,8 +127,10 @@ class CudaDevice(Device):
         torch.cuda.set_device(self.torch_device)  # for this thread, which would use device 0 otherwise
         with torch.cuda.stream(self._copies):
             if isinstance(after, torch.cuda.Event):
+                # The compute stream may still read the slab that is overwritten.
                 self._copies.wait_event(after)
             yield
+            # The compute stream does not wait for this one, so the copy must be complete now.
             self._copies.synchronize()
 
 

@@ -26,6 +26,7 @@ def first_non_finite_stage(
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             tensors = tensors_in(output)
+            # Indices and masks are always finite.
             if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
                 found.append(name)
 

@@ -75,6 +75,7 @@ class Engine:
         self.buffers = Buffers(model, self._device.torch_device)
         if options.compile_blocks:
             compile_stages(model, plan.trace.stages)
+        # The model's order, not that of stages: the order of a sum decides the last bits of the norm.
         order = _parameter_order(model, plan)
         rule = optimizer if isinstance(optimizer, UpdateRules) else UpdateRule(optimizer)
         self.store = make_store(plan, rule, self._device, order, fabric, options)
@@ -93,6 +94,7 @@ class Engine:
             for stage in range(len(plan.trace.stages)):
                 self._fill(stage, initial)  # before `adopt`, which frees the present values
                 self._binder.adopt(stage)
+            # `train_step` divides the loss by the number of ranks itself.
             share = 1 / fabric.size if options.user_loop else 1.0
             self.executor = Executor(model, plan, self.store, self._binder, weights, share)
             made.pop_all()
@@ -157,6 +159,7 @@ class Engine:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Enter a context in which the model computes without gradients and may be called in any way."""
+        # A context that an error has left may still have weights bound.
         self.executor.begin()
         with torch.no_grad(), self._micro_batches.matmul(), self._micro_batches.precision():
             yield
@@ -191,6 +194,7 @@ class Engine:
     def detach(self) -> None:
         """Leave the model, whose parameters then hold NaN. The store and offloaded activations stay."""
         self._detached = True
+        # The executor first: its hooks bind the parameters that are released next.
         self.executor.leave()
         self._binder.release()
 
@@ -202,12 +206,14 @@ class Engine:
             unchanged: true if the model has the same structure as for this engine.
         """
         self.executor.hand_over(successor.executor, unchanged=unchanged)
+        # Not the executor: graphs of earlier forwards still need its offloaded activations.
         self.store.close()
 
     def close(self) -> None:
         """Leave the model, and free memory, threads and files."""
         if not self._detached:
             self.detach()
+        # Before the store, which threads of the executor read.
         self.executor.close()
         self.store.close()
 

@@ -97,16 +97,19 @@ class Executor:
 
     def _open(self) -> None:
         """Prepare a forward that is not part of another one."""
+        # Transforms read weights later, so only weights that never move are safe.
         if not self._weights.stable:
             refuse_moving_weights()
         if self._forwards_expected:
             self._forwards_expected -= 1
         else:  # `begin` has not announced it: the user's loop calls the model
+            # Without gradients no backward follows, so the schedule consists of forward uses alone.
             self.begin(1 if torch.is_grad_enabled() else 0)
             self._forwards_expected = 0
 
     def _require(self, stage: int) -> torch.Tensor:
         """Return the image of a stage, for a forward or a backward."""
+        # A fetch may be the first sign of a backward; its end must unbind what is bound here.
         self._backward.notice()
         start = time.perf_counter()
         image = self._weights.require(stage)
@@ -116,6 +119,7 @@ class Executor:
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
         """Return a weight that autograd has saved."""
         heir = self._heir
+        # Before the fetch: after an update the slab would hold values of another step.
         heir._binder.stages[handle.stage].check_unchanged(handle)
         return handle.resolve(heir._require(handle.stage))
 
@@ -140,8 +144,10 @@ class Executor:
             The statistics, which are updated during the step.
         """
         self.reset()
+        # All forwards from now on see these commits, so a roll-back would contradict them.
         self._store.ledger.note_all_used()
         self._forwards_expected = num_micro_batches
+        # Before `Weights.begin`, which counts the bytes that it fetches ahead.
         self._weights.statistics = StreamStatistics()
         if num_micro_batches:
             self._weights.begin(self._trace.schedule * num_micro_batches)
@@ -161,6 +167,7 @@ class Executor:
             loss.backward()
         finally:
             self._gradients.last_micro_batch = True
+            # Unbound weights free their slabs, also after an error.
             self._let_go()
 
     def reset(self) -> None:
@@ -175,10 +182,12 @@ class Executor:
     def leave(self) -> None:
         """Remove all hooks from the model. Offloaded activations can still be restored."""
         self.reset()
+        # The user may call the model between two of these removals.
         self._forwards.are_followed = False
         self._sites.remove()
         self._recomputed.unhook()
         self._gradients.remove()
+        # At last: no hook asks for weights any more.
         self._weights.close()
 
     @property
@@ -210,6 +219,7 @@ class Executor:
             self._successor = successor
         else:
             self._is_outlived = True
+        # Graphs made here have saved the parameters, whose memory will hold other stages.
         if self._weights.stable and not successor._weights.stable:
             self._binder.forget_saved()
 

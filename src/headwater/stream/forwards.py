@@ -66,6 +66,7 @@ class Forwards:
         for stage in stages:
             self._depth[stage] += 1
             self._packing.stage = stage
+            # Several nested modules may use a stage; the outermost binds it.
             if self._depth[stage] == 1:
                 self._binder.bind(stage, self._require)
 
@@ -90,11 +91,14 @@ class Forwards:
         try:
             for stage in stages:
                 self._depth[stage] -= 1
+                # `reset` may have cleared the count.
                 if self._depth[stage] <= 0:
                     self._unbind(stage)
         finally:
+            # In `finally`: a stage that refuses a changed weight must not leave the forward open.
             self._nesting -= 1
             self._packing.end_module()
+            # A recomputed forward ends inside a backward, which still needs the bound weights.
             if not self._nesting and not self._backward.is_running:
                 self._packing.end_forward()
                 self._closed()

@@ -55,6 +55,7 @@ class GradientHooks:
                 return  # it has become a plain parameter
             hooks = reference()
             assert hooks is not None, "a parameter at rest has an engine"
+            # With weights that stay in memory, no fetch notices the backward.
             hooks._backward.notice()
             hooks._give(stage, index, _taken_gradient(param))
 

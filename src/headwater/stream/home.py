@@ -85,6 +85,7 @@ class Home:
     def zero_gradient(self) -> None:
         """Replace the gradient by zeros; a sparse gradient by a sparse one without entries."""
         spec = self.spec
+        # A norm adds up in the order of the memory.
         zeros = spec.like_the_parameter(torch.zeros(spec.shape, dtype=spec.wire_dtype))
         self.set_gradient(zeros.to_sparse(1) if self.key in self.store.gradients.status.sparse else zeros)
 

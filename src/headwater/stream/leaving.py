@@ -23,6 +23,7 @@ def give_back(
     """
     device = param.device
     param.data = store.parameters.read_param(key).to(device)
+    # After the assignment: former views share the new memory.
     leave_store(param)
     gradient = store.gradients.borrow(key)
     if gradient is not None:
@@ -42,6 +43,7 @@ def give_state_back(
         param: the parameter.
         optimizer: the optimizer that has updated the parameter until now.
     """
+    # The scalars are those of the last update that was applied.
     store.flush_stage(key[0])
     scalars, device = store.scalars.of(key[0])[key[1]], param.device
     if scalars is not None:

@@ -100,6 +100,7 @@ def faster_products() -> frozenset[Product]:
 
 def _gain(left: torch.Tensor, right: torch.Tensor) -> float:
     """Return the speed of oneDNN relative to torch's default, by the best of alternating timings."""
+    # In turn: a change of the clock rate then affects both.
     times = [(_seconds(torch.mm, left, right), _seconds(onednn_product, left, right)) for _ in range(6)]
     return min(default for default, _ in times) / min(onednn for _, onednn in times)
 

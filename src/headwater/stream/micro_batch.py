@@ -84,6 +84,7 @@ class MicroBatches:
             with self._part():
                 loss = self._forward(batch, update.step, index)
             value = self._checked(loss, batch, update, index)
+            # After the check: a scaled loss may overflow where the loss itself is finite.
             if update.loss_scale != 1.0:
                 loss = loss * update.loss_scale
             parts = count * self._fabric.num_csx
@@ -111,17 +112,20 @@ class MicroBatches:
 
     def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:
         if self._seed is not None:
+            # A number that no other rank has: each rank must draw other dropout masks.
             number = self._fabric.rank * self._plan.num_micro_batches + index
             torch.manual_seed(derive_seed(self._seed, "micro_batch", step, number))
         with self.precision():
             return self.loss(batch)
 
     def _checked(self, loss: torch.Tensor, batch: Any, update: Update, index: int) -> float:
+        # This waits for the device, once for each micro-batch.
         value = loss.item()
         if torch.isfinite(loss) or update.skip_non_finite:
             return value
         stages = self._plan.trace.stages
         with torch.no_grad():
+            # With a seed the second forward draws the same masks, and fails at the same stage.
             first = first_non_finite_stage(
                 self._model, stages, lambda: self._forward(batch, update.step, index)
             )

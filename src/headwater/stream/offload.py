@@ -40,6 +40,7 @@ class Moved(abc.ABC):
         if storage is not None:
             return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         flat = self._fetch()
+        # Weak: backward alone decides how long the bytes stay.
         self._returned = weakref.ref(flat.untyped_storage())
         return flat
 
@@ -147,6 +148,7 @@ class DiskOffload(Offload):
 
     def move(self, tensor: torch.Tensor) -> Moved:
         num_bytes = tensor.untyped_storage().nbytes()
+        # Before the write is queued: a queue without a limit would keep all activations in memory.
         self._leaving.enter(num_bytes)
         path = self._folder / f"activation_{next(self._numbers)}.bin"
         moved = _OnDisk(self, tensor, path, self._writers)
@@ -167,6 +169,7 @@ class DiskOffload(Offload):
                     break
                 self._read(following)
             self._stack.pop()
+        # After `_has_room` of the following ones: the bytes that backward waits for must stay.
         moved.was_used = True
         return back.result()
 
@@ -189,6 +192,7 @@ class DiskOffload(Offload):
         return used == 0 or used + moved.num_bytes <= self._window_bytes
 
     def close(self) -> None:
+        # The reader first: it waits for writes.
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._writers.shutdown(wait=True)
 
@@ -224,6 +228,7 @@ class _OnDisk(Moved):
                 buffer[: block.numel()].copy_(block)
                 file.write(start, buffer[: round_up(block.numel())])
             self._source()  # check that it did not change during the write
+        # Only now: the check above looks at it.
         self._tensor = None
         return file
 
@@ -246,6 +251,7 @@ class _OnDisk(Moved):
         return self._owner.bring_back(self)
 
     def __del__(self) -> None:
+        # A graph that is dropped early does not write what nobody will read.
         if not self.written.cancel() and self.written.exception() is None:
             self.written.result().close()
 

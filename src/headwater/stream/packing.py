@@ -71,6 +71,7 @@ class Packing:
         In backward, where a checkpoint runs a module again, there may be no hooks at all.
         """
         around = ExitStack()
+        # The hooks of an enclosing module do it already.
         if self._is_needed and not are_weights_kept_out():
             around.enter_context(self._hooks())
         self._around_modules.append(around)

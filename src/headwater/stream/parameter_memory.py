@@ -72,6 +72,7 @@ class Memory:
     @classmethod
     def of(cls, param: torch.Tensor) -> Memory:
         """Return the memory to which a parameter points now."""
+        # Views of one parameter must share one object, so that all of them follow it.
         return _memories.setdefault(id(param), cls(param))
 
     @property
@@ -89,6 +90,7 @@ def leave_memory(param: Any) -> None:
     """Give a parameter of a store other memory; tensors that share the present memory keep its values."""
     memory = _memories.pop(id(param), None)
     if memory is not None and memory.kept is None:
+        # Before the new values are written: former views keep the old ones.
         memory.kept = param.home.read()
 
 

@@ -140,6 +140,7 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
     leave_memory(param)
     value = plain_value(value)
     if not home.fits(value):
+        # Before the assignment: on leaving, the store's values are copied to the parameter.
         home.leave()
         DATA.__set__(param, value)
         return

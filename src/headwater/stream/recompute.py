@@ -87,6 +87,7 @@ def _recompute_forward(
         kept = kept or parametrize._cache_enabled > 0  # the cache is gone when the forward runs again
         if others or kept or not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)
+        # The state is taken before the first run changes it.
         call = _RepeatedCall(bound_forward, args, kwargs, ForwardState(module))
         tensors = call.tensors()
         has_nested = any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors)

@@ -59,6 +59,7 @@ class SlabLoader:
         Returns:
             Done when the stage is in the slab.
         """
+        # Read by the compute thread: commits that come while the load waits must not be applied.
         up_to = self._store.ledger.num_commits
         return self._thread.submit(self._load, index, want, up_to, self._device.compute_mark())
 
@@ -77,11 +78,14 @@ class SlabLoader:
                     self._store.fetch(stage, self._staging, up_to)
                     buffer.copy_(self._staging[: buffer.numel()], non_blocking=True)
         except HeadwaterError as error:
+            # Other ranks wait for the stage, and raise this text.
             self._directory.fail(f"stage {self._stages[stage].name!r} cannot be read: {error.what}")
             raise
+        # After the copy: other ranks read the slab as soon as they find the stage.
         self._directory.publish(index, want)
 
     def close(self) -> None:
         """End the thread; copies that have not begun are left out."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        # The thread has ended, so no copy reads the staging buffer.
         self._unlock()

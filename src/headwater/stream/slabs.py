@@ -31,6 +31,7 @@ class Slab:
         self.version = NO_VERSION  # of the stage that it holds
         self.ready: Future[None] | None = None
         self._storage = buffer.untyped_storage()
+        # Counted now, because torch and this object hold a number of references themselves.
         self._own_references = self._references()
 
     def _references(self) -> int:
@@ -126,6 +127,7 @@ class SlabDirectory:
 
     def withdraw(self, slab: int) -> None:
         """Record that a slab has no stage any more."""
+        # Version 0 is of no stage, so `find` cannot return this slab.
         self._content[slab] = 0
 
     def is_held(self, slab: int) -> bool:

@@ -95,6 +95,7 @@ class StageParameters:
 
     def _adopt(self, index: int, param: nn.Parameter) -> None:
         """Point a parameter to its placeholder, and move its gradient to the store."""
+        # Before `param.data` changes: it compares the old memory.
         enter_store(param)
         gradient, param.grad = param.grad, None
         if gradient is not None:  # from a backward before streaming began
@@ -113,6 +114,7 @@ class StageParameters:
         requires_grad = self._spec.params[index].requires_grad
         self.params[index] = nn.Parameter(self._placeholders[index], requires_grad)
         param.__class__ = self._classes[index]
+        # The gradient hook takes a parameter without `home` for a plain one.
         del param.home  # type: ignore[attr-defined]
         return param
 
@@ -159,6 +161,7 @@ class StageParameters:
         Raises:
             StreamError: see `rest`.
         """
+        # Before the placeholders: afterwards the values are out of reach.
         values = self._values_to_keep()
         if self._address is not None and not self._stable:
             self._point_to_placeholders()
@@ -201,6 +204,7 @@ class StageParameters:
         if not self._writable:
             pairs = enumerate(zip(self._present_versions(), before, strict=True))
             changed.update(index for index, (now, then) in pairs if now != then)
+        # Other parameters are not written back, so their change would be lost.
         if not changed <= self._written:
             raise StreamError(
                 "the forward changes a weight, and did not in the dry run before the first step",
@@ -231,6 +235,7 @@ class StageParameters:
     def handle_of(self, view: torch.Tensor) -> WeightHandle:
         """Return the handle of a view of the image to which the parameters point, or have pointed."""
         offset_bytes = int(view.storage_offset()) * view.element_size()
+        # A view may begin anywhere inside a parameter.
         index = bisect_right(self._spec.offsets, offset_bytes) - 1
         return WeightHandle.of(view, self._spec.index, index, self._version(index))
 

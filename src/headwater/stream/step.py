@@ -71,13 +71,16 @@ class TrainStep:
     ) -> StepReport:
         """Run one step; see `Engine.train_step`."""
         start = time.perf_counter()
+        # A retry must not add to the gradients of the step that failed.
         self._store.begin_step()
         statistics = self._executor.begin(len(batches))
         with self._buffers.transaction() as undo:
             loss, refusal = self._accumulate(batches, update, shares)
+            # Before `amend`: all ranks raise here, or none does, so no rank waits in a later collective.
             losses = self._agree(loss, refusal, update)
             amend(update)
             committed = self._store.commit(update)
+            # The forward may have put values into BatchNorm statistics that are not finite.
             if not committed.applied:
                 undo()
         return StepReport(
@@ -110,6 +113,7 @@ class TrainStep:
                 try:
                     loss = self._micro_batches.train(batch, update, index, count, share)
                 except NonFiniteError as error:
+                    # A single rank keeps no other rank waiting.
                     if self._fabric.size == 1:
                         raise
                     refusal = error
@@ -117,6 +121,7 @@ class TrainStep:
                     total += loss if share is None else loss * share * count * self._fabric.num_csx
                     continue
             else:
+                # Other ranks may wait for this rank's rows of the whole batch.
                 self._micro_batches.take_part(batch, update, index)
             self._store.end_micro_batch()
         return (total / count if refusal is None else math.nan), refusal
@@ -129,6 +134,7 @@ class TrainStep:
         """
         losses = self._fabric.gather(loss)
         if not (update.skip_non_finite or all(map(math.isfinite, losses))):
+            # Only in this branch: a gather of objects is slow, and all ranks come here together.
             refusals = self._fabric.gather_objects(refusal, HeadwaterError | None)
             errors = [error for error in refusals if error is not None]
             # Prefer the error of a rank that knows the stage to that of a rank that knows only its loss.

@@ -43,6 +43,7 @@ def make_store(
         fabric: the ranks that train together.
         options: `user_loop` and `verify_disk` count here.
     """
+    # A sum of one gradient is exact in its own dtype; unscaling of fp16 needs the range of fp32.
     one_exact_sum = plan.num_micro_batches == 1 and plan.precision.name != "fp16"
     sum_dtype = torch.float32 if plan.precision.mixed and not one_exact_sum else None
     ranks = fabric.neighbours if options.user_loop else fabric
@@ -77,6 +78,7 @@ def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric)
     """
     if plan.in_place or not (fabric.computes or plan.shares_slabs):
         return InPlaceWeights(store)
+    # A rank that shares no slabs fills its own, as if it were alone.
     sharing = fabric if plan.shares_slabs else ALONE
     if sharing.local_rank != 0 or not sharing.computes:
         return BorrowedWeights(store, plan.trace.stages, plan.slabs, sharing)
@@ -111,6 +113,7 @@ def _disk_tier(ownership: Ownership, plan: Plan, fabric: Fabric, options: Engine
         sums=sums,
         write_behind=not options.user_loop or fabric.local_size == 1,
     )
+    # The other ranks open the leader's files by the descriptors that it sends below.
     tier = make() if fabric.local_rank == 0 else None
     every = fabric.gather_objects([] if tier is None else tier.origins, list[Path])
     if tier is not None:

@@ -194,8 +194,10 @@ class SlabWeights(Weights):
     def _arrived(self, slab: Slab) -> None:
         """Block until a fetch is complete. After a failed fetch, the next use fetches again."""
         assert slab.ready is not None, "a resident stage has been asked for"
+        # The slab has undefined bytes: it must not count as current.
         if slab.ready.exception() is not None:
             slab.version = NO_VERSION
+        # Outside of the host's lock: other ranks look for slabs meanwhile.
         slab.ready.result()
 
     def _prefetch(self) -> None:
@@ -214,6 +216,7 @@ class SlabWeights(Weights):
         self._drop_if_stale(stage)
         slab = self._resident.get(stage)
         if not self._is_current(stage):
+            # A stale stage keeps its slab: with `stable`, parameters point there for ever.
             slab = slab or self._available_slab(stage, use_at)
             if slab is not None:
                 self._fetch(stage, slab)
@@ -224,10 +227,12 @@ class SlabWeights(Weights):
 
         A stage that is used before `use_at` is not evicted.
         """
+        # A stage in a slab without views is still wanted until its caller has made one.
         wanted = {self._wanted, *(want.stage for want in self._directory.wants())}
         slab_class = self._pool.slab_class[stage]
         slabs = [slab for slab in self._pool.slabs if slab.slab_class == slab_class]
         free = [slab for slab in slabs if slab.stage not in wanted and self._is_free(slab)]
+        # An empty slab costs no later fetch.
         empty = next((slab for slab in free if slab.stage is None), None)
         if empty is not None:
             return empty
@@ -272,9 +277,11 @@ class SlabWeights(Weights):
 
     def _fetch(self, stage: int, slab: Slab) -> None:
         if slab.stage is not None:
+            # The former stage must be gone before the loader overwrites its bytes.
             self._resident.pop(slab.stage, None)
         slab.stage, slab.version = stage, self._store.version(stage)
         self._resident[stage] = slab
+        # Other ranks must not find the former stage while its bytes are overwritten.
         self._directory.withdraw(slab.index)
         self.statistics.bytes_in += self._stages[stage].slab_bytes
         slab.ready = self._loader.start(slab.index, Want(stage, slab.version))
@@ -282,6 +289,7 @@ class SlabWeights(Weights):
     def _serve(self) -> None:
         """Fetch the stages that other ranks want, until the weights are closed."""
         while not self._closing.wait(_SERVE_EVERY_S):
+            # Without the lock: this runs 2,000 times a second, and a missed want is seen next time.
             if self._directory.wants():
                 with self._directory.exclusive():
                     self._fetched_to = self._position  # a stage that was fetched ahead may be evicted below
@@ -290,10 +298,12 @@ class SlabWeights(Weights):
                             self._bring(want.stage, None)
 
     def close(self) -> None:
+        # First the server: it starts fetches in the loader.
         self._closing.set()
         if self._server.is_alive():
             self._server.join()
         self._loader.close()
+        # After the loader, whose thread writes to slabs.
         self._pool.close()
         self._resident.clear()
 

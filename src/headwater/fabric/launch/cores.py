@@ -28,6 +28,7 @@ def cores_of_ranks(count: int) -> list[set[int]] | None:
     Each rank gets consecutive cores of the list of all nodes' cores. Linux allocates memory on the node of
     the thread that first writes to it, so a rank's memory then lies beside its cores.
     """
+    # Not the number of cores: a container or `taskset` may allow fewer.
     allowed = os.sched_getaffinity(0)
     nodes = [node for path in _NODES.glob("node[0-9]*/cpulist") if (node := _cores(path) & allowed)]
     if len(nodes) < 2:

@@ -51,6 +51,7 @@ def become_launcher(
         of_script: True if the command runs a script; see [Note: ranks of a script].
     """
     for stream in filter(None, (sys.stdout, sys.stderr)):
+        # `exec` drops what Python has not written yet.
         stream.flush()
     kind = "script" if of_script else "command"
     words = (kind, placement.num_csx, placement.num_memx, max_restarts, where)
@@ -74,6 +75,7 @@ def launch(placement: Placement, command: Sequence[str], *, where: str, max_rest
         ConfigError: if this process may use too few cores.
         HeadwaterError: the error of the rank that failed first.
     """
+    # Before any process is started.
     check_cores(placement.num_csx, where=where)
     with _signals_for_ranks() as heard:
         restart = 0
@@ -134,6 +136,7 @@ def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> 
     ranks: list[_Rank] = []
     with ExitStack() as at_end:
         try:
+            # Before the first start: an error of a later one must kill the earlier ones.
             at_end.callback(_end, ranks)
             for rank in _start(placement, command, at_end):
                 ranks.append(rank)
@@ -188,7 +191,9 @@ def _start(placement: Placement, command: Sequence[str], at_end: ExitStack) -> I
                 process = subprocess.Popen(
                     [sys.executable, *command],
                     env={**os.environ, **{name: str(value) for name, value in own.items()}},
+                    # Only rank 0 listens, so the socket closes when rank 0 ends.
                     pass_fds=[listener.fileno()] if number == 0 else (),
+                    # Ctrl-C in a terminal would otherwise reach the ranks twice.
                     start_new_session=True,
                 )
             yield _Rank(number, process, report)
@@ -206,10 +211,12 @@ def _watch(ranks: Iterable[_Rank], heard: Sequence[int]) -> list[Failure]:
     pending, failures, end = list(ranks), list[Failure](), float("inf")
     while pending:
         for rank in pending:
+            # A signal may arrive while ranks are still being started.
             for number in heard[rank.num_told :]:
                 rank.process.send_signal(number)
                 rank.num_told += 1
         ended = [rank for rank in pending if rank.process.poll() is not None]
+        # By `ended`, not by a second poll: a rank that ends in between would be lost.
         pending = [rank for rank in pending if rank not in ended]
         failed = [failure for rank in ended if (failure := _failure(rank)) is not None]
         if failed and not failures:

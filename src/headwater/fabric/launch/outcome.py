@@ -47,6 +47,7 @@ class Failure:
         Kinds of failures are compared first, since the clocks of several hosts differ.
         """
         time_s = self.told.get("time_s", self.time_s)
+        # It was killed because another rank had failed.
         if self.was_killed and not self.told:
             return 3, time_s
         if self.told.get("kind") == RankError.__name__:
@@ -88,6 +89,7 @@ def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> i
             return 128 - first.exit_code
         ended = f"was ended by {_signal_name(-first.exit_code)}"
     else:
+        # Rank 0 has printed why.
         if first.exit_code == INTERRUPTED or first.rank == 0:
             return first.exit_code
         ended = f"ended with exit code {first.exit_code}"

@@ -143,6 +143,7 @@ class RankActor:
         """Return the text added to a file since the last call; only whole lines unless `all_of_it`."""
         file, start = self._files[index].fileno(), self._read[index]
         new = os.pread(file, os.fstat(file).st_size - start, start)
+        # Half lines of several ranks would be mixed on the screen.
         if not all_of_it:
             new = new[: new.rfind(b"\n") + 1]
         self._read[index] += len(new)
@@ -271,6 +272,7 @@ def _place(request: Request) -> list[_Rank]:
         for index in range(count)
     ]
     nodes = ray.get([actor.node.remote() for actor in actors])
+    # Ray places actors in any order, and ranks of a node must be consecutive.
     ids = list(dict.fromkeys(node.id for node in nodes))
     placed = sorted(zip(nodes, actors, strict=True), key=lambda pair: ids.index(pair[0].id))
     return [_Rank(number, actor, node) for number, (node, actor) in enumerate(placed)]
@@ -283,6 +285,7 @@ def _resources(there: Mapping[str, float], kinds: Iterable[str]) -> str:
 
 def _start(ranks: Sequence[_Rank], arguments: Sequence[str], request: Request) -> None:
     """Start the program of every rank. Rank 0 listens on its node."""
+    # Ray shows all GPUs to an actor that reserves none.
     hidden = {} if request.gpus_per_rank else {"CUDA_VISIBLE_DEVICES": ""}
     ids = [rank.node.id for rank in ranks]
     hosts, secret = list(dict.fromkeys(ids)), new_secret()
@@ -335,6 +338,7 @@ def _watch(ranks: Sequence[_Rank], heard: Sequence[int]) -> list[Failure]:
             elif news.exit_code:
                 failures.append(rank.failure(news.exit_code, news.told))
         if failures:
+            # Counted from the first failure.
             end = min(end, time.monotonic() + _GRACE_S)
     return failures
 

@@ -55,6 +55,7 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
             started again, or ranks run different scripts.
         RankError: if the rendezvous fails.
     """
+    # First: it decides whether this process is a rank at all.
     find_parent()
     if current().size > 1 or is_rank():
         _check_size(num_csx, int(os.environ["WORLD_SIZE"]), where)
@@ -73,6 +74,7 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
         _speak(fabric)
         return
     check_cores(num_csx, where=where)
+    # Before `exec`: afterwards no error can name the place in the script.
     _check_command(num_csx, where)
     become_launcher(Placement(num_csx), sys.orig_argv[1:], where=where, of_script=True)
 
@@ -147,6 +149,7 @@ def _speak(fabric: Fabric) -> None:
         if fabric.rank > 0:
             silence(STDERR)
     silence(STDIN)
+    # The script may have drawn different numbers before, for example from the time.
     _share_random_state(fabric)
 
 
@@ -174,4 +177,5 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if not interrupted and not report_traceback(text) and _stderr.value is not None:
         os.write(_stderr.value, text.encode())
     sys.stdout.flush()
+    # At exit Python would wait for threads that wait for other ranks.
     os._exit(INTERRUPTED if interrupted else 1)

@@ -61,6 +61,7 @@ def make_gradients(
     """
     if fabric.size == 1:
         return LocalGradients(stages, _buffer(stages, options), options.sum_dtype)
+    # A user's loop sums on each host, and hosts are put together when a sum is read.
     storage = _storage(stages, fabric.neighbours if options.user_loop else fabric, options)
     if options.user_loop:
         return LoopGradients(stages, fabric, storage)

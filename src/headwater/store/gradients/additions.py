@@ -32,6 +32,7 @@ class AdditionThread:
 
         Raises what an addition that has ended has raised.
         """
+        # Only the first ones: the thread works in this order.
         while self._waiting and self._waiting[0][0].done():
             self._finish_first()
         return self._waiting_bytes > self._limit_bytes
@@ -49,6 +50,7 @@ class AdditionThread:
     def _finish_first(self) -> None:
         addition, num_bytes = self._waiting.popleft()
         addition.result()
+        # After `result`: a gradient counts until it is added.
         self._waiting_bytes -= num_bytes
 
     def close(self) -> None:

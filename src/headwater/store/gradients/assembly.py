@@ -82,10 +82,12 @@ class HostAssembly:
         has_here: Callable[[ParamKey], bool],
     ) -> None:
         require_all_ranks("a gradient")
+        # Before the exchange: additions of the next backward count as new.
         self._new.difference_update(keys)
         self._times += 1
         here = [has_here(key) for key in keys]
         if self._link is not None:
+            # A host without a gradient still takes part: its sum counts as zeros.
             anywhere = self._link.gather(torch.tensor(here)).any(0).tolist()
             for key, in_part, in_all in zip(keys, here, anywhere, strict=True):
                 if in_all and not in_part:
@@ -94,6 +96,7 @@ class HostAssembly:
             self._exchange_sums(found)
             for key in found:
                 self._sums.note_written(key, generations[key])
+            # The other ranks of the host may read now.
             self._together.post(0, self._times)
         self._together.wait(0, self._times, "the gradients of all hosts")
 

@@ -159,6 +159,7 @@ class DiskBuffer(GradientBuffer):
             if gradient is not None and not gradient.is_sparse:
                 view.copy_(gradient)
         self._sparse[stage] = {i: g for i, g in enumerate(gradients) if g is not None and g.is_sparse}
+        # The mark of presence follows: a failed write must not leave a half sum that counts.
         self._files[stage].write(0, buffer[: self._span(spec)])
         self._present[stage] = [gradient is not None for gradient in gradients]
 
@@ -181,6 +182,7 @@ class DiskBuffer(GradientBuffer):
         buffer = aligned_empty(self._span(spec))
         self._files[stage].read(0, buffer[: self._span(spec)])
         views = self._views(spec, buffer)
+        # Clones: the update may change what it gets, and a saved sum must stay.
         sparse = {index: gradient.clone() for index, gradient in self._sparse.get(stage, {}).items()}
         return [sparse.get(i, view) if present[i] else None for i, view in enumerate(views)]
 

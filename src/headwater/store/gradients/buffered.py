@@ -47,6 +47,7 @@ class BufferedSums:
     def open(self, stage: int) -> OpenStage:
         """Return a stage, opened if it is not open, to change its sums."""
         if stage not in self._open:
+            # Before the sums are taken out of the buffer.
             self.save(stage)
             self._return_lent(stage)
             held = self._buffer.take(stage)
@@ -125,6 +126,7 @@ class BufferedSums:
         stage, param = key
         self._return_lent(stage)
         if key in self._lent:
+            # Weak: if the loop has dropped the tensor, the copy below is saved.
             lent = weakref.ref(self._lent.pop(key))
             if lent() is not None:  # the user's loop still has it, and the update changes the sum in place
                 held = self._buffer.look(stage)
@@ -166,6 +168,7 @@ class BufferedSums:
             for param in range(len(spec.params)):
                 if (spec.index, param) not in keys:
                     self._buffer.drop(spec.index, param)
+        # Tensors that the loop still has belong to the step that was undone.
         self._lent.clear()
 
     def forget(self) -> None:

@@ -61,6 +61,7 @@ class HostGradients(GradientSink):
 
     def complete(self) -> None:
         self._ranks.wait_for_sums()
+        # A second call, after sums were multiplied, only measures these again.
         if self._phase is not Phase.SUMMED:
             self._sum_all()
         else:
@@ -70,12 +71,14 @@ class HostGradients(GradientSink):
             self._multiplied.clear()
         self._exchange.gather_norms(self._ranks.step)
         self._fabric.barrier("the norms of the gradients")
+        # After the barrier: the leader has written the norms by now.
         self._ranks.publish()
 
     def _sum_all(self) -> None:
         """Block until every host has the summed gradients of the elements that it updates."""
         if self._phase is Phase.ADDING:  # this rank had no gradient in the last micro-batch, which has ended
             self._exchange.start(self._ranks.step, self._ranks.sums.turns.micro_batch - 1)
+        # Before second gradients, which are added to sums of all hosts.
         self._exchange.finish(self._ranks.step)
         self._add_second()
         self._phase = Phase.SUMMED

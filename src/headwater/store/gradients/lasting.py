@@ -45,6 +45,7 @@ class LastingSums:
 
     def _begin(self, key: ParamKey) -> Beginning:
         """Give up this rank's copy of a sum to which more is added. Called by `shared` for each addition."""
+        # A loop that reads the gradient again must see the new sum.
         self._lent.pop(key, None)
         copy, generation = self._copies.pop(key, None), self._generation[key]
         put_back: Callable[[], None] | None = None
@@ -56,6 +57,7 @@ class LastingSums:
 
     def _put_back(self, key: ParamKey, copy: torch.Tensor, generation: int) -> None:
         self.shared.storage.write(key, copy)
+        # After the write: then the next rank adds to this value.
         self.shared.note_written(key, generation)
 
     def find(self) -> set[ParamKey]:
@@ -70,6 +72,7 @@ class LastingSums:
 
     def _has_here(self, key: ParamKey) -> bool:
         self.shared.finish()
+        # After `finish`: a rank that waits before it has added would keep others waiting.
         self.shared.wait_for_all(key)
         return self.shared.has(key, self._generation[key])
 

@@ -39,6 +39,7 @@ class LocalGradients(EditableGradients):
         self._num_trained = [sum(spec.requires_grad for spec in stage.params) for stage in stages]
 
     def add(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> bool:
+        # Plain PyTorch would add it to a gradient that the step has used up.
         if key in self.status.consumed:
             return False
         stage, param = key
@@ -46,6 +47,7 @@ class LocalGradients(EditableGradients):
         total = opened.gradients[param] = self._added(key, opened.gradients[param], gradient)
         opened.received.add(param)
         self.status.arrive(key, is_sparse=total.is_sparse)
+        # Measured while it is in the cache; on disk this saves a read.
         if last:
             self.status.measure(key, gradient_norm(total))
         if len(opened.received) == self._num_trained[stage]:
@@ -80,6 +82,7 @@ class LocalGradients(EditableGradients):
 
     def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
         for key in keys:
+            # Before the loan ends, which may replace the sum by a copy.
             self._sums.save(key[0])
             self._sums.end_loan(key)
             self.status.leave(key)

@@ -52,6 +52,7 @@ class LoopGradients(EditableGradients):
         for key in self.status.present:
             if not self._sums.is_copied(key) and shared.is_mine(key):
                 shared.norms[shared.slots[key]] = gradient_norm(shared.whole(key))
+        # Each rank has measured some of the sums.
         self._host.barrier("the norms of the gradients")
         for key in sorted(self.status.present):
             if self._sums.is_copied(key):
@@ -65,6 +66,7 @@ class LoopGradients(EditableGradients):
 
     def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
         for key in keys:
+            # Also on a rank that does not update the stage: the sum must end on all ranks.
             copy = self._sums.take(key)
             if key[0] in stages:
                 self._taken[key] = copy
@@ -120,6 +122,7 @@ class LoopGradients(EditableGradients):
         if self._sums.shared.turns.has_begun:
             self.end_micro_batch()
         self.status.present = self._sums.find()
+        # All of them: sums since the beginning must not survive under their old generation.
         self._sums.give_up_all()
         self._taken = {key: total for key, total in self._taken.items() if key in waiting}
         self.status.restore({*taken, *waiting})

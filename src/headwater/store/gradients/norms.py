@@ -17,6 +17,7 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.dtype not in NARROW:
         whole: torch.Tensor = torch.linalg.vector_norm(gradient)
         return whole
+    # In pieces: a wide copy of a whole gradient would take twice its memory.
     pieces = gradient.reshape(-1).split(PIECE_ELEMENTS)
     norms = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces])
     combined: torch.Tensor = torch.linalg.vector_norm(norms)

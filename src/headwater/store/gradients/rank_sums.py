@@ -103,12 +103,14 @@ class RankSums:
         return {} if add_second else second
 
     def _submit(self, key: ParamKey, gradient: torch.Tensor | None, turn: Turn) -> None:
+        # The state of the sum is taken now: a later commit changes the generation.
         addition = functools.partial(self._use_turn, key, gradient, turn, self._begin(key))
         self._additions.submit(addition, 0 if gradient is None else gradient.nbytes)
 
     def _use_turn(
         self, key: ParamKey, gradient: torch.Tensor | None, turn: Turn, beginning: Beginning
     ) -> None:
+        # In the thread, not in `_submit`: the backward continues meanwhile.
         self.turns.wait(turn, f"the gradient of {self._stages[key[0]].params[key[1]].name}")
         if beginning.prepare is not None and self._fabric.local_rank == 0:
             beginning.prepare()
@@ -160,5 +162,6 @@ class RankSums:
 
     def close(self) -> None:
         """Release the thread, memory and files."""
+        # Before the storage, to which its thread adds.
         self._additions.close()
         self.storage.close()

@@ -54,6 +54,7 @@ class RankGradients(GradientSink):
         for key in self.sums.keys:
             if self.sums.has(key, self.step) and self.sums.is_mine(key):
                 self.sums.norms[self.sums.slots[key]] = gradient_norm(self.sums.storage.read(key))
+        # Each rank has measured some of the sums, and all read every norm.
         self._fabric.barrier("the norms of the gradients")
         self.publish()
 
@@ -68,6 +69,7 @@ class RankGradients(GradientSink):
         self.status.present = {key for key in self.sums.keys if self.sums.has(key, self.step)}
         for key in self.sums.keys:
             if key in self.status.present:
+                # A copy: the next step overwrites the shared memory.
                 self.status.measure(key, self.sums.norms[self.sums.slots[key]].clone())
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:

@@ -57,6 +57,7 @@ class StageExchange:
     def start(self, step: int, micro_batch: int) -> None:
         """Send what this micro-batch completes: each stage as soon as its sums are complete on this host."""
         if self._link is not None:
+            # The backward completes the last stage first.
             for stage in reversed(self._stages):
                 self._sending.append(self._sender.submit(self._reduce, stage.index, step, micro_batch))
 
@@ -69,7 +70,9 @@ class StageExchange:
         assert self._exchange is not None, "leaders send"
         self._exchange.reduce(self._runs[stage])
         self.measure(key for key, _, _ in self._runs[stage][self._host])
+        # After the norms are measured, which reads the sums once more.
         self._sums.storage.release_pages(stage)
+        # At last: other ranks of the host use the sums from here on.
         self._exchanged.post(stage, step)
 
     def finish(self, step: int) -> None:

@@ -46,6 +46,7 @@ class GradientStatus:
     def measure(self, key: ParamKey, norm: Tensor) -> None:
         """Note the norm of a sum, and its stage if it is the first that is not finite."""
         self.norms[key] = norm
+        # The first to arrive is the first in backward, where the fault began.
         if self.first_bad is None and not bool(norm.isfinite()):
             self.first_bad = key[0]
 

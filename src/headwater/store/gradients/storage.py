@@ -168,6 +168,7 @@ class DiskStorage(GradientStorage):
         for block, inside, part in self._blocks(key, start, start + len(values)):
             count = self._span(key, block) // self.sizes.dtypes[key].itemsize
             is_whole = inside.stop - inside.start == count
+            # A block that is replaced as a whole need not be read.
             data = self._empty(key, block) if is_whole else self._load(key, block)
             data[inside] = values[part]
             self._save(key, block, data)

@@ -78,6 +78,7 @@ class TurnQueue:
         """Return the turn for this rank's first gradient in the micro-batch, and `None` on later calls."""
         if slot in self._first:
             return None
+        # Before the turn: rank 0 waits until every rank has begun the micro-batch.
         self._enter()
         self._first.add(slot)
         return self._turn(slot, 0)
@@ -92,8 +93,10 @@ class TurnQueue:
         """
         self._enter()
         first = [self._turn(slot, 0) for slot in range(self._num_slots) if slot not in self._first]
+        # Every rank has a second turn at every sum, so that no rank must know the others' gradients.
         second = [self._turn(slot, 1) for slot in range(self._num_slots)]
         self._first.clear()
+        # After the turns, whose numbers depend on it.
         self.micro_batch += 1
         return [*((turn, False) for turn in first), *((turn, True) for turn in second)]
 
