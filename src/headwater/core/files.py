@@ -208,7 +208,7 @@ class CheckedFile:
                 done = 0
                 while done < len(chunk):
                     done += os.pwrite(self._fd, chunk[done:], offset + first + done)
-                # The checksum is that of the bytes in memory, so that reading finds what the disk has damaged.
+                # The checksum is of the bytes in memory, so that reading finds what the disk has damaged.
                 self._chunks.append((offset + first, len(chunk), zlib.crc32(chunk)))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
