@@ -27,7 +27,7 @@ from headwater.conform.grammar.settings import SETTINGS
 from headwater.conform.grammar.shrink import shrink
 from headwater.conform.grammar.standalone import standalone
 from headwater.conform.plans import PLANS
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, RunError
 
 
 @pytest.fixture(autouse=True)
@@ -153,8 +153,14 @@ def test_a_campaign_continues_where_it_was_cut_off(monkeypatch, tmp_path):
     (fault,) = faults(outcomes)
     assert fault.cases == (0, 1, 2, 3, 4)
     assert (tmp_path / "programs" / "case_4_0.py").read_text() == "s"
-    with pytest.raises(ConfigError, match="found one with seed 7"):
+    with pytest.raises(ConfigError, match="found models of seed 7"):
         Folder(tmp_path, 8)
+
+
+def test_a_file_at_the_path_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(RunError, match="expected a folder"):
+        Folder(tmp_path / "out", 7)
 
 
 def test_the_command_runs_random_models(monkeypatch, capsys):

@@ -173,21 +173,6 @@ WHOLE_STORE = StoreShare()
 
 
 @dataclasses.dataclass(frozen=True)
-class StateBytes:
-    """Bytes of a trained parameter in the store, by kind.
-
-    Attributes:
-        master: bytes per parameter of the master copy that are not on the wire (0 if they are the same).
-        optimizer: bytes per parameter of optimizer state (8 for Adam in fp32).
-        gradient: bytes per parameter of the gradient that waits for the update.
-    """
-
-    master: int
-    optimizer: int
-    gradient: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Prediction:
     """Predicted cost of a plan.
 

@@ -12,6 +12,7 @@ from headwater.conform.grammar.case import Outcome
 from headwater.conform.grammar.judge import BAD, Verdict
 from headwater.conform.grammar.workers import run_cases
 from headwater.core.errors import ConfigError
+from headwater.core.files import check_place, disk_errors, make_folder
 
 _CASES, _CAMPAIGN, _PROGRAMS = "cases.jsonl", "campaign.json", "programs"
 
@@ -44,11 +45,14 @@ class Folder:
 
     Raises:
         ConfigError: if the folder belongs to a campaign with another seed.
+        RunError: if a file has the path of the folder, or the folder cannot be written.
     """
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path = path
-        (path / _PROGRAMS).mkdir(parents=True, exist_ok=True)
+        check_place(path, expected="a folder")
+        with disk_errors(path):
+            make_folder(path / _PROGRAMS)
         about = path / _CAMPAIGN
         if not about.exists():
             about.write_text(json.dumps({"seed": seed}))
