@@ -63,11 +63,13 @@ class SharedQueue(Queue):
         while True:
             try:
                 reply = json.loads(self._exchange(line))
+                # The server was busy and has not read the request.
                 if not reply.get("again"):
                     break
             except (ConnectionRefusedError, FileNotFoundError):
                 pass
             except (OSError, ValueError) as error:
+                # See above: a repeated cancellation would kill the job.
                 if request == "cancel":
                     raise QueueError(
                         "the connection broke: the job may or may not have been cancelled",

@@ -161,6 +161,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
+        # Not `lockf`: its locks end when any descriptor of the file is closed in this process.
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:

@@ -59,6 +59,7 @@ def find_slots(num_csx: int | None = None) -> list[Slot]:
 
 def _share(cores: Sequence[int], index: int, number: int) -> tuple[int, ...]:
     if number > len(cores):
+        # More CSXs than cores: they share cores in turn.
         return (cores[index % len(cores)],)
     return tuple(cores[index * len(cores) // number : (index + 1) * len(cores) // number])
 

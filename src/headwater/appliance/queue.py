@@ -81,6 +81,7 @@ class Queue(ABC):
             job = self.show(name)
             try:
                 with job.log.open("rb") as file:
+                    # Opened again each time: the job may create the file later, on another machine.
                     file.seek(position)
                     while data := file.read(1 << 16):
                         # Incremental: a character may be cut by the end of a block.

@@ -26,6 +26,7 @@ def _label(queue: Queue, arguments: _Arguments) -> Job:
     labels: dict[str, str | None] = arguments["labels"]
     if not all(value is None or isinstance(value, str) for value in labels.values()):
         raise ConfigError("expected strings or null as labels", where="the request: labels")
+    # The rules for labels of the command line, because a client can send anything.
     read_label_changes([f"{name}-" if value is None else f"{name}={value}" for name, value in labels.items()])
     return queue.label(arguments["name"], labels)
 
@@ -58,9 +59,11 @@ def answer(folder: QueueFolder, caller: Caller, line: bytes) -> dict[str, Any]:
         line: the request, from an untrusted sender.
     """
     try:
+        # Inside `try`: a bad request gets an answer, and must not end the server's thread.
         request = _parse(line)
         fields, ask = _ANSWERS[request.pop("ask")]
         arguments: _Arguments = read_fields(request, fields, "the request")
+        # One for each request: a connection belongs to one thread.
         database = Database(folder)
         try:
             queue = EmbeddedQueue(database, caller, wake=lambda: None)

@@ -39,12 +39,15 @@ def schedule(waiting: Iterable[Request], held: Iterable[int], free: int) -> list
     chosen: list[Request] = []
     first: Request | None = None  # the first job that does not fit
     for request in sorted(waiting, key=lambda request: (request.priority, request.number)):
+        # Every job needs a CSX.
         if free == 0:
             break
         if request.num_csx > free:
+            # Only the first one: jobs behind it have no claim that could be delayed.
             first = first or request
         elif first is None or not _delays(request.num_csx, first.num_csx - free, taken):
             chosen.append(request)
+            # It counts as running for the jobs behind it.
             taken.append(request.num_csx)
             free -= request.num_csx
     return chosen

@@ -94,6 +94,7 @@ class SlurmQueue(Queue):
         known = next((name for name, metadata in live if metadata.get("token") == token), None)
         if known is None:
             known = _submit(submission, token)
+            # While the job is held: Slurm cannot start it before it is checked.
             self._refuse_taken(known, submission)
             _ask("scontrol", "release", known)
         return self.show(known)
@@ -109,6 +110,7 @@ class SlurmQueue(Queue):
         job = self._live(name)
         metadata = _metadata(self._record(name)) or {}
         if job.phase == Phase.RUNNING and not metadata.get("cancelled"):
+            # Before the signal: the job may end at once, and its record cannot change afterwards.
             self._write_metadata(name, {**metadata, "cancelled": True})
             # Signal only the main process, which forwards the signal. A rank that receives it a second time
             # would stop at once.
@@ -136,6 +138,7 @@ class SlurmQueue(Queue):
 
     def num_csx(self) -> int:
         nodes = _ask("sinfo", "--noheader", "--Node", "--format=%N %G").splitlines()
+        # A node is listed once for each partition.
         return sum(int(count) for line in set(nodes) for count in _CSX.findall(line))
 
     def _record(self, name: str) -> dict[str, str]:
@@ -208,6 +211,7 @@ def _submit(submission: Submission, token: str) -> str:
         "--open-mode=append",
     )
     environment = {**os.environ, **submission.environment}
+    # A job that submits this one must not pass on its own name.
     environment.pop(JOB, None)
     return _ask("sbatch", *words, stdin=script, environment=environment).strip().split(";")[0]
 
@@ -237,6 +241,7 @@ def _records() -> list[dict[str, str]]:
     ends = [_FIELD] * (len(_FIELDS) - 1) + [_RECORD]
     style = ",".join(f"{name}:{end}" for name, end in zip(_FIELDS, ends, strict=True))
     text = _ask("squeue", "--noheader", "--states=all", f"--Format={style}")
+    # Control characters separate the fields, because a command may contain any printable one.
     lines = [line.removeprefix("\n").split(_FIELD) for line in text.split(_RECORD)]
     records = [dict(zip(_FIELDS, line, strict=True)) for line in lines if len(line) == len(_FIELDS)]
     return sorted(records, key=lambda record: record["JobID"].zfill(20))
@@ -244,6 +249,7 @@ def _records() -> list[dict[str, str]]:
 
 def _phase(record: Mapping[str, str], metadata: Mapping[str, Any]) -> Phase:
     phase = _PHASES.get(record["State"], Phase.FAILED)
+    # Held by `_submit`, and not yet released.
     if phase == Phase.QUEUED and record["Reason"] == _HELD:
         return Phase.CREATED
     return Phase.CANCELLED if phase.over and metadata.get("cancelled") else phase

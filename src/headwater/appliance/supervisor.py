@@ -161,6 +161,7 @@ class Supervisor:
         for number in self._numbers(Phase.RUNNING):
             if not try_lock(self._locks, number):
                 continue
+            # Released at once: the lock was taken only to see that no wrapper holds it.
             fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, number)
             if number not in self._numbers(Phase.RUNNING):
                 continue  # the wrapper has recorded the end since the query

@@ -52,6 +52,7 @@ def main(folder: str, number: str) -> int:
         signal.signal(ignored, signal.SIG_IGN)
     database = Database(QueueFolder(Path(folder)))
     lock = os.open(database.folder.job_locks, os.O_RDWR | os.O_CREAT, 0o600)
+    # The lock first: the supervisor takes a running job without a lock for lost.
     if not try_lock(lock, int(number)) or (row := claim(database, int(number))) is None:
         return 0  # the job has another wrapper, or was cancelled
     # Orphaned processes of the job become children of this process, so that it can end all of them.
@@ -211,6 +212,7 @@ def _become(row: sqlite3.Row, folder: Path, log: Path, slots: Sequence[Slot], wa
     os.setsid()
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_DFL)
+    # The child has inherited the blocked SIGCHLD of `Watch.run`.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.sched_setaffinity(0, job_cores(slots))
     os.umask(row["umask"])

@@ -56,6 +56,7 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
         stop: one past the last sample.
     """
     samples = num_samples(batch)
+    # A view: micro-batches share the memory of the batch.
     return map_tensors(lambda t: t[start:stop] if t.dim() and len(t) == samples else t, batch)
 
 

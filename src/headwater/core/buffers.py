@@ -87,6 +87,7 @@ def tune_allocator(*, keep: bool) -> bool:
     mallopt = _glibc("mallopt")
     if mallopt is None:
         return False
+    # The largest value that `mallopt` takes.
     threshold = 2**31 - 1 if keep else _LARGE_BLOCK_BYTES
     trim_threshold, mmap_threshold = -1, -3
     return bool(mallopt(mmap_threshold, threshold)) and bool(mallopt(trim_threshold, threshold))

@@ -44,6 +44,7 @@ def restore(container: Any, items: Items) -> None:
     if has_items(container, items):
         return
     own = _own_class(container)
+    # By Python's own class: a subclass may refuse or record changes.
     own.clear(container)
     if isinstance(items, dict):
         for key, value in items.items():

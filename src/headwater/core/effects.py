@@ -138,8 +138,10 @@ class PythonState:
             self.visit(default, depth - 1)
         space = function.__globals__
         used = {name: space[name] for name in function.__code__.co_names if name in space}
+        # Only names in the code: a module's other variables are not its state.
         self._globals.append((space, used))
         for value in used.values():
+            # Functions that a function calls would lead through whole libraries.
             if not isinstance(value, FunctionType):
                 self.visit(value, depth - 1)
 

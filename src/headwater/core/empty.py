@@ -29,6 +29,7 @@ def empty_parameters() -> Iterator[None]:
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
+        # Not a subclass: a lazy tensor has no values in memory already.
         if type(param) is nn.Parameter and not param.is_meta:
             if param not in empty_of:
                 empty_of[param] = _like(param, torch.empty_like(param, device="meta"))
@@ -91,6 +92,7 @@ def settle_lazy_parameters(model: nn.Module, read_now: Callable[[Tensor], bool])
         values = lazy.materialize() if read_now(param) else torch.empty_like(lazy, device="meta")
         settled = nn.Parameter(values, requires_grad=param.requires_grad)
         vars(settled).update({name: value for name, value in vars(param).items() if name not in held})
+        # Swapped, because optimizers and tied modules refer to the object.
         torch.utils.swap_tensors(param, settled)
         if param.is_meta:
             record_values(param, lazy)
@@ -105,6 +107,7 @@ def fill_parameters(model: nn.Module) -> None:
 def give_values(param: nn.Parameter, values: Tensor) -> None:
     """Turn an empty parameter into a real one, in place: every reference to it sees the values."""
     real = _like(param, values)
+    # The parameter must not keep the file of its values open.
     real.__dict__.pop(_VALUES, None)
     torch.utils.swap_tensors(param, real)
 

@@ -137,6 +137,7 @@ def sync_folder(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents; their names survive a loss of power."""
+    # Listed before they exist: each of their names must be synced in its parent.
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -157,6 +158,7 @@ def replace_file(path: Path, data: bytes) -> None:
                 file.flush()
                 # Before the rename: else a loss of power could leave an empty file under the name.
                 os.fsync(file.fileno())
+            # Atomic, also over an existing file.
             partial.replace(path)
         except OSError:
             with suppress(OSError):
@@ -287,6 +289,7 @@ class FileBytes:
             offset, length, _ = self._chunks[index]
             chunk = self._chunk(index, what)
             parts.append(chunk[max(low - offset, 0) : high - offset])
+            # A run of elements seldom ends at a chunk: the next run begins in the same one.
             self._last = (index, chunk) if high < offset + length else None
             index += 1
         return parts[0] if len(parts) == 1 else b"".join(parts)

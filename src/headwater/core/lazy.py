@@ -67,6 +67,7 @@ class StoredTensor(Tensor):
         schema = func._schema.arguments
         given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
         for argument in schema:
+            # From the operator's schema, which also covers operators of other libraries.
             if argument.alias_info is not None and argument.alias_info.is_write:
                 _refuse_write(given.get(argument.name))
         args, kwargs = tree_map_only(StoredTensor, StoredTensor.materialize, (args, kwargs))
@@ -97,6 +98,7 @@ class StoredTensor(Tensor):
         return self._kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # Plain: a copy is made to be changed.
         copy = self._plain()
         if isinstance(self, nn.Parameter):
             copy = nn.Parameter(copy, requires_grad=self.requires_grad)

@@ -64,6 +64,7 @@ class _Layered:
         assert module is not None, "a module that is called is alive"
         if self._compiled is not None:
             return self._compiled(*args, **kwargs)
+        # Looked up at each call: the class may be patched meanwhile.
         return type(module)._call_impl(module, *args, **kwargs)
 
     def remove(self, layer: Layer) -> None:

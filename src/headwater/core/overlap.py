@@ -16,6 +16,7 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> Pair | None:
         if _has_memory(tensor):
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     for names in by_storage.values():
+        # Sorted by address, so that the inner loop ends at the first tensor behind this one.
         names.sort(key=lambda name: tensors[name].data_ptr())
         for position, name in enumerate(names):
             for other in names[position + 1 :]:
@@ -45,6 +46,7 @@ def _share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
     for each, begin in ((first, 0), (second, second.data_ptr() - start)):
         size = each.element_size()
         strides = tuple(stride * size for stride in each.stride())
+        # An expanded dimension repeats one element, and counts once.
         sizes = (1 if stride == 0 else extent for extent, stride in zip(each.shape, strides, strict=True))
         view = used.as_strided((*sizes, size), (*strides, 1), begin)
         if bool(view.any()):

@@ -20,11 +20,13 @@ def state_of(generator: Any) -> Any:
     """Return the state of a generator, as a value that can be compared; `None` if it has no state to set."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
+    # Before `Random`, which it inherits from.
     if isinstance(generator, random.SystemRandom):
         return None
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
+        # As bytes: states hold arrays, whose comparison is not one truth value.
         return pickle.dumps(generator.bit_generator.state)
     return pickle.dumps(generator.get_state(legacy=False))
 

@@ -20,6 +20,7 @@ def speaks_for_all() -> bool:
 @contextmanager
 def handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
     """Install these handlers inside the context. Does nothing outside of the main thread."""
+    # Python refuses handlers in other threads.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -29,6 +29,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
         return None
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(strides, tensor.shape, strict=True) if n > 1):
+        # A gap or an overlap: the elements are not a plain permutation of a row-major tensor.
         if stride != expected:
             return None
         expected *= size
@@ -79,6 +80,7 @@ class ParamSpec:
             return tensor.reshape(-1)
         if tensor.stride() == self.strides:
             return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
+        # A copy: the tensor has other strides than the parameter.
         flat = torch.empty(self.numel, dtype=tensor.dtype, device=tensor.device)
         self.arranged(flat).copy_(tensor)
         return flat

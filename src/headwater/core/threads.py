@@ -35,6 +35,7 @@ def _openmp() -> ctypes.CDLL | None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
+    # The library that is loaded: another copy of OpenMP would have its own number of threads.
     loaded = {line.split()[-1] for line in maps.read_text().splitlines()}
     for path in sorted(loaded):
         if Path(path).name.startswith(_OPENMP_LIBRARIES):

@@ -24,6 +24,7 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Restored below, and not set to a default: the caller may be compiled or not.
         compiler = eval_frame.set_eval_frame(None)
         try:
             return function(*args, **kwargs)

@@ -40,6 +40,7 @@ def total(own: Tensor) -> Tensor:
     """Return the sum of the tensors of all ranks, without a gradient; the same bits on all of them."""
     asked = _gather.get()
     own = own.detach()
+    # In the order of ranks, so that the sum has the same bits on all of them.
     return own if asked is None else torch.stack(asked[0](own)).sum(0)
 
 

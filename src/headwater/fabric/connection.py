@@ -128,6 +128,7 @@ class Connection:
                 # An end without an error is an error here: more bytes were expected.
                 if not count:
                     raise ConnectionResetError
+                # A signal may end a receive early.
                 into = into[count:]
         except OSError as error:
             raise self._lost(error) from error
@@ -189,6 +190,7 @@ class _Lane:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
         future: Future[None] = Future()
+        # Before the job is queued: `is_idle` must not be true while a job waits.
         self._last = future
         self._jobs.put((job, future))
         return future

@@ -53,4 +53,5 @@ class HostGroup:
     def close(self) -> None:
         """Close the shared file."""
         with contextlib.suppress(OSError):
+            # The mapping stays until the last tensor over it is gone.
             os.close(self._numbers.file)

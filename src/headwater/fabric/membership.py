@@ -99,6 +99,7 @@ def alone(place: str) -> Iterator[None]:
         yield
         return
     token, group = _alone_in.set(place), torch.distributed.GroupMember.WORLD
+    # The attribute that every function of `torch.distributed` looks at.
     torch.distributed.GroupMember.WORLD = None
     try:
         yield

@@ -29,6 +29,7 @@ def as_rank(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "GROUP_RANK": environment["SLURM_NODEID"],
         "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"])),
+        # Port and host may be set by the user, for a network that Slurm does not know.
         "MASTER_PORT": environment.get("MASTER_PORT", str(_FIRST_PORT + (job * 31 + step) % _NUM_PORTS)),
     }
 

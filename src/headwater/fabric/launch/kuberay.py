@@ -69,6 +69,7 @@ def manifest(
     limits = {"cpu": str(pods.cpus), "memory": f"{pods.memory_bytes // MIB}Mi"}
     start = {"num-cpus": str(pods.cpus)}
     if pods.gpus:
+        # Kubernetes and Ray must agree on the number of GPUs of a pod.
         limits[_GPU] = start["num-gpus"] = str(pods.gpus)
     head = _template("ray-head", pods, _HEAD, map_name)
     head["spec"]["containers"][0]["ports"] = [

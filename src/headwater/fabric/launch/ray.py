@@ -146,6 +146,7 @@ class RankActor:
         # Half lines of several ranks would be mixed on the screen.
         if not all_of_it:
             new = new[: new.rfind(b"\n") + 1]
+        # Only by what was returned: the rest of a line comes with the next call.
         self._read[index] += len(new)
         return new
 
