@@ -1,4 +1,4 @@
-"""The error of a host's ranks when another host does not answer names the missing ranks."""
+"""Errors of ranks on several hosts: a host that does not answer, and a number of ranks that is refused."""
 
 import multiprocessing
 import os
@@ -10,7 +10,9 @@ import pytest
 import torch
 from tests.rank_processes import run_ranks
 
-from headwater.core.errors import RankError
+from headwater.core.errors import ConfigError, RankError
+from headwater.fabric.cluster import join_ranks
+from headwater.fabric.secret import SECRET
 
 TIMEOUT_S = 3.0
 
@@ -84,3 +86,16 @@ def test_waiting_for_a_stopped_rank_reports_that_it_is_stopped():
     first, second = run_ranks(wait, timeout_s=1)[0]
     assert first == "rank 0 has waited 1 s for the values of all ranks: rank 1 (process N) is stopped"
     assert ": timed out after 1 s: rank 1 (process N) is stopped" in second
+
+
+def test_a_run_that_is_refused_closes_its_connections(monkeypatch):
+    start = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", SECRET: 32 * "x"}
+    for name, value in start.items():
+        monkeypatch.setenv(name, value)
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="no rank is left to compute"):
+        join_ranks(num_memx=1)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert not torch.distributed.is_initialized()

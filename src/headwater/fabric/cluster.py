@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 
 import torch.distributed
 
+from headwater.core.cleanup import on_failure
 from headwater.core.errors import ConfigError, RankError
 from headwater.core.placement import Placement
 from headwater.fabric.fabric import DEFAULT_TIMEOUT_S, Fabric
@@ -33,25 +35,32 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabri
     patience_s = max(timeout_s, DEFAULT_TIMEOUT_S)  # another rank may still be measuring the machine
     own = Process(host_name(), os.getpid(), os.memfd_create("headwater"))
     switchboard, processes = meet(own, patience_s)
-    size = len(processes)
-    # A script that has made a group itself keeps it.
-    if not torch.distributed.is_initialized():
-        start_group(switchboard, size, patience_s)
-    # After the rendezvous: only now all ranks know their number, and all raise.
+    with on_failure(switchboard.close):  # checked here, after the rendezvous, so that all ranks raise
+        placement = _placement(len(processes), num_memx)
+        _check_order([process.host for process in processes])
+        # A script that has made a group itself keeps it.
+        if not torch.distributed.is_initialized():
+            start_group(switchboard, placement.size, patience_s)
+        return ProcessFabric(switchboard, Roster(switchboard.rank, placement, tuple(processes)), timeout_s)
+
+
+def _placement(size: int, num_memx: int) -> Placement:
     if num_memx >= size:
         raise ConfigError(
             f"num_memx={num_memx}, but {size} ranks were started, so no rank is left to compute",
             where="num_memx",
             remedy=f"start at least {num_memx + 1} ranks: num_csx + num_memx is their number",
         )
-    names = [process.host for process in processes]
-    if any(a != b and b in names[:i] for i, (a, b) in enumerate(itertools.pairwise(names), 1)):
+    return Placement(size - num_memx, num_memx)
+
+
+def _check_order(hosts: Sequence[str]) -> None:
+    """Raise `RankError` if the ranks of a host are not numbered consecutively."""
+    if any(a != b and b in hosts[:i] for i, (a, b) in enumerate(itertools.pairwise(hosts), 1)):
         raise RankError(
-            f"expected consecutive rank numbers on each host, got hosts by rank: {', '.join(names)}",
+            f"expected consecutive rank numbers on each host, got hosts by rank: {', '.join(hosts)}",
             remedy="start the ranks host by host, as torchrun does; with srun: --distribution=block",
         )
-    roster = Roster(switchboard.rank, Placement(size - num_memx, num_memx), tuple(processes))
-    return ProcessFabric(switchboard, roster, timeout_s)
 
 
 def host_name() -> str:
