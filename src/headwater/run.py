@@ -22,11 +22,12 @@ from headwater.cli.parser import Parser
 from headwater.config import find_params
 from headwater.config.user import UserConfig, load_user_params
 from headwater.core.errors import ConfigError
+from headwater.fabric.alike import check_alike
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.fabric.launch.script import use_ranks
 from headwater.fabric.membership import join
 from headwater.trainer.base_model import ModelClass, PyTorchBaseModel
-from headwater.trainer.ranks import check_alike, keys_of
+from headwater.trainer.ranks import keys_of
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import fit_job
 from headwater.trainer.user_job import DataFunction, evaluate_user_model, user_example, user_job

@@ -10,9 +10,10 @@ import pytest
 from headwater.core.errors import ConfigError
 from headwater.plan import calibrate as module
 from headwater.plan import measuring, probes
-from headwater.plan.calibrate import Calibration, Known
+from headwater.plan.calibrate import Known
 from headwater.plan.measuring import measure_apart
 from headwater.plan.probes import Measurement, Probe, Timing, measure, time_probes
+from headwater.plan.types import Calibration
 
 RATES = Calibration(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 DAY_S = 86_400.0

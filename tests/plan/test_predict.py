@@ -7,10 +7,9 @@ from synthetic import gpt_trace
 
 from headwater.core.precision import Precision
 from headwater.core.units import MIB
-from headwater.plan.calibrate import Calibration
 from headwater.plan.footprint import Footprint, minimum_slabs, recomputable
 from headwater.plan.predict import Predictor
-from headwater.plan.types import Activations, Plan
+from headwater.plan.types import Activations, Calibration, Plan
 
 RATES = Calibration(
     fp32_flops_per_s=1e9,

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from headwater.core.batches import num_samples, split_batch
 from headwater.core.errors import DataError
 from headwater.metrics import AccuracyMetric
-from headwater.trainer.batches import equal_parts, num_samples, num_tokens, split_batch
+from headwater.trainer.batches import equal_parts, num_tokens
 from headwater.trainer.metrics import find_metrics, metric_values
 from headwater.trainer.user_data import Passes, RepeatedPass, RepeatedPasses
 

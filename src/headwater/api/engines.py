@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from torch import nn
 
 from headwater.config.sections import BackendConfig
 from headwater.core.buffers import tune_allocator
+from headwater.core.files import disk_errors
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
@@ -28,6 +30,16 @@ class EngineSteps:
 
     loss_function: LossFunction = call_model
     seed: int | None = None
+
+
+def disk_folder(backend: BackendConfig) -> Path | None:
+    """Return the folder of the disk tier, which exists. Its files have no names, so runs may share it."""
+    if backend.disk is None:
+        return None
+    folder = backend.disk.path
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def build_engine(

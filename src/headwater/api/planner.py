@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from rich.console import Console
 from torch import nn
@@ -11,7 +10,7 @@ from torch import nn
 from headwater.api.backend import Backend
 from headwater.api.calls import Call
 from headwater.api.early import EarlyOptions, check
-from headwater.core.files import disk_errors
+from headwater.api.engines import disk_folder
 from headwater.core.precision import Precision
 from headwater.fabric.fabric import Fabric
 from headwater.plan.budget import make_plan
@@ -72,7 +71,7 @@ class Planner:
             state_bytes: bytes of optimizer state of each trained element.
             fabric: the ranks that train together.
         """
-        disk = self._folder()
+        disk = disk_folder(self._backend.config)
 
         def make() -> Plan:
             request = request_of(
@@ -91,15 +90,6 @@ class Planner:
             )
 
         return dataclasses.replace(fabric.agree(make, Plan), disk=disk)
-
-    def _folder(self) -> Path | None:
-        """Return the folder of the disk tier. Files there have no names, so models may share it."""
-        if self._backend.config.disk is None:
-            return None
-        folder = self._backend.config.disk.path
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        return folder
 
 
 def _share(fabric: Fabric) -> StoreShare:

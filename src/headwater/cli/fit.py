@@ -20,9 +20,9 @@ from headwater.cli.jobs import current_umask, submit_job
 from headwater.cli.output import open_console
 from headwater.config import RunConfig
 from headwater.config.user import UserConfig
-from headwater.fabric.membership import current
+from headwater.fabric.membership import current, is_watched
 from headwater.trainer.interrupt import EXIT_CODE
-from headwater.trainer.ranks import is_watched, launch
+from headwater.trainer.ranks import launch
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import FitResult, fit
 from headwater.trainer.zoo_job import fit_section, zoo_trainable

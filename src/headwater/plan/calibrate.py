@@ -19,8 +19,6 @@ from headwater.plan.measuring import MOST_WALL_S, measure_apart
 from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_quick
 from headwater.plan.types import Calibration
 
-__all__ = ["Calibration", "calibrate"]
-
 _QUIET_LIFE_S, _BUSY_LIFE_S, _UNDOUBTED_S = 30 * 86_400.0, 3_600.0, 600.0
 _TOLERANCE = 1.5
 """Quick checks that differ by less than this factor count as equal."""

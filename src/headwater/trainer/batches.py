@@ -10,8 +10,6 @@ import torch
 from headwater.core.batches import num_samples, split_batch
 from headwater.core.errors import DataError
 
-__all__ = ["equal_parts", "num_samples", "num_tokens", "split_batch"]
-
 
 def num_tokens(batch: Any) -> int:
     """Return the tokens in a batch: the number of elements of its `input_ids`; 0 without `input_ids`."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headwater.api.engines import disk_folder
 from headwater.api.ranks import take_accelerator
 from headwater.config.run import SetupConfig
-from headwater.core.files import disk_errors
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.plan.calibrate import Calibration, calibrate
+from headwater.plan.calibrate import calibrate
 from headwater.plan.options import device_of, resources_of
-from headwater.plan.types import Plan
+from headwater.plan.types import Calibration, Plan
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
@@ -99,7 +99,7 @@ def trained_model(
     """
     checkpoints = CheckpointManager(init.model_dir)
     path = find_trained(checkpoint, checkpoints, init.model_dir)
-    with open_engine(init, trainable, work, disk_folder(init), blank=True) as engine:
+    with open_engine(init, trainable, work, disk_folder(init.backend), blank=True) as engine:
         checkpoints.load(
             engine.store,
             path,
@@ -109,13 +109,3 @@ def trained_model(
         )
         engine.model.eval()
         yield engine
-
-
-def disk_folder(init: SetupConfig) -> Path | None:
-    """Return the folder of the disk tier. Its files are unnamed, so several runs may share the folder."""
-    if init.backend.disk is None:
-        return None
-    folder = init.backend.disk.path
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder

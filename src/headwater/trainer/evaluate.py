@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 
+from headwater.core.batches import num_samples, split_batch
 from headwater.core.errors import DataError, NonFiniteError
 from headwater.stream.engine import Engine
-from headwater.trainer.batches import num_samples, split_batch
 from headwater.trainer.job import Batch, Trainable
 from headwater.trainer.metrics import metric_values
 

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from torch import nn
 
 from headwater.config.run import SetupConfig
+from headwater.core.batches import num_samples
 from headwater.core.errors import ConfigError
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Initial
-from headwater.trainer.batches import num_samples
 from headwater.trainer.metrics import Metric
 from headwater.trainer.run_dir import RunDir
 

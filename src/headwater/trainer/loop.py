@@ -12,13 +12,14 @@ from contextlib import ExitStack
 
 import torch
 
+from headwater.core.batches import num_samples
 from headwater.core.errors import HeadwaterError, NonFiniteError
 from headwater.plan.types import Plan
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.stream.step import StepReport
 from headwater.trainer.averages import MovingAverages
-from headwater.trainer.batches import equal_parts, num_samples, num_tokens
+from headwater.trainer.batches import equal_parts, num_tokens
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.evaluate import evaluate

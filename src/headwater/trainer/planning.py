@@ -20,11 +20,10 @@ from headwater.core.units import counted
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import NO_UPDATES, OptimizerSpec
 from headwater.plan.budget import make_plan
-from headwater.plan.calibrate import Calibration
 from headwater.plan.options import PlanRequest, TraceFor, device_of, optimizer_state_bytes, request_of
 from headwater.plan.outlook import RunLength
 from headwater.plan.trace import trace_step
-from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
+from headwater.plan.types import WHOLE_STORE, Calibration, Plan, StoreShare, Trace
 from headwater.stream.engine import Engine
 from headwater.trainer.batches import num_tokens
 from headwater.trainer.job import Trainable

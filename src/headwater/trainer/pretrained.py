@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
+from headwater.api.engines import disk_folder
 from headwater.config.run import RunConfig
 from headwater.convert.shards import ShardWriter, plan_shards
 from headwater.optim.loss_scale import LossScale
 from headwater.store.snapshot_load import SavedCheckpoint, load_weights
 from headwater.trainer.checkpoint import CheckpointManager
-from headwater.trainer.engines import disk_folder, open_engine
+from headwater.trainer.engines import open_engine
 from headwater.trainer.planning import Workload, optimizer_of
 from headwater.trainer.state import RunState
 from headwater.trainer.zoo_job import zoo_trainable
@@ -48,7 +49,7 @@ def import_weights(config: RunConfig, weights: Iterable[tuple[str, torch.Tensor]
             writer.write(name, tensor)
     work = Workload(1, optimizer_of(init, trainable))
     checkpoints = CheckpointManager(init.model_dir)
-    with open_engine(init, trainable, work, disk_folder(init), blank=True) as engine:
+    with open_engine(init, trainable, work, disk_folder(init.backend), blank=True) as engine:
         load_weights(engine.store, scratch)
         state = RunState(0, LossScale.of(init.precision.precision))
         path = checkpoints.save(engine.store, 0, state.to_dict())

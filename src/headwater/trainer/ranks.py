@@ -9,24 +9,11 @@ from typing import Any
 from headwater.config.run import RunConfig, SetupConfig
 from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
-from headwater.fabric.alike import check_alike, program
+from headwater.fabric.alike import program
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.launch.launcher import become_launcher
 from headwater.fabric.launch.launcher import launch as launch_here
-from headwater.fabric.membership import is_watched, join
-from headwater.fabric.report import report
 from headwater.trainer.run_dir import given_params
-
-__all__ = [
-    "NUM_CSX",
-    "check_alike",
-    "check_number",
-    "is_watched",
-    "join",
-    "launch",
-    "program_and_params",
-    "report",
-]
 
 NUM_CSX = "trainer.init.backend.cluster_config.num_csx"
 """The key of the number of compute ranks, for errors."""

@@ -10,17 +10,20 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
+from headwater.api.engines import disk_folder
 from headwater.config.data import DataConfig
 from headwater.config.run import RunConfig, SetupConfig
 from headwater.core.errors import ConfigError
+from headwater.fabric.alike import check_alike
 from headwater.fabric.fabric import ALONE, Fabric
+from headwater.fabric.membership import join
 from headwater.plan.outlook import RunLength
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 from headwater.trainer.callback import ValidateEnd
 from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints
 from headwater.trainer.datasets import open_data
-from headwater.trainer.engines import disk_folder, open_engine, trained_model
+from headwater.trainer.engines import open_engine, trained_model
 from headwater.trainer.evaluate import Evaluation, evaluate
 from headwater.trainer.interrupt import Interrupt, interrupts, shielded
 from headwater.trainer.job import Batch, Job, Trainable
@@ -28,7 +31,7 @@ from headwater.trainer.logs import make_callbacks
 from headwater.trainer.loop import Trainer
 from headwater.trainer.memory_watch import memory_watch
 from headwater.trainer.planning import Workload, run_length, training_workload
-from headwater.trainer.ranks import check_alike, check_number, join, program_and_params
+from headwater.trainer.ranks import check_number, program_and_params
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import Start, find_start
 from headwater.trainer.zoo_job import zoo_job, zoo_trainable
@@ -102,7 +105,7 @@ def fit_job(
     with lock:
         if leads:
             run_dir.check()
-        disk = disk_folder(init)
+        disk = disk_folder(init.backend)
         checkpoints = CheckpointManager(init.model_dir, init.keep_checkpoints)
         strict = not init.checkpoint.disable_strict_checkpoint_loading
         start = fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints), Start)

@@ -10,9 +10,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from headwater.config.user import UserConfig
+from headwater.core.batches import num_samples, split_batch
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.trainer.base_model import BaseModelLoss, ModelClass, build_base_model
-from headwater.trainer.batches import num_samples, split_batch
 from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.job import Batch, Job, Trainable
 from headwater.trainer.metrics import find_metrics

@@ -9,18 +9,18 @@ from torch import nn
 from headwater.config.models import DecoderConfig, DPOConfig, HuggingFaceConfig, ModelConfig
 from headwater.config.run import InitConfig, RunConfig
 from headwater.config.sections import FitConfig
+from headwater.core.batches import num_samples
 from headwater.core.errors import ConfigError
+from headwater.fabric.alike import check_alike
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.models.huggingface import HuggingFaceModel
 from headwater.models.registry import FAMILIES, build_model, init_parameter, learning_rate_scale, meta_batch
 from headwater.optim.param_groups import learning_rate_factors
 from headwater.stream.engine import Initial
-from headwater.trainer.batches import num_samples
 from headwater.trainer.datasets import find_prepared, open_data
 from headwater.trainer.huggingface import LibraryValues, weights_folder
 from headwater.trainer.job import Average, Batch, Job, Trainable
 from headwater.trainer.metrics import find_metrics
-from headwater.trainer.ranks import check_alike
 from headwater.trainer.run_dir import RunDir
 
 
