@@ -95,6 +95,7 @@ class CurrentEngine:
         """
         before = self.engine
         if before is not None:
+            # Only one engine at a time may stream a parameter.
             before.detach()
         self.engine = build_engine(
             self.model,
@@ -108,6 +109,7 @@ class CurrentEngine:
         self.engine.when_departed(self._give_back)
         if before is not None:
             self._succeed(before, self.engine, old_names, unchanged=unchanged)
+        # After `_succeed`, which gives states back to the optimizers of the old engine.
         self.updaters, self.structure = updaters, Structure(self.model)
         if before is None and self.fabric.num_hosts > 1:
             take_from_first_host(self.engine.store, self.fabric)

@@ -153,6 +153,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _commit(optimizer: Optimizer) -> None:
     """Commit the optimizer's step to the stores of its streamed parameters, if it has any."""
+    # Before the search for streamed parameters: masks apply to plain parameters too.
     amendments = [getattr(param, _AMENDMENT, None) for param in params_of(optimizer)]
     for amendment in dict.fromkeys(each for each in amendments if each is not None):
         amendment.before_step(optimizer)
@@ -312,6 +313,7 @@ def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     params = list(params_of(optimizer))
     state = dict(state_dict["state"])
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    # Before any state is loaded: another layout replaces the store.
     _expect(optimizer, state_dict)
     for number, param in zip(saved, params, strict=False):
         if is_served(param, optimizer):

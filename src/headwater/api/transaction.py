@@ -116,6 +116,7 @@ def transaction() -> Iterator[None]:
         for participant in list(_participants.values()):
             step.join(participant)
         yield
+    # Outside of the step: an action that fails must not undo the commit.
     with ExitStack() as stack:
         for action in reversed(step.when_committed):
             stack.enter_context(_finally(action))

@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         suitable. 130: interrupted.
     """
     if argv is None:
+        # First: a rank whose launcher has ended must end, also while its command is imported.
         find_parent()
     words = list(sys.argv[1:] if argv is None else argv)
     with errors_printed() as outcome:

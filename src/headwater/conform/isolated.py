@@ -61,6 +61,7 @@ def run_child(request: Request, limit_s: float) -> Run:
     code = start(request_file, errors, limit_s)
     if code is None:
         return Run("timed out", [], f"no result after {limit_s:.0f} s")
+    # The result decides, not the exit code: a process may crash at its exit after it has written the result.
     if not result.exists():
         return Run("crashed", [], _ended(code), _tail(errors))
     found: dict[str, Any] = torch.load(result, weights_only=True)

@@ -81,6 +81,7 @@ def train(subject: Subject, course: Course, prepare: Callable[[nn.Module], nn.Mo
     _watch_calls(model, outputs)
     optimizer = subject.optimizer(model)
     for step in range(course.steps):
+        # In each step: a dry run or a longer forward must not shift the random numbers of later steps.
         seed_all(course.seed + step)
         outputs.clear()
         loss = subject.loss(model, batch_of(subject, step))

@@ -203,6 +203,7 @@ class Footprint:
 
     def peak(self, plan: Plan) -> Peak:
         """Return activations and gradients at the moment with the most, in the compute device's memory."""
+        # The key holds all that a peak depends on; the search asks for the same peak many times.
         key = plan.activations, plan.device, plan.gradient_tier, plan.num_micro_batches
         if key not in self._peaks:
             ranks = self._ranks_beside(plan)

@@ -96,6 +96,7 @@ def _answer(device: str, folder: Path | None) -> dict[str, Any]:
 def main() -> None:
     """Print a measurement as JSON."""
     device, threads, *folder = sys.argv[1:]
+    # The rates are those of a run, so the measurement has as many threads as the run.
     torch.set_num_threads(int(threads))
     most_cpu_s = MOST_CPU_S * int(threads)
     resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))

@@ -122,6 +122,7 @@ class Repeats:
             structure: structure of the arguments.
             may_skip: False if the call must run.
         """
+        # Calls that must run are counted too: `consistent` compares the counts of all calls.
         number = self._counts[stage]
         self._counts[stage] += 1
         if number > 0 and stage not in self.original:

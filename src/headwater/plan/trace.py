@@ -222,6 +222,7 @@ class _Recorder(TorchDispatchMode):
         """Record a forward."""
         with ExitStack() as stack:
             for path, module in self._model.named_modules():
+                # Layers enclose hooks, so a hook that reads a weight is recorded with its module.
                 stack.callback(surround(module, self._around(path)))
             stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
             stack.enter_context(self._writes)
@@ -315,6 +316,7 @@ class _Recorder(TorchDispatchMode):
                 stage = self._stage_of_memory.get(memory_key(tensor))
                 if stage is not None and self._reads.read(stage) and not self._reads.running:
                     self._costs.current = stage
+        # After the reads: a weight that is read outside of all stages makes its stage current.
         flops = self._costs.add(func, args, kwargs, out)
         if self._observer is not None:
             arguments, at = (*args, *kwargs.values()), self._costs

@@ -99,6 +99,7 @@ class CheckpointManager:
         """
         self.wait()
         folder = self.model_dir / f"checkpoint_{step}"
+        # In this thread: the snapshot is of the weights before the next step changes them.
         snapshot = Snapshot(store, folder, step, buffers=buffers, extras=_pack_state(state))
         self._writing = self._thread.submit(self._finish, snapshot)
         return folder

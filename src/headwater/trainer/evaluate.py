@@ -74,6 +74,7 @@ def evaluate(
             count += 1
     finally:
         engine.model.train(training)
+    # All ranks gather, also those that stopped: ranks with data would wait for them.
     if any(engine.fabric.gather(stopped)):
         return None
     count = int(max(engine.fabric.gather(count)))

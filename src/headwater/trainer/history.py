@@ -35,6 +35,7 @@ class History(Callback):
         self._file: TextIO | None = None
 
     def on_fit_start(self, event: FitStart) -> None:
+        # Lines after the checkpoint are of steps that this run computes again.
         records = read_history(self._path) if event.start_step else ()
         kept = "".join(_line(record) for record in records if record["step"] <= event.start_step).encode()
         with disk_errors(self._path):

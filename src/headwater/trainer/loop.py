@@ -178,6 +178,7 @@ class Trainer:
     def _after_step(self, step: _Step, report: StepReport) -> None:
         """Advance the state of the run by a step, and tell the callbacks."""
         batch, update = step.batch, step.update
+        # A skipped step changes no weights, so averages must not move either.
         if report.applied:
             self._averages.after_update(update.step)
         self.state = dataclasses.replace(

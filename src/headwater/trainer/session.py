@@ -134,6 +134,7 @@ def fit_job(
                 callbacks=make_callbacks(init, run_dir, console) if leads else [],
                 saved_step=done if start.own and start.state else None,
             )
+            # After the start has been loaded: a run that cannot start leaves the files of the run before.
             if leads:
                 job.write(run_dir)
             first_step = trainer.state.step

@@ -79,6 +79,7 @@ class Folder:
         """Append an outcome, and write the scripts of its faults."""
         for number, script in enumerate(outcome.scripts):
             (self.path / _PROGRAMS / f"case_{outcome.case}_{number}.py").write_text(script)
+        # After the scripts: a case counts as done once its line is whole, and needs its scripts then.
         with (self.path / _CASES).open("a") as file:
             file.write(json.dumps(outcome.to_json()) + "\n")
 

@@ -68,6 +68,7 @@ def run_cases(
             while waiting and len(running) < workers:
                 chunk = deque(waiting.popleft() for _ in range(min(_CHUNK, len(waiting))))
                 running.append(_start(seed, chunk, shrinks))
+            # Looked at before the time limits: a message that has arrived renews the limit of its process.
             ready = wait([worker.receiver for worker in running], timeout=1.0)
             for worker in list(running):
                 if worker.receiver in ready:

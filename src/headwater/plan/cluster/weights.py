@@ -41,6 +41,7 @@ class WeightsIn:
         stage = self._stage(use)
         if self._is_first(use) and not self._owners.need_slabs:
             self._whole[stage] = self._owners.update(stage, after=[])
+        # The queue keeps fetches in the order of uses: a later one must not take the slab of an earlier one.
         self._fetches.append(use)
         self._begin_fetches()
 
