@@ -89,3 +89,28 @@ def test_a_backward_that_waits_while_the_precision_changes_is_equal_or_refused(p
             assert "without autocast" in str(error)
             return
     assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_lazy_modules_whose_first_call_is_outside_of_autocast_are_streamed_in_fp32(plan, tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+            self.mix = nn.LazyLinear(8)
+
+        def forward(self, x):
+            return self.mix(x) * self.scale
+
+    def gradients(compiled):
+        torch.manual_seed(0)
+        model = compiled(nn.Sequential(Scaled(), nn.Linear(8, 8)))
+        whole = model(inputs(0))  # creates the parameters
+        with autocast():
+            half = model(inputs(1))
+        (half.float().square().mean() + whole.square().mean()).backward()
+        return [half.float()] + [param.grad.clone() for param in model.parameters()]
+
+    options = PLANS[plan] | ({"disk": tmp_path} if plan == "disk" else {})
+    found = gradients(lambda model: hw.compile(model, hw.backend("CSX", **options)))
+    assert all(map(torch.equal, gradients(lambda model: model), found))

@@ -60,6 +60,11 @@ class Replanning:
         self.knows_training = False
         self.trained: frozenset[str] = frozenset()
 
+    @property
+    def device(self) -> str:
+        """The device that computes: `cpu` or `cuda`."""
+        return self._planner.device
+
     def plan(
         self, call: Call, precision: Precision | None, *, only_look: bool, in_fp32: bool = False
     ) -> None:
@@ -94,7 +99,7 @@ class Replanning:
         if in_fp32:
             _warn_of_fp32()
             unchanged = False  # graphs of earlier forwards refer to weights in the other dtype
-        precision = precision or asked_precision(self._planner.device)
+        precision = precision or asked_precision(self.device)
         with self._dry_run(trained):
             self._planner.stop_early(model, call, precision)
             trace = self._trace(apart(call), precision, kept, inference=not trained)

@@ -85,7 +85,11 @@ class StreamedModel:
         if self._replanning.is_running:  # this is the dry run
             return None
         if self.engine is None and is_lazy(self.model):
-            return None  # this call creates the parameters; the next call is streamed
+            # This call creates the parameters, and the next one is streamed. Backward of this call needs
+            # gradients in fp32 if it is outside of autocast.
+            if not torch.is_autocast_enabled(self._replanning.device):
+                self.precision = Precision()
+            return None
         with_gradients = torch.is_grad_enabled()
         if self._serves() and not with_gradients and not self.current.has_changed:
             return None  # any plan of this precision fits; generation makes many such calls
