@@ -251,7 +251,7 @@ class _OnDisk(Moved):
         return self._owner.bring_back(self)
 
     def __del__(self) -> None:
-        # A graph that is dropped early does not write what nobody will read.
+        # A graph that is dropped early needs no backward, so its activations need not be written.
         if not self.written.cancel() and self.written.exception() is None:
             self.written.result().close()
 
