@@ -84,7 +84,6 @@ class Trainer:
         self._engine = engine
         self.leads = engine.fabric.rank == 0
         self._job = job
-        self._init = job.init
         self._checkpoints = checkpoints
         self._callbacks = callbacks
         self._started: list[Callback] = []
@@ -93,7 +92,6 @@ class Trainer:
         if state.data is not None:
             job.train.load_state_dict(state.data)
         self.end_step = job.end_step(state.step)
-        self._schedule = job.init.schedule
         self._options = options_by_name(job)
         self._averages = MovingAverages(engine.store, job.trainable.averages)
         self._sparse = start_sparse(engine, job, state.masks)
@@ -229,9 +227,9 @@ class Trainer:
         """Return the update of the next step. Steps count from 1, schedules from 0."""
         return Update(
             step=self.state.step + 1,
-            options={"lr": self._schedule.value(self.state.step)},
-            max_norm=self._init.precision.max_gradient_norm,
-            max_value=self._init.precision.max_gradient_value,
+            options={"lr": self._job.init.schedule.value(self.state.step)},
+            max_norm=self._job.init.precision.max_gradient_norm,
+            max_value=self._job.init.precision.max_gradient_value,
             loss_scale=self.state.loss_scale.value,
             skip_non_finite=self.state.loss_scale.may_skip,
             by_name=None if self._options is None else self._options(self.state.step),
@@ -240,20 +238,20 @@ class Trainer:
     # evaluation
 
     def _validation_is_due(self) -> bool:
-        step, interval = self.state.step, self._init.loop.eval_interval(self.end_step)
+        step, interval = self.state.step, self._job.init.loop.eval_interval(self.end_step)
         if not self._job.evaluations or not interval or step in (0, self.state.validated_step):
             return False
         return step % interval == 0 or step == self.end_step
 
     def _validate(self, interrupt: Interrupt) -> None:
         events = []
-        norm = weight_norm(self._engine) if self._init.compute_norm else None
+        norm = weight_norm(self._engine) if self._job.init.compute_norm else None
         for index, loader in enumerate(self._job.evaluations):
             found = evaluate(
                 self._engine,
                 self._job.trainable,
                 shielded(loader) if self._engine.fabric.computes else (),
-                max_batches=self._init.loop.eval_steps,
+                max_batches=self._job.init.loop.eval_steps,
                 stop=lambda: interrupt.requested,
             )
             if found is None:
@@ -268,8 +266,9 @@ class Trainer:
 
     def _checkpoint_is_due(self) -> bool:
         if self.state.step == 0:
-            return self._init.checkpoint.save_initial_checkpoint
-        return bool(self._init.checkpoint.steps) and self.state.step % self._init.checkpoint.steps == 0  # type: ignore[operator]
+            return self._job.init.checkpoint.save_initial_checkpoint
+        every = self._job.init.checkpoint.steps
+        return every is not None and every > 0 and self.state.step % every == 0
 
     def _save(self) -> None:
         if self.state.step == self._saved_step:
