@@ -56,11 +56,14 @@ class Loop:
 
     def loss(self, step, size=BATCH):
         tokens = self.tokens(step, size)
-        with torch.autocast("cpu", self.precision or torch.bfloat16, enabled=self.precision is not None):
+        with self.autocast():
             logits = self.model(tokens)
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
         self.see(hw.distributed.whole(loss.detach()))
         return loss
+
+    def autocast(self):
+        return torch.autocast("cpu", self.precision or torch.bfloat16, enabled=self.precision is not None)
 
     def adamw(self, params=None, **options):
         return torch.optim.AdamW(params or self.model.parameters(), lr=0.01, fused=True, **options)
@@ -164,7 +167,7 @@ def scales(loop):
         loop.see(scaler.step(optimizer, max_gradient_norm=0.5))
         scaler.update()
         loop.model.eval()
-        with torch.inference_mode():
+        with torch.inference_mode(), loop.autocast():
             tokens = loop.tokens(50)[:1]
             for _ in range(3):
                 tokens = torch.cat([tokens, loop.model(tokens)[:, -1:].argmax(-1)], 1)

@@ -83,7 +83,7 @@ def test_a_sum_cannot_be_put_together_by_one_rank(monkeypatch):
 
     def program(host, sums, assembly, add):
         add({KEYS[0]: torch.ones(4)})
-        with membership.alone("step closure"), pytest.raises(StreamError, match="a gradient is asked for"):
+        with membership.alone("step closure"), pytest.raises(StreamError, match="a gradient is requested"):
             read(sums, assembly, KEYS[0])
         return read(sums, assembly, KEYS[0])
 

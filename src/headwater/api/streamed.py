@@ -127,7 +127,10 @@ class StreamedModel:
 
     def _serves(self) -> bool:
         """True if the model is streamed in a precision that the present call can use."""
-        return self.engine is not None and serves_call(self.engine.plan.precision, self.engine.plan.device)
+        if self.engine is None:
+            return False
+        # A precision that was set holds for every call: the forward itself may enter autocast.
+        return self.precision is not None or serves_call(self.engine.plan.precision, self.engine.plan.device)
 
     def _plan(self, call: Call, *, only_look: bool, in_fp32: bool) -> Exception | None:
         """Plan for a call; return the error if nothing is streamed yet and the call can run without a plan.
