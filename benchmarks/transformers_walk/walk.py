@@ -125,7 +125,9 @@ def _numel(make_model: Callable[[], nn.Module]) -> int:
     with torch.device("meta"):
         try:
             return sum(param.numel() for param in make_model().parameters())
-        except Exception:  # a foreign constructor may raise anything; the walk then builds the model itself
+        # Constructors of the transformers library fail on meta tensors in many ways. Such a model counts as
+        # small: the walk builds it on the CPU next, and reports an error of that.
+        except Exception:
             return 0
 
 

@@ -209,7 +209,7 @@ def test_mixed_precision_is_in_the_graph():
 def test_mlir_is_written_for_every_graph_and_a_failure_is_reported():
     def lower(program, name):
         if "layers.1" in name:
-            raise NotImplementedError("no conversion for aten.sigmoid")  # as torch-mlir does
+            raise RuntimeError("no conversion for aten.sigmoid")
         return f"func @{name}"
 
     class Other(Layer):

@@ -113,7 +113,7 @@ def prose_of_page(text: str) -> Iterator[Prose]:
 
 def faults(path: str, text: str) -> Iterator[str]:
     """Yield a line on each phrase of `RULES`, and on each docstring with a bad first word."""
-    # Parsing is slow. Names of tests have underscores in place of spaces.
+    # Parsing is slow, so texts without the phrases are skipped. Names of tests have `_` between words.
     if not ANY_PHRASE.search(text.replace("_", " ")) and not ANY_OPENING.search(text):
         return
     if path.endswith(".py"):

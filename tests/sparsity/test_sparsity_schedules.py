@@ -1,4 +1,4 @@
-"""Numbers that depend on the step, at steps where their formulas give known values, and cadences."""
+"""Schedules of sparsity equal their formulas at chosen steps, and cadences start at the right steps."""
 
 import pytest
 

@@ -68,7 +68,7 @@ def current() -> Fabric:
 
 
 def require_all_ranks(what: str) -> None:
-    """Check that this rank is not inside `alone`, where the other ranks do not make the same call.
+    """Check that all ranks make this call: that this rank is not inside `alone`.
 
     Args:
         what: the thing that is divided among the ranks.

@@ -130,6 +130,7 @@ def with_real_tensors(run: Callable[[RealTensors], T]) -> T:
         tensors = RealTensors(copied)
         try:
             result = run(tensors)
+        # A write raises `_WritesToModel`, and the user's forward may turn that into another error.
         except Exception:
             if not tensors.written:
                 raise

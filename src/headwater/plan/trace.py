@@ -107,7 +107,9 @@ def trace_step(
         repeats = Repeats(model, partition)
         try:
             recorder = dry_run(FakeTensors(), repeats)
-        except Exception:  # of a forward that runs again in backward, if it saves more than a skipped one
+        # Skipped stages can make the user's forward fail in any way. Then all stages run, and an error of the
+        # model itself is raised again there.
+        except Exception:
             if not repeats.original:
                 raise
             return None
@@ -120,7 +122,9 @@ def trace_step(
                 recorder = skipping() if may_skip else None
                 if recorder is None:
                     recorder = dry_run(FakeTensors())
-        except Exception:  # fake values can cause any error in a forward; a real fault raises again below
+        # Fake values can make the user's forward fail in any way. The run on real tensors below raises an
+        # error of the model itself again.
+        except Exception:
             if observer is not None or not in_host_memory(model, batch):
                 raise
             recorder = with_real_tensors(dry_run)
