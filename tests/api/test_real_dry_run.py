@@ -6,6 +6,15 @@ from any_loop import check
 from torch import nn
 
 
+def loss_of_step(model, optimizer, batch):
+    """Take a training step; return its loss."""
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 class Net(nn.Module):
     """A model that computes with numpy, which fake tensors cannot, and shrinks a weight in place."""
 
@@ -32,11 +41,7 @@ def test_weights_that_a_forward_changes_are_as_in_plain_pytorch(plan, tmp_path):
             if step == 1:  # the model is planned again, with weights that are in the store
                 model.head = nn.Linear(6, 2)
                 optimizer.add_param_group({"params": list(model.head.parameters())})
-            loss = model(torch.randn(4, 6)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(loss_of_step(model, optimizer, torch.randn(4, 6)))
         return losses, model
 
     check(script, plan, tmp_path)
@@ -63,11 +68,7 @@ def test_renormalized_embedding_with_packed_sequences_and_another_batch_size(pla
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for step in range(2):
-            loss = model(torch.randint(11, (2 + step, 3))).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(loss_of_step(model, optimizer, torch.randint(11, (2 + step, 3))))
         return losses, model
 
     check(script, plan, tmp_path)
