@@ -18,8 +18,9 @@ from headwater.core.stage import ParamSpec
 from headwater.core.units import parse_bytes
 from headwater.models.registry import build_model, init_parameter
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.budget import Fixed, PlanRequest, make_plan
+from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
+from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan, Resources, Trace
 from headwater.store.update import Update
