@@ -121,14 +121,19 @@ def run(folder: Path, steps: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--books", type=Path, required=True, help="folder of txt.gz files")
     parser.add_argument("--folder", type=Path, required=True, help="folder for data and runs")
     parser.add_argument(
         "--steps", type=int, nargs="+", default=[200, 1600], help="steps of each run (%(default)s)"
     )
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     divided(args.books, args.folder)
     prepared(args.folder)
     trivial = frequencies(args.folder)

@@ -175,14 +175,19 @@ def prepare(folder: Path, workers: int) -> Path:
     return params
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="folder for data, runs and the disk tier")
     parser.add_argument("--count", type=int, default=30, help="budgets of each kind")
     parser.add_argument("--factor", type=float, default=1.04, help="ratio of a budget to the one before")
     parser.add_argument("--workers", type=int, default=0, help="data workers of each data set")
     parser.add_argument("--kinds", default="budget,group", help="budget, group, or both")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     params = prepare(folder, args.workers)

@@ -1,4 +1,4 @@
-"""Speed and memory of preparing text, and speed of reading samples: `python -m benchmarks.data`.
+"""Speed and memory of preparing text, and of reading samples: `python -m benchmarks.data --reading`.
 
 Tokens per second of one process, alone and with the writing of samples; the peak of resident memory for
 the same text once and ten times; and the time to read a sample with checksums and without, interleaved.
@@ -13,28 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 from benchmarks.runner import print_table, save
-
-_PREPARE = """
-import json, resource, sys, time
-from pathlib import Path
-from headwater.data.prepare import prepare
-
-if __name__ == "__main__":
-    source, out, tokenizer = map(Path, sys.argv[1:4])
-    start = time.process_time(), time.monotonic()
-    made = prepare(
-        [source], out, tokenizer=tokenizer, sequence_length=1024, num_workers=1, mode=sys.argv[4]
-    )
-    used, wall = time.process_time() - start[0], time.monotonic() - start[1]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"tokens": made.tokens, "cpu_s": used, "wall_s": wall, "peak_bytes": peak}))
-"""
+from headwater.data.checksums import MARK
 
 
 def tokens_per_second(books: Path, tokenizer: Path) -> dict[str, object]:
@@ -48,7 +34,7 @@ def tokens_per_second(books: Path, tokenizer: Path) -> dict[str, object]:
     speeds = {}
     encoder = TextEncoder(loaded)
 
-    def library(part):
+    def library(part: Sequence[str]) -> list[list[int]]:
         return [each.ids for each in loaded.encode_batch_fast(part, add_special_tokens=False)]
 
     for name, encode in (("tokenizers", library), ("Headwater", encoder)):
@@ -68,10 +54,9 @@ def preparation(books: Path, tokenizer: Path, copies: int, mode: str, folder: Pa
             (source / f"{number}-{path.name.removesuffix('.gz')}").write_bytes(
                 gzip.decompress(path.read_bytes())
             )
-    script, out = folder / "prepare.py", folder / f"{mode}-{copies}"
-    script.write_text(_PREPARE)
-    words = [sys.executable, script, source, out, tokenizer, mode]
-    found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    places = map(str, (source, folder / f"{mode}-{copies}", tokenizer))
+    words = [sys.executable, "-m", "benchmarks.preparation", *places, mode]
+    found = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return {
         "mode": mode,
         "text": f"{copies}x",
@@ -82,9 +67,17 @@ def preparation(books: Path, tokenizer: Path, copies: int, mode: str, folder: Pa
     }
 
 
+def remove_checksums(path: Path) -> None:
+    """Remove the checksums of a file of samples, so that reading compares none."""
+    with h5py.File(path, "r+") as file:
+        del file.attrs[MARK]
+        for samples in file.values():
+            for name in [name for name in samples.attrs if name.startswith("checksums_")]:
+                del samples.attrs[name]
+
+
 def reading(compression: str | None, length: int, folder: Path) -> dict[str, object]:
     """Measure processor time to read a sample, with checksums and without: the best of interleaved runs."""
-    from headwater.data.checksums import remove_checksums
     from headwater.data.reader import open_samples
     from headwater.data.sample_file import make_samples, write_datasets
 
@@ -96,8 +89,7 @@ def reading(compression: str | None, length: int, folder: Path) -> dict[str, obj
         path.parent.mkdir()
         write_datasets(path, [{"data": make_samples(tokens)}], count, compression=compression)
         if name == "without":
-            with h5py.File(path, "r+") as file:
-                remove_checksums(file)
+            remove_checksums(path)
         sources[name] = open_samples([path.parent])
     best = dict.fromkeys(sources, float("inf"))
     for _ in range(15):
@@ -115,19 +107,25 @@ def reading(compression: str | None, length: int, folder: Path) -> dict[str, obj
     }
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--books", type=Path, help="folder of txt.gz files")
     parser.add_argument("--tokenizer", type=Path, help="see headwater data --tokenizer")
     parser.add_argument("--reading", action="store_true", help="only read samples")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     args = parser.parse_args()
+    if not args.reading and (args.books is None or args.tokenizer is None):
+        parser.error("name --books and --tokenizer, or write --reading")
     with tempfile.TemporaryDirectory() as folder:
         cases = [(kind, length) for kind in ("gzip", None) for length in (128, 2048)]
         print_table([reading(kind, length, Path(folder)) for kind, length in cases])
     if args.reading:
         return
-    if args.books is None or args.tokenizer is None:
-        parser.error("name --books and --tokenizer, or write --reading")
     print(tokens_per_second(args.books, args.tokenizer))
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.resident import peak_rss_bytes
 from benchmarks.runner import print_table, save
-from benchmarks.workload import peak_rss_bytes
 
 VOCABULARY = 32000
 
@@ -85,7 +85,8 @@ def train(args: argparse.Namespace) -> dict[str, object]:
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, object]]] = {"make": make, "train": train}
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=18)
@@ -95,7 +96,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--memory", default="3.5GiB")
     parser.add_argument("--part", choices=PARTS, help="run only this part, in this process")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     if args.part:
         print("RESULT " + json.dumps(PARTS[args.part](args)))
         return

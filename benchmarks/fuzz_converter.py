@@ -157,11 +157,16 @@ def run(seed: int, count: int) -> tuple[collections.Counter[str], list[str]]:
     return ended, bad
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
     ended, bad = run(args.seed, args.count)
     for name, count in ended.most_common():
         print(f"{count:6} {name}")

@@ -15,8 +15,8 @@ from headwater.config import load_params, shipped_params
 from headwater.core.precision import Precision
 from headwater.core.units import GIB
 from headwater.optim import OptimizerSpec
-from headwater.plan.options import optimizer_state_bytes
-from headwater.plan.search import Budgets, Fixed, Request, best_plan
+from headwater.plan.options import Fixed, optimizer_state_bytes
+from headwater.plan.search import Budgets, Request, best_plan
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Plan, Trace
 from headwater.trainer.zoo_job import zoo_trainable
@@ -127,16 +127,20 @@ def _cell(model: Model, plan: Plan) -> str:
     return f"{model.parameters / 1e9:.3g} B (`{model.name}`){where}"
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    return argparse.ArgumentParser(description=__doc__)
+
+
 def main() -> None:
     """Print the table and save it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.parse_args()
+    make_parser().parse_args()
     families = {
         family: [dry_run(f"{family.lower()}/{name}") for name in names] for family, names in SHAPES.items()
     }
     rows = [row(machine, families) for machine in MACHINES]
     print_table(rows)
-    save("hardware", {"rows": rows})
+    print(save("hardware", {"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -153,11 +153,17 @@ def compare(count: int, megabits: float | None, file: Path, workload: Workload) 
     }
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (%(default)s)")
     parser.add_argument("--exchange", action="store_true", help="run as a host whose link is measured")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     args = parser.parse_args()
     if args.exchange:
         exchange()

@@ -96,7 +96,7 @@ def run(place: Path, *, jobs: int, submitters: int, kills: int, seed: int = 0) -
     folder, draw = QueueFolder(place / "queue"), random.Random(seed)
     prepare(folder, num_csx=NUM_CSX, grace_s=5)
     begin, queue = time.monotonic(), open_own(folder)
-    command = [sys.executable, "-m", "benchmarks.job_queue", "--submit_to", folder.path]
+    command = [sys.executable, "-m", "benchmarks.job_queue", "--submit_to", str(folder.path)]
     shares = ["--jobs", str(jobs // submitters), "--seed"]
     processes = [
         subprocess.Popen([*command, *shares, str(seed * 1000 + index)], cwd=Path(__file__).parents[1])
@@ -125,7 +125,9 @@ def run(place: Path, *, jobs: int, submitters: int, kills: int, seed: int = 0) -
 
 def check(jobs: list[Job], records: list[str]) -> list[str]:
     """Return problems: jobs that started twice or ended wrongly, and CSXs that two jobs had at a time."""
-    problems, starts, owners = [], Counter(), {}
+    problems: list[str] = []
+    starts: Counter[str] = Counter()
+    owners: dict[str, str] = {}
     for record in records:
         event, name, *rest = record.split()
         if event == "start":
@@ -147,14 +149,19 @@ def check(jobs: list[Job], records: list[str]) -> list[str]:
     return problems
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--submitters", type=int, default=8)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--submit_to", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     if args.submit_to:
         submit(QueueFolder(args.submit_to), args.jobs, args.seed)
         return

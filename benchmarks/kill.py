@@ -16,6 +16,10 @@ import time
 from pathlib import Path
 
 from benchmarks.runner import save
+from headwater.data.assets import sample_text
+from headwater.data.prepare import prepare
+from headwater.data.settings import PrepareSettings
+from headwater.data.tokenizer import TrainBPE
 
 SHAPE = [
     "--trainer.init.model.hidden_size=96",
@@ -26,6 +30,11 @@ SHAPE = [
     "--trainer.init.loop.eval_frequency=20",
     "--trainer.fit.train_dataloader.num_workers=0",
 ]
+
+
+def write_data(folder: Path) -> None:
+    """Write the training data of the tiny GPT."""
+    prepare([sample_text()], folder, PrepareSettings(TrainBPE(2048), sequence_length=128))
 
 
 def command(data: Path, model_dir: Path, tier: str) -> list[str]:
@@ -49,19 +58,20 @@ def outcome(model_dir: Path) -> tuple[list[tuple[int, float, float]], dict[str, 
     return losses, {path.name: path.read_bytes() for path in sorted(last.glob("*.safetensors"))}
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiers", nargs="+", choices=["memory", "disk"], default=["memory", "disk"])
-    args = parser.parse_args()
-    from headwater.data.assets import sample_text
-    from headwater.data.prepare import prepare
-    from headwater.data.tokenizer import TrainBPE
+    return parser
 
+
+def main() -> None:
+    args = make_parser().parse_args()
     folder = Path(tempfile.mkdtemp(prefix="headwater-kill-"))
     data = folder / "data"
-    prepare([sample_text()], data, tokenizer=TrainBPE(2048), sequence_length=128)
+    write_data(data)
     rng = random.Random(args.seed)
     report = {}
     for tier in args.tiers:

@@ -8,9 +8,9 @@ untuned.
 from __future__ import annotations
 
 import argparse
-import statistics
+import sys
 
-from benchmarks.runner import System, interleave, print_table, save, table
+from benchmarks.runner import System, interleave, report
 from benchmarks.workload import add_workload_arguments, workload_of
 
 TUNED = System("plain PyTorch, allocator tuned", "torch_", ("--tuned",))
@@ -21,19 +21,19 @@ SYSTEMS = [
 ]
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
     results = interleave(SYSTEMS, workload_of(args), args.rounds, None)
-    rows = table(results, TUNED.name)
-    for row in rows:
-        firsts = [run["first_step_s"] for run in results[row["system"]]]
-        row["first_step_s"] = round(statistics.median(firsts), 1)
-    print_table(rows)
-    print(save(f"loop_{args.dtype}", {"rows": rows, "runs": results}))
+    return report(f"loop_{args.dtype}", results, TUNED.name)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

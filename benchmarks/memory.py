@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from benchmarks.runner import System, print_table, run, save
-from benchmarks.workload import Workload
+from benchmarks.runner import FailedRunError, Results, Row, System, print_table, run, save
+from benchmarks.workload import Measured, Workload
 
 SMALL = Workload(batch=1, sequence=128, warmup=1, steps=2)
 MEDIUM = Workload(layers=24, width=1024, heads=16, batch=1, sequence=128, warmup=1, steps=2)
@@ -28,28 +29,43 @@ SYSTEMS = [
 ]
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
-    args = parser.parse_args()
-    rows = []
-    for system in [system for system in SYSTEMS if system.available]:
-        small, medium = (run(system, workload, args.folder) for workload in (SMALL, MEDIUM))
-        slope = (medium["peak_rss_bytes"] - small["peak_rss_bytes"]) / (
-            medium["parameters"] - small["parameters"]
-        )
-        rows.append(
-            {
-                "system": system.name,
-                "host_bytes_per_parameter": round(slope, 1),
-                "peak_gib_124M": round(small["peak_rss_bytes"] / 2**30, 2),
-                "peak_gib_354M": round(medium["peak_rss_bytes"] / 2**30, 2),
-            }
-        )
+    parser.add_argument("--only", default="", help="systems whose name contains this")
+    return parser
+
+
+def row_of(system: str, small: Measured, medium: Measured) -> Row:
+    """Return the row of a system, from its runs of both sizes."""
+    parameters = medium["parameters"] - small["parameters"]
+    slope = (medium["peak_rss_bytes"] - small["peak_rss_bytes"]) / parameters
+    return {
+        "system": system,
+        "host_bytes_per_parameter": round(slope, 1),
+        "peak_gib_124M": round(small["peak_rss_bytes"] / 2**30, 2),
+        "peak_gib_354M": round(medium["peak_rss_bytes"] / 2**30, 2),
+    }
+
+
+def main() -> int:
+    args = make_parser().parse_args()
+    rows, results = [], Results()
+    for system in SYSTEMS:
+        if not system.available or args.only.lower() not in system.name.lower():
+            continue
+        try:
+            small, medium = (run(system, workload, args.folder) for workload in (SMALL, MEDIUM))
+        except FailedRunError as error:
+            results.fail(system.name, error)
+            continue
+        rows.append(row_of(system.name, small, medium))
         print_table(rows[-1:])
-    print_table(rows)
-    print(save("memory", rows))
+    print_table([*rows, *results.failed_rows()])
+    print(save("memory", {"rows": rows, "failures": results.failures}))
+    return 1 if results.failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,8 @@ The files of an older public release are in a folder named after its tag. If nei
 names a model, the file is read again with `--model`.
 """
 
+from __future__ import annotations
+
 import argparse
 import collections
 from pathlib import Path
@@ -12,12 +14,19 @@ from headwater.config import load_params
 from headwater.core.errors import ConfigError
 
 
-def main():
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", help="model of files that name no model")
-    args = parser.parse_args()
-    understood, every, refused = (collections.Counter() for _ in range(3))
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    understood: collections.Counter[str] = collections.Counter()
+    every: collections.Counter[str] = collections.Counter()
+    refused: collections.Counter[str] = collections.Counter()
     for path in sorted(args.folder.rglob("*.yaml")):
         release = path.relative_to(args.folder).parts[0]
         every[release] += 1
@@ -33,7 +42,7 @@ def main():
         print(f"{count:4} {problem}")
 
 
-def problem_of(path, model):
+def problem_of(path: Path, model: str | None) -> str | None:
     """Return what is wrong with a file, or `None` if it is understood."""
     try:
         load_params(path)

@@ -1,8 +1,10 @@
 """Mutated params files: `python -m benchmarks.params_fuzz COUNT [SEED]` reports errors of other kinds."""
 
+from __future__ import annotations
+
+import argparse
 import random
 import re
-import sys
 import tempfile
 import time
 import traceback
@@ -44,7 +46,7 @@ ODD += [
 ]
 
 
-def mutated(text, random_):
+def mutated(text: str, random_: random.Random) -> str:
     lines = text.splitlines()
     for _ in range(random_.randint(1, 4)):
         index = random_.randrange(len(lines))
@@ -67,7 +69,7 @@ def mutated(text, random_):
     return "\n".join(lines) + "\n"
 
 
-def text_of(path):
+def text_of(path: Path) -> str:
     """Return the text of a params file that extends the same file from any folder."""
     return re.sub(
         r"^extends: (\S+\.yaml)$",
@@ -77,14 +79,22 @@ def text_of(path):
     )
 
 
-def main():
-    count, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", type=int, help="number of files")
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     sources = [text_of(path) for path in shipped_params().values()]
     slowest, raw, valid = 0.0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "params.yaml"
-        for number in range(count):
-            random_ = random.Random(f"{seed} {number}")
+        for number in range(args.count):
+            random_ = random.Random(f"{args.seed} {number}")
             path.write_text(mutated(random_.choice(sources), random_))
             started = time.process_time()
             try:
@@ -97,7 +107,9 @@ def main():
                 raw += 1
                 print(f"document {number}:\n{traceback.format_exc(limit=-3)}")
             slowest = max(slowest, time.process_time() - started)
-    print(f"{count} documents, {valid} valid, {raw} raised other errors, the slowest took {slowest:.2f} s")
+    print(
+        f"{args.count} documents, {valid} valid, {raw} raised other errors, the slowest took {slowest:.2f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -41,15 +41,20 @@ class Measurement:
     outcome: str
 
 
-def main() -> int:
-    own, passed_on = _split(sys.argv[1:])
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options before `--`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--match", default="", help="a regular expression that paths must contain")
     parser.add_argument("--most", type=int, help="number of files of each family; all by default")
     parser.add_argument("--limit_s", type=float, default=20.0)
     parser.add_argument("--out", type=Path, help="the measurements as JSON")
-    args = parser.parse_args(own)
+    return parser
+
+
+def main() -> int:
+    own, passed_on = _split(sys.argv[1:])
+    args = make_parser().parse_args(own)
     files = [path for path in sorted(args.folder.rglob("*.yaml")) if re.search(args.match, str(path))]
     measurements = []
     for path in _deepest_first(files, args.folder, args.most):

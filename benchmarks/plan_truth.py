@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.runner import System, print_table, run, save
-from benchmarks.workload import Workload
+from benchmarks.runner import Row, System, print_table, run, save
+from benchmarks.workload import Measured, Workload
 
 MEMORY, DISK = ("--tier=memory",), ("--tier=disk", "--disk={disk}")
 SMALL = Workload(layers=6, width=512, heads=8, vocab=8192, dtype="fp32")
@@ -22,25 +22,36 @@ CASES = [
 ]
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
-    args = parser.parse_args()
+    parser.add_argument("--only", default="", help="configurations whose name contains this")
+    return parser
+
+
+def row_of(name: str, result: Measured) -> Row:
+    """Return the row of a configuration."""
+    plan = result["plan"]
+    assert plan is not None, "Headwater has a plan"
+    return {
+        "configuration": name,
+        "peak_gib": round(result["peak_rss_bytes"] / 2**30, 2),
+        "predicted_gib": round(plan["predicted_host_bytes"] / 2**30, 2),
+        "memory_ratio": round(plan["predicted_host_bytes"] / result["peak_rss_bytes"], 2),
+        "step_s": round(result["step_s"], 2),
+        "predicted_s": round(plan["predicted_step_s"], 2),
+        "time_ratio": round(plan["predicted_step_s"] / result["step_s"], 2),
+    }
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     rows = []
     for name, workload, options in CASES:
-        result = run(System(name, "headwater_", options), workload, args.folder)
-        prediction = result["prediction"]
-        rows.append(
-            {
-                "configuration": name,
-                "peak_gib": round(result["peak_rss_bytes"] / 2**30, 2),
-                "predicted_gib": round(prediction["host_bytes"] / 2**30, 2),
-                "memory_ratio": round(prediction["host_bytes"] / result["peak_rss_bytes"], 2),
-                "step_s": round(result["step_s"], 2),
-                "predicted_s": round(prediction["step_s"], 2),
-                "time_ratio": round(prediction["step_s"] / result["step_s"], 2),
-            }
-        )
+        if args.only not in name:
+            continue
+        rows.append(row_of(name, run(System(name, "headwater_", options), workload, args.folder)))
         print_table(rows[-1:])
     print_table(rows)
     print(save("plan_truth", rows))

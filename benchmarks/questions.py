@@ -26,11 +26,13 @@ import torch
 
 from benchmarks.runner import print_table, save
 from headwater.config import find_params, load_params
+from headwater.config.data.text import QuestionDataConfig
+from headwater.core.errors import ConfigError
 from headwater.data.text.cloze import ClozeSettings, sentences, write_cloze_questions
-from headwater.data.text.squad import Scores, read_questions, score
+from headwater.data.text.squad import Scores, read_questions, read_windows, score
+from headwater.models.question_answering import QuestionAnswering
 from headwater.models.registry import build_model
 from headwater.trainer.checkpoint import complete_checkpoints
-from headwater.trainer.datasets import open_data
 from headwater.trainer.pretrained import checkpoint_weights
 
 TRAINED = ("xquad_en_train", "squad_v1.1_dev_questions")
@@ -88,7 +90,7 @@ def train(args: argparse.Namespace, params: str, data: Path, *more: str) -> Path
     """Run a params file of the package with the command and return its last checkpoint."""
     model_dir = args.folder / params.replace("/", "_")
     asked = args.data / "squad" / ASKED
-    keys = {
+    keys: dict[str, object] = {
         "init.model_dir": model_dir,
         "fit.train_dataloader.data_dir": data,
         "fit.train_dataloader.held_out_dir": asked,
@@ -98,6 +100,8 @@ def train(args: argparse.Namespace, params: str, data: Path, *more: str) -> Path
         f"{loader}.vocab_file": args.data / "vocab/bert/bert-base-uncased-vocab.txt"
         for loader in ("fit.train_dataloader", "fit.val_dataloader", "validate.val_dataloader")
     }
+    if args.max_steps is not None:
+        keys["init.loop.max_steps"] = keys["init.loop.eval_frequency"] = args.max_steps
     words = [f"trainer.{key}={value}" for key, value in keys.items()]
     command = [sys.executable, "-m", "headwater", "fit", params, *words, *more]
     subprocess.run(command, check=True)
@@ -111,10 +115,14 @@ def evaluate(args: argparse.Namespace, params: str, checkpoint: Path) -> Scores:
     keys = {f"{loader}.data_dir": str(args.data / "squad" / ASKED), f"{loader}.vocab_file": str(vocabulary)}
     config = load_params(find_params(params), keys)
     model = build_model(config.init.model).eval()
+    section = config.fit.val_dataloader[0] if config.fit is not None else None
+    if not isinstance(model, QuestionAnswering) or not isinstance(section, QuestionDataConfig):
+        raise ConfigError("expected a model and data of questions", where=params)
     model.load_state_dict(dict(checkpoint_weights(checkpoint)))
-    windows = open_data(config.fit.val_dataloader[0], config.init.model, seed=0, repeat=False).samples
+    windows = read_windows(section, model.config.vocab_size)
     with torch.no_grad():
-        parts = [model.answers(windows.__getitems__(part)) for part in torch.arange(len(windows)).split(32)]
+        places = torch.arange(len(windows)).split(32)
+        parts = [model.answers(windows.__getitems__(part.tolist())) for part in places]
     scores, begins, ends = (torch.cat(each).tolist() for each in zip(*parts, strict=True))
     return score(windows.answers(scores, begins, ends), windows.questions)
 
@@ -135,11 +143,17 @@ def row(name: str, scores: Scores, seconds: float | None = None) -> dict[str, ob
     }
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with squad, text and vocab")
     parser.add_argument("--folder", type=Path, required=True, help="folder for data and runs")
-    args = parser.parse_args()
+    parser.add_argument("--max_steps", type=int, help="steps of each training, instead of those of its file")
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     print(f"{prepare(args):,} cloze questions")
     start = time.monotonic()
     cloze = train(args, "bert/tiny_cloze", args.folder / "cloze.json")

@@ -125,13 +125,18 @@ def _resident(process: int) -> int:
     return total
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--disk", help="a folder; the runs then use the disk tier there")
     parser.add_argument("--host_memory", help="limit of all ranks of a run together, such as 2GiB")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     workload = workload_of(args)
     cores = len(os.sched_getaffinity(0))
     backend: dict[str, object] = {}

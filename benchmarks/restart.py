@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.job_queue import kill_supervisor, open_own
-from benchmarks.kill import command
+from benchmarks.kill import command, write_data
 from benchmarks.runner import save
 from headwater.appliance.folder import QueueFolder
 from headwater.appliance.open import prepare
@@ -100,18 +100,19 @@ def restart_s(folder: QueueFolder, data: Path, model_dir: Path, kill: Kill) -> t
     return over_s, took_s
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=3)
-    args = parser.parse_args()
-    from headwater.data.assets import sample_text
-    from headwater.data.prepare import prepare as prepare_data
-    from headwater.data.tokenizer import TrainBPE
+    return parser
 
+
+def main() -> None:
+    args = make_parser().parse_args()
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in KILLS}
     with tempfile.TemporaryDirectory(prefix="headwater-restart-") as place:
         data, folder = Path(place) / "data", QueueFolder(Path(place) / "queue")
-        prepare_data([sample_text()], data, tokenizer=TrainBPE(2048), sequence_length=128)
+        write_data(data)
         prepare(folder, num_csx=2, grace_s=60)
         for number in range(args.times):
             for name, kill in KILLS.items():

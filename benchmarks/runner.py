@@ -7,16 +7,21 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.workload import Workload, workload_options
+from benchmarks.workload import Measured, Workload, workload_options
 
 RESULTS = Path(__file__).parent / "results"
+
+Row = dict[str, object]
+"""A row of a table: cells by column."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +43,23 @@ class System:
         return self.module != "deepspeed_" or importlib.util.find_spec("deepspeed") is not None
 
 
-def run(system: System, workload: Workload, disk: Path | None = None) -> dict[str, object]:
+class FailedRunError(RuntimeError):
+    """A run of a system failed.
+
+    Attributes:
+        reason: the error of the run, in one line.
+    """
+
+    def __init__(self, system: str, output: str, reason: str) -> None:
+        super().__init__(f"{system} failed: {reason}\n{output}")
+        self.reason = reason
+
+
+def run(system: System, workload: Workload, disk: Path | None = None) -> Measured:
     """Run once in a separate process and return its measurements.
 
     Raises:
-        RuntimeError: if it failed; with the end of its output.
+        FailedRunError: if it failed; with the end of its output.
     """
     folder = Path(tempfile.mkdtemp(prefix="headwater-bench-", dir=disk))
     options = [option.format(disk=folder) for option in system.options]
@@ -65,22 +82,55 @@ def run(system: System, workload: Workload, disk: Path | None = None) -> dict[st
         shutil.rmtree(folder, ignore_errors=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
-        raise RuntimeError(f"{system.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    result: dict[str, object] = json.loads(lines[-1].removeprefix("RESULT "))
+        output = f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        raise FailedRunError(system.name, output, reason_of(done.stderr, done.returncode))
+    result: Measured = json.loads(lines[-1].removeprefix("RESULT "))
     return result
 
 
-def interleave(
-    systems: list[System], workload: Workload, rounds: int, disk: Path | None
-) -> dict[str, list[dict[str, object]]]:
-    """Run every system once per round, and return the measurements by system."""
-    results: dict[str, list[dict[str, object]]] = {system.name: [] for system in systems if system.available}
+def reason_of(stderr: str, code: int) -> str:
+    """Return the last error that a process printed, else its last line, with the exit code."""
+    errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)", stderr, re.MULTILINE)
+    found = errors or stderr.strip().splitlines() or ["it printed no error"]
+    return f"{found[-1]} (exit code {code})"
+
+
+@dataclasses.dataclass
+class Results:
+    """The measurements of several systems.
+
+    Attributes:
+        runs: the measurements of every round, by system.
+        failures: the reason, by system that failed; its runs are left out.
+    """
+
+    runs: dict[str, list[Measured]] = dataclasses.field(default_factory=dict)
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def fail(self, system: str, error: FailedRunError) -> None:
+        """Record a failure of a system and print it."""
+        print(error, file=sys.stderr, flush=True)
+        self.runs.pop(system, None)
+        self.failures[system] = error.reason
+
+    def failed_rows(self) -> list[Row]:
+        """Return a row with the reason for each system that failed."""
+        return [{"system": system, "failed": reason} for system, reason in self.failures.items()]
+
+
+def interleave(systems: Sequence[System], workload: Workload, rounds: int, disk: Path | None) -> Results:
+    """Run every system once per round. A system that fails is left out of later rounds."""
+    results = Results()
     for number in range(rounds):
         for system in systems:
-            if not system.available:
+            if not system.available or system.name in results.failures:
                 continue
-            result = run(system, workload, disk)
-            results[system.name].append(result)
+            try:
+                result = run(system, workload, disk)
+            except FailedRunError as error:
+                results.fail(system.name, error)
+                continue
+            results.runs.setdefault(system.name, []).append(result)
             print(
                 f"round {number + 1}/{rounds}  {system.name:34s} {result['tokens_per_s']:8.1f} tokens/s  "
                 f"{result['peak_rss_bytes'] / 2**30:5.2f} GiB  loss {result['last_loss']:.4f}",
@@ -89,24 +139,32 @@ def interleave(
     return results
 
 
-def table(results: dict[str, list[dict[str, object]]], base: str) -> list[dict[str, object]]:
+def table(runs: Mapping[str, Sequence[Measured]], base: str) -> list[Row]:
     """Return a row per system: medians, and the median over rounds of its speed divided by that of `base`."""
-    rows = []
-    for name, runs in results.items():
-        ratios = [
-            run["tokens_per_s"] / reference["tokens_per_s"]
-            for run, reference in zip(runs, results[base], strict=True)
-        ]
-        rows.append(
-            {
-                "system": name,
-                "tokens_per_s": round(statistics.median(run["tokens_per_s"] for run in runs), 1),
-                "ratio": round(statistics.median(ratios), 2),
-                "peak_rss_gib": round(statistics.median(run["peak_rss_bytes"] for run in runs) / 2**30, 2),
-                "last_loss": round(runs[-1]["last_loss"], 4),
-            }
-        )
-    return rows
+    return [_medians(name, measured, runs.get(base, [])) for name, measured in runs.items()]
+
+
+def _medians(name: str, runs: Sequence[Measured], base: Sequence[Measured]) -> Row:
+    speeds = [run["tokens_per_s"] for run in runs]
+    # The base is empty if it failed.
+    pairs = zip(speeds, base, strict=True) if base else ()
+    ratios = [speed / other["tokens_per_s"] for speed, other in pairs]
+    return {
+        "system": name,
+        "tokens_per_s": round(statistics.median(speeds), 1),
+        "ratio": round(statistics.median(ratios), 2) if ratios else "–",
+        "peak_rss_gib": round(statistics.median(run["peak_rss_bytes"] for run in runs) / 2**30, 2),
+        "first_step_s": round(statistics.median(run["first_step_s"] for run in runs), 1),
+        "last_loss": round(runs[-1]["last_loss"], 4),
+    }
+
+
+def report(name: str, results: Results, base: str) -> int:
+    """Print and save the table of some systems; return the exit code: 1 if a system failed."""
+    rows = table(results.runs, base)
+    print_table([*rows, *results.failed_rows()])
+    print(save(name, {"rows": rows, **dataclasses.asdict(results)}))
+    return 1 if results.failures else 0
 
 
 def save(name: str, content: object) -> Path:
@@ -131,9 +189,9 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def print_table(rows: list[dict[str, object]]) -> None:
-    """Print a table in Markdown."""
-    keys = list(rows[0])
+def print_table(rows: Sequence[Row]) -> None:
+    """Print a table in Markdown, with every column that a row has."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
     print("| " + " | ".join(keys) + " |\n|" + "---|" * len(keys))
     for row in rows:
-        print("| " + " | ".join(str(row[key]) for key in keys) + " |")
+        print("| " + " | ".join(str(row.get(key, "")) for key in keys) + " |")

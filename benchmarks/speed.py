@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from benchmarks.runner import System, interleave, print_table, save, table
+from benchmarks.runner import System, interleave, report
 from benchmarks.workload import add_workload_arguments, workload_of
 
 PLAIN = System("plain PyTorch", "torch_")
@@ -21,19 +22,22 @@ SYSTEMS = [
 ]
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", help="systems whose name contains this, beside plain PyTorch")
     parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
     systems = [s for s in SYSTEMS if s is PLAIN or not args.only or args.only.lower() in s.name.lower()]
     results = interleave(systems, workload_of(args), args.rounds, args.folder)
-    rows = table(results, PLAIN.name)
-    print_table(rows)
-    print(save(f"speed_{args.dtype}", {"rows": rows, "runs": results}))
+    return report(f"speed_{args.dtype}", results, PLAIN.name)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

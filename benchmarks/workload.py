@@ -6,13 +6,16 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Literal, TypedDict, get_args
 
 import torch
+
+from benchmarks.resident import peak_rss_bytes
+
+Dtype = Literal["fp32", "bf16"]
 
 Step = Callable[[int], float]
 """A function that runs one optimizer step and returns its loss."""
@@ -31,7 +34,7 @@ class Workload:
     vocab: int = 50257
     sequence: int = 512
     batch: int = 4
-    dtype: str = "bf16"
+    dtype: Dtype = "bf16"
     steps: int = 6
     warmup: int = 2
     rotate: int = 4
@@ -49,7 +52,10 @@ class Workload:
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one option for each field of `Workload`."""
     for field in dataclasses.fields(Workload):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+        choices = get_args(Dtype) if field.name == "dtype" else None
+        parser.add_argument(
+            f"--{field.name}", type=type(field.default), default=field.default, choices=choices
+        )
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
@@ -62,14 +68,37 @@ def workload_options(workload: Workload) -> list[str]:
     return [f"--{key}={value}" for key, value in dataclasses.asdict(workload).items()]
 
 
-def peak_rss_bytes() -> int:
-    """Return the peak of resident memory of this process, without that of its parent."""
-    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert peak is not None, "Linux tells"
-    return int(peak[1]) << 10
+class MeasuredPlan(TypedDict):
+    """The plan of a run of Headwater, with its predictions."""
+
+    flops_per_step: float
+    tier: str
+    in_place: bool
+    slabs: int
+    micro_batch_size: int
+    activations: list[str]
+    predicted_step_s: float
+    predicted_step_parts: dict[str, float]
+    predicted_host_bytes: int
+    predicted_host_parts: dict[str, int]
 
 
-def measure(workload: Workload, step: Step, **extra: object) -> None:
+class Measured(TypedDict):
+    """The measurements of one run; `plan` is `None` for other systems than Headwater."""
+
+    first_step_s: float
+    step_s: float
+    step_s_best: float
+    tokens_per_s: float
+    peak_rss_bytes: int
+    first_loss: float
+    last_loss: float
+    load: float
+    parameters: int
+    plan: MeasuredPlan | None
+
+
+def measure(workload: Workload, step: Step, *, parameters: int, plan: MeasuredPlan | None = None) -> None:
     """Run the warm-up and the counted steps, and print the measurements as one JSON line."""
     losses, times = [], []
     for index in range(workload.warmup + workload.steps):
@@ -77,7 +106,7 @@ def measure(workload: Workload, step: Step, **extra: object) -> None:
         losses.append(step(index))
         times.append(time.perf_counter() - start)
     counted = times[workload.warmup :]
-    result = {
+    result: Measured = {
         "first_step_s": times[0],
         "step_s": statistics.median(counted),
         "step_s_best": min(counted),
@@ -86,6 +115,7 @@ def measure(workload: Workload, step: Step, **extra: object) -> None:
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "load": os.getloadavg()[0],
-        **extra,
+        "parameters": parameters,
+        "plan": plan,
     }
     print("RESULT " + json.dumps(result), flush=True)

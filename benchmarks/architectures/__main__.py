@@ -21,14 +21,19 @@ from benchmarks.transformers_walk.pool import ChildError, run_isolated
 from headwater.conform.plans import PLANS
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="parts of names (default: all architectures)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=600, help="seconds for an architecture")
     parser.add_argument("--plans", default=",".join(PLANS), help="plans to compare under")
     parser.add_argument("--page", type=Path, help="Markdown file for the table")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     chosen = [

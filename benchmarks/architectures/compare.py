@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import headwater
 from benchmarks.architectures.catalogue import Architecture
 from headwater.conform.plans import PLANS, with_enough_slabs
-from headwater.conform.record import first_difference
+from headwater.conform.record import Shown, first_difference
 from headwater.conform.report import DIFFERS, EQUAL, UNSTEADY
 from headwater.conform.subject import Subject, seed_all, subject_of
 from headwater.conform.train import Course, train
@@ -81,8 +82,8 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _streamed(architecture, plan):
-    def run(options):
+def _streamed(architecture: Architecture, plan: str) -> list[Shown]:
+    def run(options: Mapping[str, Any]) -> list[Shown]:
         backend = headwater.backend("CSX", **options)
         subject = _made(architecture)
         try:

@@ -156,7 +156,7 @@ def maml():
             self.layer = nn.Linear(8, 8)
 
         def forward(self, x):
-            weights = dict(self.layer.named_parameters())
+            weights: dict[str, torch.Tensor] = dict(self.layer.named_parameters())
             loss = torch.func.functional_call(self.layer, weights, (x[:2],)).tanh().square().mean()
             grads = torch.autograd.grad(loss, list(weights.values()), create_graph=self.training)
             moved = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), grads, strict=True)}
@@ -364,6 +364,9 @@ def byol():
 @architecture("Queue of keys in a buffer (MoCo)", "averages")
 def moco():
     class Moco(nn.Module):
+        queue: torch.Tensor
+        place: torch.Tensor
+
         def __init__(self):
             super().__init__()
             self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)

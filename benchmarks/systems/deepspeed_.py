@@ -1,16 +1,14 @@
 """DeepSpeed ZeRO-3 on its CPU accelerator; needs DeepSpeed.
 
 DeepSpeed clips at 1.0 by default, and a transformers model must be imported before `deepspeed` patches torch.
+Without the variables of a launcher DeepSpeed would ask MPI for the rank, and so need mpi4py.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-import deepspeed
+import socket
 
 from benchmarks.systems.torch_ import build
 from benchmarks.workload import Workload, add_workload_arguments, measure, workload_of
@@ -36,13 +34,31 @@ def settings(workload: Workload, nvme: str | None) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def set_environment() -> None:
+    """Set the variables of DeepSpeed on a CPU, and those of a launcher that has started one rank."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
     parser.add_argument("--nvme", help="folder for the disk tier")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    set_environment()
     workload = workload_of(args)
     model = build(workload)
+    import deepspeed
+
     parameters = sum(p.numel() for p in model.parameters())
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=settings(workload, args.nvme)

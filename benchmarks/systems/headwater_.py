@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
-import json
 from pathlib import Path
 
 import torch
 
-from benchmarks.workload import Step, Workload, add_workload_arguments, measure, workload_of
+from benchmarks.workload import MeasuredPlan, Step, Workload, add_workload_arguments, measure, workload_of
 from headwater.config.models import DecoderConfig
 from headwater.core.buffers import tune_allocator
 from headwater.core.precision import Precision
@@ -83,8 +81,9 @@ def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
     parser.add_argument("--tier", choices=["memory", "disk"])
     parser.add_argument("--disk")
@@ -97,7 +96,11 @@ def main() -> None:
     parser.add_argument("--max_norm", type=float)
     parser.add_argument("--verify_disk", action="store_true")
     parser.add_argument("--allocator", choices=["tuned", "system"], default="tuned")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     workload = workload_of(args)
     config = config_of(workload)
     model = build_model(config, device="meta").train()
@@ -111,7 +114,9 @@ def main() -> None:
     optimizer = OptimizerSpec("AdamW", {"lr": 3e-4})
     options = EngineOptions(verify_disk=args.verify_disk)
     with Engine(model, plan, optimizer, initial=initial, options=options) as engine:
-        measure(workload, _stepper(engine, plan, workload, args.max_norm), **_described(plan))
+        step = _stepper(engine, plan, workload, args.max_norm)
+        parameters = sum(stage.numel for stage in plan.trace.stages)
+        measure(workload, step, parameters=parameters, plan=_described(plan))
 
 
 def _stepper(engine: Engine, plan: Plan, workload: Workload, max_norm: float | None) -> Step:
@@ -125,10 +130,12 @@ def _stepper(engine: Engine, plan: Plan, workload: Workload, max_norm: float | N
     return step
 
 
-def _described(plan: Plan) -> dict[str, object]:
-    assert plan.prediction is not None, "make_plan predicts"
+def _described(plan: Plan) -> MeasuredPlan:
+    predicted = plan.prediction
+    assert predicted is not None and predicted.step_s is not None, (
+        "make_plan predicts for a calibrated machine"
+    )
     return {
-        "parameters": sum(stage.numel for stage in plan.trace.stages),
         "flops_per_step": plan.num_micro_batches
         * sum(cost.flops + cost.backward_flops for cost in plan.trace.costs),
         "tier": plan.tier,
@@ -136,7 +143,10 @@ def _described(plan: Plan) -> dict[str, object]:
         "slabs": plan.slabs,
         "micro_batch_size": plan.micro_batch_size,
         "activations": sorted({policy.value for policy in plan.activations}),
-        "prediction": json.loads(json.dumps(dataclasses.asdict(plan.prediction))),
+        "predicted_step_s": predicted.step_s,
+        "predicted_step_parts": predicted.step_parts,
+        "predicted_host_bytes": predicted.host_bytes,
+        "predicted_host_parts": predicted.host_parts,
     }
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import functools
 
 import torch
+from torch import nn
 
 import headwater
 from benchmarks.workload import Step, Workload, add_workload_arguments, measure, workload_of
 from headwater.core.buffers import tune_allocator
 
 
-def build(workload: Workload) -> torch.nn.Module:
+def build(workload: Workload) -> nn.Module:
     """Return transformers' GPT-2 in the shape of the workload."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -30,10 +32,11 @@ def build(workload: Workload) -> torch.nn.Module:
         eos_token_id=0,
     )
     config._attn_implementation = "sdpa"
-    return GPT2LMHeadModel(config).train()
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model.train()
 
 
-def stepper(workload: Workload, model: torch.nn.Module, *, autocast: bool) -> Step:
+def stepper(workload: Workload, model: nn.Module, *, autocast: bool) -> Step:
     """Return a function that runs a training step with the fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
@@ -49,31 +52,38 @@ def stepper(workload: Workload, model: torch.nn.Module, *, autocast: bool) -> St
     return step
 
 
-def shard(workload: Workload, model: torch.nn.Module) -> None:
+def shard(workload: Workload, model: nn.Module) -> None:
     """Apply FSDP2 on one rank: parameters on the host, blocks gathered one by one."""
     import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, missing in the stubs
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    settings = {
-        "mesh": init_device_mesh("cpu", (1,)),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False),
-        "mp_policy": mixed if workload.dtype == "bf16" else MixedPrecisionPolicy(),
-    }
-    for block in model.transformer.h:
-        fully_shard(block, **settings)
-    fully_shard(model, **settings)
+    shard_one = functools.partial(
+        fully_shard,
+        mesh=init_device_mesh("cpu", (1,)),
+        offload_policy=CPUOffloadPolicy(pin_memory=False),
+        mp_policy=mixed if workload.dtype == "bf16" else MixedPrecisionPolicy(),
+    )
+    for block in model.get_submodule("transformer.h").children():
+        shard_one(block)
+    shard_one(model)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
     parser.add_argument("--fsdp2", action="store_true")
     parser.add_argument("--headwater", action="store_true", help="compile the model for streaming")
     parser.add_argument("--tuned", action="store_true", help="malloc keeps its pages, as in Headwater")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     workload = workload_of(args)
     if args.tuned:
         tune_allocator(keep=True)

@@ -17,14 +17,19 @@ from benchmarks.transformers_walk.table import page
 from benchmarks.transformers_walk.walk import Outcome, walk
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="classes (default: all)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=60, help="seconds for a class")
     parser.add_argument("--every", type=int, default=1, help="walk only every N-th class")
     parser.add_argument("--page", type=Path, help="Markdown file for the table")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")

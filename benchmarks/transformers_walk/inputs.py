@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from benchmarks.transformers_walk.shrink import VOCABULARY
 
@@ -52,7 +51,7 @@ Inputs = dict[str, Draw]
 """Inputs of a forward by name."""
 
 
-def candidates(model: nn.Module, given: Mapping[str, Draw]) -> Iterator[Callable[[], Inputs]]:
+def candidates(model: PreTrainedModel, given: Mapping[str, Draw]) -> Iterator[Callable[[], Inputs]]:
     """Yield makers of inputs to try: with images, sound and labels, without labels, and text alone.
 
     Args:
@@ -76,7 +75,7 @@ _MEDIA = ("pixel_values", "input_features", "input_values", "pixel_values_videos
 
 
 class _Guess:
-    def __init__(self, model: nn.Module, given: Mapping[str, Draw]) -> None:
+    def __init__(self, model: PreTrainedModel, given: Mapping[str, Draw]) -> None:
         self.model = model
         self.given = given
         self.config = model.config
@@ -87,7 +86,7 @@ class _Guess:
             p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
         ]
         main = model.main_input_name
-        self.main = main if isinstance(main, str) else main[0]
+        self.main: str = main if isinstance(main, str) else main[0]
         if self.main not in self.names:
             self.main = next(
                 (n for n in ("hidden_states", *_MEDIA, "input_ids") if n in self.names), parameters[0].name
@@ -137,7 +136,11 @@ class _Guess:
             return self._patches()
         image = self._image_shape()
         frames = self.find("num_frames", default=FRAMES)
-        flat = [floats(BATCH, *image), floats(BATCH, 1, *image), floats(BATCH, frames, *image)]
+        flat: list[Draw | None] = [
+            floats(BATCH, *image),
+            floats(BATCH, 1, *image),
+            floats(BATCH, frames, *image),
+        ]
         return flat[::-1] if "Video" in self.kind or self.find("num_frames") else flat
 
     def _pixel_values_videos(self) -> list[Draw | None]:
@@ -162,13 +165,17 @@ class _Guess:
 
     _hidden_states = _patches
 
+    def _grids(self) -> Draw:
+        return always(torch.tensor([self.grid] * BATCH))
+
     def _grid_thw(self) -> list[Draw | None]:
-        return [always(torch.tensor([self.grid] * BATCH))]
+        return [self._grids()]
 
     _image_grid_thw = _grid_thw
 
     def _frames(self) -> int:
-        return 2 * self.find("max_source_positions", default=50)
+        positions: int = self.find("max_source_positions", default=50)
+        return 2 * positions
 
     def _input_features(self) -> list[Draw | None]:
         width = self.find(
@@ -207,7 +214,7 @@ class _Guess:
 
     def completed(self, inputs: Inputs, targets: Inputs) -> Inputs:
         if "image_grid_thw" in self.names and "pixel_values" in inputs:
-            inputs = inputs | {"image_grid_thw": self._grid_thw()[0]}
+            inputs = inputs | {"image_grid_thw": self._grids()}
         if "return_loss" in self.names:
             inputs = inputs | {"return_loss": always(True)}
         if "input_ids" not in inputs or "input_ids" in self.given:

@@ -104,7 +104,8 @@ def _smallest_job(entry: Entry) -> tuple[Job, History]:
 def _job(entry: Entry, scale: Scale) -> tuple[Job, History]:
     """Return the first inputs that a model of this scale accepts, and its plain training."""
     config = tiny(entry.model_class().config_class(), scale, attributes_of(entry))
-    make_model = functools.partial(entry.model_class(), config)
+    model_class: Callable[..., nn.Module] = entry.model_class()
+    make_model = functools.partial(model_class, config)
     if _numel(make_model) > _MOST_NUMEL:
         raise _NotBuiltError("too large")
     torch.manual_seed(0)

@@ -1,0 +1,91 @@
+"""Benchmarks: every module prints its help, and accepts the commands of the pages; a failure is a row."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from benchmarks.runner import System, interleave, reason_of, table
+from benchmarks.workload import Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+_COMMAND = re.compile(r"`python -m (benchmarks[\w.]*)([^`]*)`")
+_TINY = Workload(layers=1, width=8, heads=1, vocab=16, sequence=4, batch=1)
+
+
+def module_of(path):
+    """Return the module name of a file."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
+PROGRAMS = [module_of(path) for path in FILES if 'if __name__ == "__main__"' in path.read_text()]
+
+
+def commands():
+    """Return the module and the options of every command, by page and command."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *FILES]
+    return {
+        f"{page.relative_to(ROOT)}: {found[0]}": (found[1], found[2])
+        for page in sorted(pages)
+        for found in _COMMAND.finditer(page.read_text())
+    }
+
+
+def parser_of(module):
+    """Return the parser of a program; its name may be that of a package."""
+    name = module if module in PROGRAMS else f"{module}.__main__"
+    return importlib.import_module(name).make_parser()
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_every_benchmark_prints_its_help(module):
+    assert "--help" in parser_of(module).format_help()
+
+
+@pytest.mark.parametrize(("module", "options"), commands().values(), ids=commands())
+def test_benchmark_accepts_the_command_of_a_page(module, options):
+    mandatory = re.sub(r"\[.*?\]", "", options).replace("COUNT", "3")
+    parser_of(module).parse_args(shlex.split(mandatory))
+
+
+def test_pages_have_commands_of_benchmarks():
+    found = {module for module, _ in commands().values()}
+    assert {"benchmarks.speed", "benchmarks.kill", "benchmarks.transformers_walk"} <= found
+
+
+def test_a_system_that_fails_is_a_row_with_the_reason_and_others_still_run(capfd):
+    systems = [System("first", "no_such_module"), System("second", "no_such_module")]
+    results = interleave(systems, _TINY, rounds=2, disk=None)
+    rows = results.failed_rows()
+    assert [row["system"] for row in rows] == ["first", "second"]
+    assert all("No module named benchmarks.systems.no_such_module" in row["failed"] for row in rows)
+    assert results.runs == {}
+    assert capfd.readouterr().err.count("failed: ") == 2
+
+
+@pytest.mark.parametrize(
+    ("printed", "reason"),
+    [
+        ("Traceback:\n  File\nModuleNotFoundError: No module named 'mpi4py'\n", "No module named 'mpi4py'"),
+        (
+            "[rank0]: ValueError: too few\n[W123] destroy_process_group was not called\n",
+            "ValueError: too few",
+        ),
+        ("headwater.core.errors.DoesNotFitError: no plan\n  remedy: more\n", "DoesNotFitError: no plan"),
+        ("usage: x\nx: error: unrecognized arguments: --y\n", "unrecognized arguments: --y"),
+        ("", "exit code -11"),
+    ],
+)
+def test_reason_is_the_last_error_of_the_output(printed, reason):
+    assert reason in reason_of(printed, -11)
+
+
+def test_ratios_are_of_the_base_in_the_same_round():
+    def run(speed):
+        return {"tokens_per_s": speed, "peak_rss_bytes": 2**30, "first_step_s": 1.0, "last_loss": 2.0}
+
+    runs = {"base": [run(1.0), run(4.0), run(2.0)], "other": [run(2.0), run(2.0), run(6.0)]}
+    assert [row["ratio"] for row in table(runs, "base")] == [1.0, 2.0]
+    assert [row["ratio"] for row in table(runs, "a base that failed")] == ["–", "–"]
