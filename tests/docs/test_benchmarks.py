@@ -55,6 +55,7 @@ def test_pages_have_commands_of_benchmarks():
     assert {"benchmarks.speed", "benchmarks.kill", "benchmarks.transformers_walk"} <= found
 
 
+@pytest.mark.real_start  # these processes import nothing
 def test_a_system_that_fails_is_a_row_with_the_reason_and_others_still_run(capfd):
     systems = [System("first", "no_such_module"), System("second", "no_such_module")]
     results = interleave(systems, _TINY, rounds=2, disk=None)
