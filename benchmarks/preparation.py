@@ -1,4 +1,4 @@
-"""One preparation of text in a process of its own, measured: a part of `benchmarks.data`."""
+"""One preparation of text, measured in a separate process: a part of `benchmarks.data`."""
 
 from __future__ import annotations
 
