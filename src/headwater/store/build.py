@@ -1,4 +1,4 @@
-"""Building a weight store out of its parts."""
+"""Construction of a weight store from its tier, gradients and ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_store(
     order: Sequence[ParamKey] | None = None,
     fabric: Fabric = ALONE,
 ) -> WeightStore:
-    """Return a weight store of this rank.
+    """Return the weight store that this rank uses.
 
     Args:
         stages: the stages.

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: they appear complete under their names, and disappear at once."""
+"""Folders of checkpoints: a folder has its final name only while it is complete."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from headwater.core.files import PARTIAL_SUFFIX, disk_errors, sync_folder
 
 REPLACED_SUFFIX = ".replaced"
-"""Suffix of a checkpoint that another one of the same step replaces."""
+"""Suffix of an old checkpoint while a new one of the same step takes its name."""
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Rename a complete checkpoint to its final name, and remove an older one of that name.
+    """Rename a complete checkpoint to its final name. An older checkpoint of that name is removed.
 
     If the process is killed at any instant, at least one of the two is left; `recover` knows its name.
     """
@@ -53,7 +53,7 @@ def retire(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder with its content, a file or a link, if it exists."""
+    """Delete a file, a link, or a folder and all that is in it. Do nothing if `path` does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -25,7 +25,7 @@ _WIRE_BLOCK_BYTES = 16 << 20
 
 @final
 class DiskTier(Tier):
-    """A file without a name for each stage: the wire image, then the rest.
+    """The tier on disk. Each stage has one unnamed file: the wire image, then masters and optimizer state.
 
     Host memory: `staging_bytes`, whatever the size of the model; a wire image is read into its slab.
 
@@ -96,7 +96,7 @@ class DiskTier(Tier):
     def _all_blocks(
         self, transfer: Callable[[int, torch.Tensor], None], image: torch.Tensor, part: slice
     ) -> None:
-        """Read or write all blocks that overlap a part. Blocks are always whole, because checksums are."""
+        """Read or write all blocks that overlap `part` of a wire image. Only whole blocks have checksums."""
         first, stop, _ = part.indices(image.numel())
         # Back to the beginning of the block in which the part begins.
         before = first % _WIRE_BLOCK_BYTES if first < stop else 0
@@ -191,7 +191,7 @@ class DiskTier(Tier):
 def file_sizes(
     layouts: Sequence[StageLayout], folder: Path, kept: Sequence[Sequence[Group]]
 ) -> dict[Path, int]:
-    """Return the bytes of the file of each stage, which holds its wire image and these groups.
+    """Return the size in bytes of each stage's file, which holds the wire image and the groups in `kept`.
 
     Args:
         layouts: one per stage.
@@ -208,10 +208,10 @@ def file_sizes(
 
 
 def largest_group_bytes(layouts: Sequence[StageLayout]) -> int:
-    """Return the bytes of the largest group of any stage."""
+    """Return the size in bytes of the largest group of any stage."""
     return max((group.num_bytes for layout in layouts for group in layout.groups), default=0)
 
 
 def staging_bytes(layouts: Sequence[StageLayout]) -> int:
-    """Return the host memory that a disk tier takes, which does not depend on the size of the model."""
+    """Return the bytes of host memory that a disk tier takes. They do not grow with the number of stages."""
     return _STAGING_BUFFERS * largest_group_bytes(layouts)

@@ -18,7 +18,7 @@ from headwater.core.scratch import open_unnamed
 
 
 class Checksums:
-    """The CRC-32 of every block of a file, to compare what is read with what was written.
+    """The CRC-32 of every block of a file. A block that is read is compared with what was written.
 
     Args:
         path: the file, for errors.
@@ -33,11 +33,11 @@ class Checksums:
         self._sums = sums.view(torch.int64).numpy()
 
     def note(self, offset: int, block: memoryview) -> None:
-        """Remember a block that has been written."""
+        """Store the checksum of a block that has been written."""
         self._sums[offset // PAGE_BYTES] = zlib.crc32(block) + 1
 
     def check(self, offset: int, block: memoryview) -> None:
-        """Compare a block that was read with its checksum, if this block was written.
+        """Compare a block that was read with its stored checksum. Do nothing if the block was never written.
 
         Raises:
             CorruptError: if it differs from what was written.
@@ -128,7 +128,7 @@ class BlockFile:
             self._checksums.note(offset, view)
 
     def leave_cache(self) -> None:
-        """Write all data to the disk, and release its page cache."""
+        """Write all data to the disk, and remove it from the page cache."""
         with disk_errors(self.path):
             # Pages that are not written yet would stay in the cache.
             os.fdatasync(self._fd)
@@ -151,7 +151,7 @@ def open_files(
     sums: Sequence[torch.Tensor] | None = None,
     origins: Sequence[Path] | None = None,
 ) -> list[BlockFile]:
-    """Open a file for each path. If one cannot be opened, close the others.
+    """Open a file for each path. If one cannot be opened, close those that are open, and raise.
 
     Args:
         sizes: bytes of each file.
@@ -179,12 +179,12 @@ def open_files(
 
 
 def sums_bytes(num_bytes: int) -> int:
-    """Return the bytes of the checksums of a file of `num_bytes`."""
+    """Return how many bytes the checksums of a file of `num_bytes` take."""
     return 8 * -(-num_bytes // PAGE_BYTES)
 
 
 def _open(origin: Path, direct: bool) -> tuple[int, bool]:
-    """Return a descriptor of the file of another process, and whether it bypasses the page cache."""
+    """Open another process's file. Return its descriptor, and true if it bypasses the page cache."""
     if direct and hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):
             return os.open(origin, os.O_RDWR | os.O_DIRECT), True

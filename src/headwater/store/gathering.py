@@ -1,4 +1,4 @@
-"""Masters of parameters brought to ranks that do not update them."""
+"""Copies of masters for ranks that do not update them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwater.store.store import WeightStore
 
 
 class Gathering:
-    """Masters of any parameters, brought to all ranks of a host.
+    """Copies masters to memory that all ranks of a host share.
 
     The rank that updates a piece copies it to memory that the ranks of its host share. The leaders of hosts
     send each other the elements that other hosts need. All ranks make the same calls at once.
@@ -31,11 +31,11 @@ class Gathering:
 
     @functools.cached_property
     def _link(self) -> Link | None:
-        """The connection between hosts; made at the first use."""
+        """The connection between hosts, made at the first access."""
         return self._store.fabric.connect("masters")
 
     def bring(self, keys: Sequence[ParamKey], to: Sequence[ParamKey] | None = None) -> list[torch.Tensor]:
-        """Return masters, up to date, in memory that ranks share; not to be changed.
+        """Return copies of masters, with all updates applied, in shared memory. Callers must not change them.
 
         Args:
             keys: the parameters.
@@ -61,7 +61,7 @@ class Gathering:
         return [masters[key] for key in keys]
 
     def release(self) -> None:
-        """Release the memory. All ranks call it at once."""
+        """Release the shared memory. All ranks call this function at the same place."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _allocate(self, keys: dict[ParamKey, None]) -> dict[ParamKey, torch.Tensor]:
@@ -89,6 +89,6 @@ class Gathering:
 
 
 def _common(master: torch.Tensor, there: range, wanted: range) -> torch.Tensor:
-    """Return the bytes of the elements that are in both runs."""
+    """Return, as bytes, the elements of `master` that are in both ranges, which may be no elements."""
     start = max(there.start, wanted.start)
     return master[start : max(start, min(there.stop, wanted.stop))].view(torch.uint8)

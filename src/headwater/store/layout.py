@@ -1,4 +1,4 @@
-"""The layout of a stage's bytes: its wire image, and beside it the rest of masters and optimizer state."""
+"""The layout of a stage's bytes: its wire image, and its rest (parts of masters and optimizer state)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from headwater.core.buffers import PAGE_BYTES, round_up
 from headwater.core.stage import SLAB_ALIGNMENT_BYTES, ParamSpec, StageSpec
 
 PIECE_ELEMENTS = 1 << 20
-"""Elements updated at once: small enough that a piece with its state stays in the cache."""
+"""Most elements in a piece, if a parameter can be cut: few enough that a piece stays in the CPU's cache."""
 
 GROUP_BYTES = 16 << 20
-"""Bytes of rest moved at once: large enough that a disk runs at its full rate."""
+"""Least bytes of a group: enough that a disk reads and writes it at full rate."""
 
 
 class Encoding(enum.Enum):
-    """The ways in which an fp32 master is stored beside the wire value."""
+    """The ways to store the master of a parameter: in the wire image, beside it, or one half in each."""
 
     SAME = "same"  # the wire image is the master
     SPLIT = "split"  # bf16 on the wire is the upper half of the master; the lower half is in the rest
@@ -41,19 +41,19 @@ MASTER_FIELD = {Encoding.SPLIT: "master.low", Encoding.COPY: "master"}
 
 @dataclasses.dataclass(frozen=True)
 class StateTensor:
-    """One optimizer state tensor of a parameter; `shape` is `None` where it is the parameter's own."""
+    """Dtype and shape of one optimizer state tensor. `shape` is `None` if it is the parameter's shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...] | None
 
 
 StateLayout = Mapping[str, StateTensor]
-"""State tensors of one parameter by name, scalars left out."""
+"""Name -> optimizer state tensor of one parameter, without scalars."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A tensor inside a group's rest: `offset` in bytes from the start of the group."""
+    """The place of a tensor in the bytes of a group. `offset` counts bytes from the start of the group."""
 
     name: str
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A run of elements of one parameter that is updated at once.
+    """A range of elements of one parameter that is updated in one go.
 
     Attributes:
         param: index of the parameter in its stage.
@@ -89,7 +89,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Pieces whose rest lies together and is read and written as one.
+    """Pieces whose bytes beside the wire image lie together. A tier reads and writes them in one go.
 
     Attributes:
         pieces: the pieces, in order.
@@ -103,7 +103,7 @@ class Group:
 
 
 class StageLayout:
-    """Sizes and positions of a stage's bytes: the wire image, and groups of masters and states.
+    """Sizes and offsets of a stage's bytes: the wire image, and groups of masters and optimizer state.
 
     Args:
         stage: the stage.
@@ -122,12 +122,12 @@ class StageLayout:
 
     @cached_property
     def rest_bytes(self) -> int:
-        """Bytes of all groups."""
+        """The bytes of all groups together."""
         return self.groups[-1].offset + self.groups[-1].num_bytes if self.groups else 0
 
 
 def _split(param: ParamSpec, elementwise: bool) -> list[tuple[int, int]]:
-    """Return the range of each piece; where gradients are sparse a piece consists of whole rows."""
+    """Return the range of each piece of a parameter. With sparse gradients, a piece has whole rows."""
     numel = param.numel
     step = PIECE_ELEMENTS if elementwise else max(numel, 1)
     if param.sparse_gradient and numel:
@@ -153,7 +153,7 @@ def _field_shapes(
 
 @dataclasses.dataclass(frozen=True)
 class _Extent:
-    """A piece before it is placed."""
+    """A piece before it has an offset in a group."""
 
     param: int
     start: int
@@ -161,7 +161,7 @@ class _Extent:
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
     def place(self, offset: int) -> tuple[Piece, int]:
-        """Return the piece with its fields placed from `offset` on, and the offset after them."""
+        """Place the piece's tensors one after another from `offset` on. Return the piece and the end."""
         fields = []
         for name, (dtype, shape) in self.shapes.items():
             fields.append(Field(name, dtype, shape, offset))
@@ -171,7 +171,7 @@ class _Extent:
 
 
 def _pack(extents: list[_Extent]) -> tuple[Group, ...]:
-    """Return groups of at least `GROUP_BYTES` but for the last one, with pieces in their order."""
+    """Pack pieces, in order, into groups of at least `GROUP_BYTES`; the last group may be smaller."""
     groups: list[Group] = []
     pieces: list[Piece] = []
     used = start = 0

@@ -1,4 +1,4 @@
-"""The ledger of commits: which updates wait for their stage, and which can still be undone. Pure."""
+"""The ledger of commits: which updates are pending, and which commits can still be undone. No I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headwater.store.update import Part, Pending
 
 @final
 class Ledger:
-    """The commits of a store, by number, and which of their updates have still to be applied.
+    """Counts the commits of a store, and lists pending updates by stage.
 
     The entries of a stage are changed only under the stage's lock; `add`, from a commit, is the exception.
 
@@ -31,11 +31,11 @@ class Ledger:
 
     @property
     def stages(self) -> list[int]:
-        """The stages for which an update waits."""
+        """The stages with a pending update."""
         return list(self._pending)
 
     def add(self, stage: int, parts: Mapping[int, Part]) -> None:
-        """Queue all parts of the newest commit for a stage, at once, so that no thread finds half of them.
+        """Add what the newest commit updates in a stage to the pending updates, atomically.
 
         Two optimizers may share a stage: then the later commit joins the earlier one.
         """
@@ -46,31 +46,31 @@ class Ledger:
         self._pending[stage] = Pending(self.num_commits, {**earlier, **parts})
 
     def take_gradient(self, key: ParamKey) -> None:
-        """Note that the newest commit has taken the gradient of a parameter."""
+        """Record that the newest commit has taken the gradient of a parameter."""
         self._taken[key] = self.num_commits
 
     def due(self, stage: int, up_to: int | None = None) -> Pending | None:
-        """Return the update that waits for a stage, unless it was committed after number `up_to`."""
+        """Return the pending update of a stage, or `None`. An update committed after `up_to` is left out."""
         pending = self._pending.get(stage)
         return None if pending is None or (up_to is not None and pending.number > up_to) else pending
 
     def apply(self, stage: int) -> Pending:
-        """Return the update that waits for a stage. The caller applies it: it cannot be undone any more."""
+        """Remove and return the pending update of a stage, for the caller to apply. It cannot be undone."""
         pending = self._pending.pop(stage)
         # The stage's former values are gone from now on.
         self.note_used(pending.number)
         return pending
 
     def note_used(self, number: int) -> None:
-        """Note a use of weights with this commit applied: from now on no commit up to it can be undone."""
+        """Record that weights were used with commit `number` applied. It and all before cannot be undone."""
         self._last_used = max(self._last_used, number)
 
     def note_all_used(self) -> None:
-        """Note that weights will be used with all commits: none of them can be undone any more."""
+        """Record that weights will be used with all commits applied. None of them can be undone."""
         self.note_used(self.num_commits)
 
     def forget(self, stage: int) -> None:
-        """Drop the update that waits for a stage, because the stage is replaced."""
+        """Discard the pending update of a stage. Called when all values of the stage are replaced."""
         self._pending.pop(stage, None)
 
     # steps that may have to be undone
@@ -82,23 +82,23 @@ class Ledger:
 
     @property
     def has_commits(self) -> bool:
-        """True if anything was committed since `begin`."""
+        """True if there was a commit since `begin`."""
         return self.num_commits > self._mark
 
     def keep_all(self) -> None:
-        """Note that no commit up to now can be undone."""
+        """Make all commits up to now permanent: `undo` does not reach them."""
         self._mark = -1
 
     @property
     def last_kept(self) -> int:
-        """The newest commit that cannot be undone: a stage was used with it, or it is older than `begin`."""
+        """The number of the newest commit that cannot be undone: it was used, or is older than `begin`."""
         return max(self._mark, self._last_used)
 
     def undo(self, stage: int, last: int) -> int | None:
-        """Drop the parts of the update of a stage that were committed after number `last`.
+        """Discard what commits after number `last` have added to the pending update of a stage.
 
         Returns:
-            The number of the update, if nothing is left of it; otherwise `None`.
+            The number of the pending update if nothing is left of it; otherwise `None`.
         """
         pending = self._pending.pop(stage, None)
         if pending is None:
@@ -110,13 +110,13 @@ class Ledger:
         return None
 
     def is_undone(self, last: int) -> bool:
-        """True if no commit since `begin` is left when all after number `last` are undone."""
+        """True if undoing all commits after number `last` undoes every commit since `begin`."""
         return last == self._mark
 
     def taken(self, last: int) -> set[ParamKey]:
-        """Return the parameters whose gradients went into commits since `begin`, up to number `last`."""
+        """Return the parameters whose gradients were taken by commits since `begin`, up to number `last`."""
         return {key for key, number in self._taken.items() if number <= last}
 
     def waiting(self) -> set[ParamKey]:
-        """Return the parameters for which an update waits."""
+        """Return the parameters with a pending update."""
         return {(stage, param) for stage, pending in self._pending.items() for param in pending.parts}

@@ -1,4 +1,4 @@
-"""The locks of stages, and which stages are torn: a change of them began and did not end. Pure."""
+"""Locks of stages, and which stages are torn: a change of a torn stage has begun and has not ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwater.core.errors import HeadwaterError, StoreError
 
 @final
 class StageLocks:
-    """One lock per stage, which a thread may take several times.
+    """One lock per stage. A thread that holds a lock may take it again.
 
     Args:
         names: of the stages, for errors.
@@ -32,7 +32,7 @@ class StageLocks:
 
     @contextmanager
     def whole(self, stage: int) -> Iterator[None]:
-        """Hold the lock of a stage in the context.
+        """Hold the lock of a stage in the context. Raise if the stage is torn.
 
         Raises:
             StoreError: if the stage is torn: a part of an update is applied, and a part is lost.
@@ -48,7 +48,7 @@ class StageLocks:
 
     @contextmanager
     def changing(self, stage: int) -> Iterator[None]:
-        """Mark a stage as torn for the duration of the context, and for good if the context raises.
+        """Mark a stage as torn during the context. If the context raises, the stage stays torn.
 
         The caller holds the lock.
         """
@@ -61,5 +61,5 @@ class StageLocks:
         self._torn.pop(stage, None)
 
     def mend(self, stage: int) -> None:
-        """Mark a stage as whole, because all of it is replaced. The caller holds the lock."""
+        """Mark a stage as not torn, because all its values are replaced. The caller holds the lock."""
         self._torn.pop(stage, None)

@@ -1,4 +1,4 @@
-"""Masters in fewer bytes: an fp32 number as a bf16 wire value and a 16-bit remainder.
+"""Masters without stored duplicates: an fp32 number is kept as a bf16 wire value and a 16-bit remainder.
 
 Read as integers, an fp32 master is `(high << 16) + low` with `low` its lower sixteen bits as a signed number.
 Then `high` is the master rounded to the nearest bf16 (ties away from zero), so the wire copy costs nothing
@@ -14,11 +14,11 @@ import torch
 from headwater.store.layout import MASTER_FIELD, Encoding
 
 _CHUNK_ELEMENTS = 1 << 18
-"""Elements joined or split at once: few enough to stay in a core's cache from pass to pass."""
+"""Elements that one pass joins or splits: few enough to stay in a core's cache for the next pass."""
 
 
 def join_halves(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor) -> None:
-    """Write to `out` (fp32) the masters of bf16 wire values and lower halves (int16), all 1-D.
+    """Join bf16 wire values and int16 lower halves to fp32 masters, and write these to `out`. All are 1-D.
 
     Args:
         high: wire values, bf16.
@@ -33,7 +33,7 @@ def join_halves(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
-    """Write wire values and lower halves from masters, which are overwritten: undoes `join_halves`.
+    """Split fp32 masters into bf16 wire values and int16 lower halves: undoes `join_halves`.
 
     Args:
         master: fp32, 1-D; its content is undefined afterwards.
@@ -50,7 +50,7 @@ def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
 
 
 def round_to_wire(master: torch.Tensor, wire: torch.Tensor) -> None:
-    """Write wire values from masters that lie apart, rounded to bf16 exactly as `split_halves` rounds."""
+    """Write masters to `wire`, rounded to its dtype. Rounds to bf16 exactly as `split_halves` does."""
     if (master.dtype, wire.dtype) != (torch.float32, torch.bfloat16):
         wire.copy_(master)
         return
@@ -67,7 +67,7 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 def read_master(
     encoding: Encoding, wire: torch.Tensor, rest: Mapping[str, torch.Tensor], scratch: torch.Tensor
 ) -> torch.Tensor:
-    """Return the fp32 master of a piece: a view of it, or a copy in `scratch` if it is split.
+    """Return the master of a piece: a view of it, or a copy in `scratch` if it is stored in two halves.
 
     Args:
         encoding: how it is stored.
@@ -88,11 +88,11 @@ def read_master(
 def write_master(
     encoding: Encoding, master: torch.Tensor, wire: torch.Tensor, rest: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write a master back to where `read_master` found it. `master` may be overwritten.
+    """Write a master back to where `read_master` found it, and compute its wire value.
 
     Args:
         encoding: how it is stored.
-        master: the tensor that `read_master` has returned, changed.
+        master: the tensor that `read_master` has returned, changed. Its content may be overwritten.
         wire: the piece's wire values, 1-D.
         rest: the piece's fields.
     """

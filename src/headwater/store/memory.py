@@ -14,7 +14,7 @@ from headwater.store.tier import WHOLE, Tier
 
 @final
 class MemoryTier(Tier):
-    """A tier in host memory: per stage one wire image, and one block for all its groups.
+    """The tier in host memory. Each stage has one block for its wire image, and one for all its groups.
 
     Args:
         layouts: one per stage.

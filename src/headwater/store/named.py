@@ -1,4 +1,4 @@
-"""Parameters by name."""
+"""Look-up of a store's parameters by name."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from headwater.core.stage import ParamKey, StageSpec
 
 
 def keys_by_name(stages: Sequence[StageSpec]) -> dict[str, ParamKey]:
-    """Return the key of every parameter of the stages by its name."""
+    """Return name -> key (stage, index in the stage) for every parameter of the stages."""
     return {param.name: (stage.index, index) for stage in stages for index, param in enumerate(stage.params)}

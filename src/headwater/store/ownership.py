@@ -1,4 +1,4 @@
-"""Ownership: which rank updates which pieces of each stage, and what of a stage a host keeps. Pure."""
+"""Ownership: which rank updates which pieces of each stage, and which pieces a host keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headwater.store.layout import Group, Piece, StageLayout
 
 @final
 class StageOwnership:
-    """The owner of each piece of a stage: about equally many elements for each owner, in their order.
+    """Divides the pieces of a stage among ranks, so that each updates about equally many elements.
 
     Attributes:
         owners: the ranks that update pieces of the stage.
@@ -49,11 +49,11 @@ class StageOwnership:
         return self._owner[param, 0]
 
     def host(self, piece: Piece) -> int:
-        """Return the host that updates a piece. It keeps the piece's bytes beside the wire image."""
+        """Return the host that updates a piece. That host keeps the piece's bytes beside the wire image."""
         return self._hosts[self.owner(piece)]
 
     def groups(self, wanted: Callable[[Piece], bool], params: Collection[int] | None) -> list[Group]:
-        """Return the groups with wanted pieces, or with wanted pieces of these parameters."""
+        """Return the groups that contain a piece for which `wanted` is true, among `params` if given."""
         return [
             group
             for group in self._layout.groups
@@ -61,7 +61,7 @@ class StageOwnership:
         ]
 
     def wire_ranges(self) -> list[slice]:
-        """Return the bytes of the wire image that each host updates; they follow each other."""
+        """Return, for each host, the slice of the wire image that it updates. The slices do not overlap."""
         stage = self._layout.stage
         ends = [0] * (self._hosts[-1] + 1)
         for piece in self.pieces():
@@ -74,7 +74,7 @@ class StageOwnership:
 
 @final
 class Ownership:
-    """The ownership of all stages, as one rank sees it.
+    """Ownership of the pieces of all stages, with questions that one rank asks.
 
     On disk one rank of a host updates all that the host has of a stage, so that nobody else writes in the
     stage's file: the first rank, which fills slabs, or one store rank after the other.
@@ -140,7 +140,7 @@ class Ownership:
         return self._stages[stage].host(piece) == self.host
 
     def own_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:
-        """Return the groups with pieces that this rank updates, or with such pieces of these parameters."""
+        """Return the groups that contain a piece that this rank updates, among `params` if given."""
         if params is None:
             return self._own_groups[stage]
         return self._groups_of_mine(stage, params)
@@ -149,25 +149,25 @@ class Ownership:
         return self._stages[stage].groups(lambda piece: self.is_mine(stage, piece), params)
 
     def host_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:
-        """Return the groups with pieces that this host updates, or with such pieces of these parameters."""
+        """Return the groups that contain a piece that this host updates, among `params` if given."""
         return self._stages[stage].groups(lambda piece: self.is_here(stage, piece), params)
 
     def own_bytes(self, stage: int) -> slice:
-        """Return the bytes of the wire image that this host updates."""
+        """Return the slice of the wire image that this host updates."""
         return self._wire_ranges[stage][self.host]
 
     def wire_ranges(self, stage: int) -> list[slice]:
-        """Return the bytes of the wire image that each host updates."""
+        """Return, for each host, the slice of the wire image that it updates."""
         return self._wire_ranges[stage]
 
     def host_run(self, stage: int, param: int, host: int) -> range:
-        """Return the elements of a parameter that a host updates."""
+        """Return the range of elements of a parameter that a host updates."""
         there = self._stages[stage]
         own = [piece for piece in there.pieces() if piece.param == param and there.host(piece) == host]
         return range(own[0].start, own[-1].stop) if own else range(0)
 
     def elsewhere(self, stage: int) -> list[tuple[int, Piece]]:
-        """Return every piece of a stage that another host updates: the host, and the piece."""
+        """Return (host, piece) for every piece of a stage that another host updates."""
         there = self._stages[stage]
         pieces = [(there.host(piece), piece) for piece in there.pieces()]
         return [(host, piece) for host, piece in pieces if host != self.host]

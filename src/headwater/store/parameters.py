@@ -1,4 +1,4 @@
-"""The values of parameters and of optimizer state, read and written stage by stage or whole."""
+"""Reading and writing of masters and optimizer state, by stage or by parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headwater.store.tier import Tier
 
 @final
 class Parameters:
-    """The masters and optimizer state of a store, as they are with all committed updates applied.
+    """Reads and writes the masters and optimizer state of a store. Reads apply pending updates first.
 
     Attributes:
         pieces: the pieces of stages, for a caller that holds a stage.
@@ -57,7 +57,7 @@ class Parameters:
         params: Collection[int] | None = None,
         mine: bool = False,
     ) -> Generator[PieceState, None, None]:
-        """Yield every piece of a stage that this rank reaches, up to date.
+        """Yield every piece of a stage that this rank can read, with pending updates applied.
 
         A piece is valid until the next one. The stage is held until the generator ends or is closed.
 
@@ -73,7 +73,7 @@ class Parameters:
                 yield from self.pieces.read(stage, image, with_states=with_states, params=params, mine=mine)
 
     def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
-        """Replace a stage. All ranks call it at once.
+        """Replace all values of a stage. All ranks call this function together.
 
         Args:
             stage: the stage.
@@ -87,7 +87,7 @@ class Parameters:
             self.pieces.write(stage, image, fill)
 
     def change(self, stage: int, params: Collection[int], change: Callable[[PieceState], None]) -> None:
-        """Change parameters of a stage in place. All ranks call it at once.
+        """Change parameters of a stage in place. All ranks call this function together.
 
         Args:
             stage: the stage.
@@ -99,7 +99,7 @@ class Parameters:
                 self.pieces.change(stage, image, params, change)
 
     def read_param(self, key: ParamKey, state: str | None = None) -> torch.Tensor:
-        """Return a copy of a parameter's master, or of one of its optimizer state tensors, up to date.
+        """Return a copy of a parameter's master or optimizer state tensor, with pending updates applied.
 
         Args:
             key: the parameter.
@@ -128,7 +128,7 @@ class Parameters:
         return spec.like_the_parameter(out) if is_like_it else out
 
     def write_param(self, key: ParamKey, value: torch.Tensor, state: str | None = None) -> None:
-        """Replace a parameter's master, or one of its optimizer state tensors, by a tensor of its shape.
+        """Replace a parameter's master, or its optimizer state tensor `state`, by `value`.
 
         All ranks call it at once, with equal values.
 
@@ -148,7 +148,7 @@ class Parameters:
         self.change(stage, {param}, replace)
 
     def _shape_and_dtype(self, key: ParamKey, state: str | None) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of a parameter's master, or of one of its optimizer state tensors."""
+        """Return shape and dtype of a parameter's master, or of its optimizer state tensor `state`."""
         spec = self._spec(key)
         if state is None:
             return spec.shape, spec.dtype

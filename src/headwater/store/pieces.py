@@ -1,4 +1,4 @@
-"""The pieces of stages, as checkpoints and other readers and writers of parameters see them."""
+"""Reading and writing of the pieces of a stage, for checkpoints and other users of parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headwater.store.updater import Workspaces
 
 @dataclasses.dataclass
 class PieceState:
-    """A piece of a parameter, as a reader or writer sees it.
+    """The values of one piece: its master, and its optimizer state tensors.
 
     Attributes:
         param: index of the parameter in its stage.
@@ -36,7 +36,7 @@ class PieceState:
 def _row_major(
     spec: ParamSpec, master: torch.Tensor, states: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return copies in the order in which files have them; such a parameter is one piece."""
+    """Return row-major copies, as files hold them, of a parameter that is not row-major in memory."""
     rows = _copied(spec.arranged(master)).view(-1)
     return rows, {name: _copied(_arranged(spec, state)) for name, state in states.items()}
 
@@ -52,7 +52,7 @@ def _arranged(spec: ParamSpec, state: torch.Tensor) -> torch.Tensor:
 
 
 class Pieces:
-    """The pieces that a tier keeps. The caller holds the stage, with all updates applied.
+    """Reads and writes pieces. The caller holds the lock of the stage and has applied pending updates.
 
     Args:
         rule: how they are updated, which decides the optimizer state.
@@ -76,7 +76,7 @@ class Pieces:
         params: Collection[int] | None,
         mine: bool = False,
     ) -> Iterator[PieceState]:
-        """Yield every piece that this rank reaches; each is valid until the next one.
+        """Yield every piece of a stage that this rank can read. Each is valid until the next is yielded.
 
         Args:
             stage: the stage.
@@ -108,7 +108,7 @@ class Pieces:
         return PieceState(piece.param, piece.start, master, states)
 
     def write(self, stage: int, image: torch.Tensor, fill: Callable[[PieceState], None]) -> None:
-        """Replace all pieces that this rank updates; `fill` writes the `master` and `states` of each.
+        """Replace all pieces that this rank updates: call `fill` with each to write its new values.
 
         Args:
             stage: the stage.
@@ -125,7 +125,7 @@ class Pieces:
     def change(
         self, stage: int, image: torch.Tensor, params: Collection[int], change: Callable[[PieceState], None]
     ) -> None:
-        """Change all pieces of some parameters that this rank updates, in place.
+        """Call `change` with each piece of these parameters that this rank updates, and store the result.
 
         Args:
             stage: the stage.
@@ -150,7 +150,7 @@ class Pieces:
         *,
         keep: bool = False,
     ) -> None:
-        """Write a piece by `fill`. With `keep`, `fill` finds the present master in the piece."""
+        """Call `fill` with a piece, then store it. If `keep`, the piece has its old master before."""
         spec = self._stage(stage).params[piece.param]
         encoding, fields = encoding_of(spec), piece.views(rest)
         flat_wire = wire[piece.start : piece.stop]
@@ -172,7 +172,7 @@ class Pieces:
         write_master(encoding, master, flat_wire, fields)
 
     def empty(self, stage: int, piece: Piece) -> PieceState:
-        """Return memory for a piece that another host sends."""
+        """Allocate memory in which to receive a piece from another host."""
         spec = self._stage(stage).params[piece.param]
         names = self._rule.state_layout(spec)
         states = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in piece.fields if f.name in names}

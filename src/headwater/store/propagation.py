@@ -1,4 +1,4 @@
-"""Propagation of updates: which updates a rank waits for, and how hosts send theirs to each other."""
+"""Propagation of updates: ranks wait for each other's updates, and hosts send updated weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater.store.tier import Tier
 
 @final
 class Propagation:
-    """The propagation of updates between ranks. All ranks commit, and write whole stages, in the same order.
+    """Brings each rank's updates to all ranks. All ranks commit, and replace stages, in the same order.
 
     Ranks of a host see each other's updates at once, in memory or files that they share. Between hosts the
     leaders send what their host has updated, stage after stage in the order of the commits, on a thread
@@ -44,7 +44,7 @@ class Propagation:
         self._failure: BaseException | None = None  # of the sender
 
     def committed(self, stages: Iterable[int], number: int) -> None:
-        """Queue the stages that a commit updates, so that all hosts send them in this order."""
+        """Queue the stages that a commit updates for sending. All hosts send them in this order."""
         for stage in stages if self._link is not None else ():
             self._sender.submit(self._send_updated, stage, number).add_done_callback(self._note_failure)
 
@@ -53,18 +53,19 @@ class Propagation:
             self._failure = self._failure or sent.exception()
 
     def skipped(self, stage: int, number: int) -> None:
-        """Note that a commit updates a stage, and that this rank has no part in it; `wait` waits for it."""
+        """Record a commit's update of a stage that only other ranks apply. `wait` will wait for them."""
         self._last[stage] = number
 
     def updated(self, stage: int, number: int) -> None:
-        """Note that this rank has applied, or undone, its part of the update of a stage by this commit."""
+        """Record that this rank has applied (or undone) its pieces of commit `number` in a stage."""
         self._updated.post(stage * self._fabric.local_size + self._fabric.local_rank, number)
         self._last[stage] = number
 
     def wait(self, stage: int, up_to: int | None = None) -> int:
-        """Block until all ranks have applied the last update of a stage that this rank has applied or left.
+        """Block until all ranks have applied the newest update of a stage that this rank knows of.
 
-        Return at once if that update was committed after number `up_to`: older ones were waited for before.
+        It is the newest that this rank has passed to `updated` or `skipped`. If it was committed after number
+        `up_to`, return at once: older updates were waited for before.
 
         Returns:
             The commit that was waited for, or 0.
@@ -83,14 +84,14 @@ class Propagation:
         return number
 
     def _has_come(self, stage: int, number: int) -> bool:
-        """True if an update of a stage has come from all hosts. Raises the error of the sender."""
+        """True if all hosts have sent commit `number` of a stage. Raises an error of the sending thread."""
         has_come = self._spread.read(stage) >= number
         if not has_come and self._failure is not None:
             raise self._failure
         return has_come
 
     def _wait_for_host(self, stage: int, number: int) -> None:
-        """Block until all ranks of this host that update a stage have done so."""
+        """Block until all ranks of this host have applied commit `number` to their pieces of a stage."""
         first, size = self._fabric.rank - self._fabric.local_rank, self._fabric.local_size
         for rank in range(first, first + size):
             if rank in self._ownership.owners(stage):
@@ -110,7 +111,7 @@ class Propagation:
         self._spread.post(stage, number)
 
     def _send(self, stage: int) -> None:
-        """Send what this host has updated of a stage, and store what other hosts send."""
+        """Send the weights of a stage that this host has updated. Store those that other hosts send."""
         assert self._link is not None, "leaders send"
         image = self._tier.resident_wire(stage)
         if image is not None:
@@ -130,7 +131,7 @@ class Propagation:
         self._link.exchange([parts[self._fabric.host]] * len(parts), parts)
 
     def written(self, stage: int) -> None:
-        """Note that this rank has replaced its pieces of a stage. Block until all ranks have."""
+        """Record that this rank has replaced its pieces of a stage. Block until all ranks have done so."""
         what = f"stage {self._name(stage)!r} to be written"
         self._fabric.neighbours.barrier(what)
         if self._link is not None:
@@ -144,7 +145,7 @@ class Propagation:
         return self._tier.layouts[stage].stage.name
 
     def close(self) -> None:
-        """End the sender; waits for other ranks end too."""
+        """End the sending thread. Threads that wait for other ranks stop waiting."""
         self._closing = True  # before the shutdown, which waits for a send that waits for other ranks
         self._sender.shutdown(wait=True, cancel_futures=True)
         if self._link is not None:

@@ -11,7 +11,7 @@ from headwater.store.store import WeightStore
 
 
 def prune(store: WeightStore, stage: int, masks: Mapping[int, Tensor], kept: Mapping[int, Tensor]) -> None:
-    """Set weights to zero where their masks are false, and optimizer state where `kept` is false.
+    """Set weights to zero where `masks` are false, and optimizer state where `kept` is false.
 
     All ranks call it at once, and each changes the pieces that it updates.
 
@@ -48,5 +48,5 @@ def _clear(piece: PieceState, kept: Mapping[int, Tensor]) -> None:
 
 
 def _run(masks: Mapping[int, Tensor], piece: PieceState) -> Tensor:
-    """Return the mask of the elements of a piece."""
+    """Return the elements of a mask that belong to a piece."""
     return masks[piece.param].reshape(-1)[piece.start : piece.start + piece.master.numel()]

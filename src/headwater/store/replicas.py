@@ -1,4 +1,4 @@
-"""Replicas: stores of several hosts that each hold all weights, made equal at the start."""
+"""Equal weights on all hosts at the start of a run. Each host's store holds all weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_from_first_host(store: WeightStore, fabric: Fabric) -> None:
-    """Copy the masters and the optimizer state of the first host to all others. All ranks call it at once.
+    """Copy masters and optimizer state from the first host to all others. All ranks call this together.
 
     Args:
         store: of this host, just filled.
@@ -35,7 +35,7 @@ def take_from_first_host(store: WeightStore, fabric: Fabric) -> None:
 
 
 def _take_stage(store: WeightStore, stage: int, link: Link) -> bool:
-    """Receive all bytes of a stage. Return true if some of them were different."""
+    """Make a stage equal to the first host's. Return true if its bytes were different on some host."""
     layout, tier = store.tier.layouts[stage], store.tier
     buffer = None if tier.resident_wire(stage) is not None else aligned_empty(layout.wire_bytes)
     with tier.wire(stage, buffer, write=True) as image:
@@ -46,7 +46,7 @@ def _take_stage(store: WeightStore, stage: int, link: Link) -> bool:
 
 
 def _send_where_different(link: Link, image: torch.Tensor) -> bool:
-    """Send bytes from the first host to the others unless all are equal. Return true if they were not."""
+    """Send the first host's bytes to the others, unless all hosts have the same. Return true if sent."""
     # Equal hosts, the usual case, send 8 bytes instead of all weights.
     digest = hashlib.blake2b(image.numpy().data, digest_size=8).digest()
     if len(link.gather(torch.frombuffer(bytearray(digest), dtype=torch.int64)).unique()) == 1:

@@ -17,14 +17,14 @@ from headwater.optim.spec import OptimizerSpec, numbers, state_signature
 from headwater.store.layout import StageLayout, StateLayout, StateTensor
 
 Scalars = dict[str, Any]
-"""The small part of a parameter's optimizer state, such as step counts. It stays in memory."""
+"""Name -> scalar of a parameter's optimizer state, such as the step count. Scalars stay in host memory."""
 
 _PROBE_ELEMENTS = 8
 _PLAIN_KERNEL = {"fused": False, "foreach": False}
 
 
 def needs_plain_kernel(gradient: torch.Tensor) -> bool:
-    """True if the fused kernels of torch refuse a gradient, which is sparse or complex."""
+    """True if a gradient is sparse or complex, so that torch's fused optimizer kernels refuse it."""
     return gradient.is_sparse or gradient.is_complex()
 
 
@@ -41,7 +41,7 @@ class UpdateRules(abc.ABC):
 
     @abc.abstractmethod
     def of(self, name: str) -> UpdateRule:
-        """Return the rule of the parameter called `name`, which is updated."""
+        """Return the update rule of the parameter called `name`. The parameter must have an optimizer."""
 
     @abc.abstractmethod
     def state_layout(self, param: ParamSpec) -> StateLayout:
@@ -50,7 +50,7 @@ class UpdateRules(abc.ABC):
 
 @final
 class UpdateRule(UpdateRules):
-    """One optimizer class, run on tensors that are passed in. The rule keeps no optimizer state.
+    """Runs one optimizer class on tensors that callers pass in. Keeps no optimizer state itself.
 
     Args:
         spec: the optimizer, with its arguments.
@@ -78,7 +78,7 @@ class UpdateRule(UpdateRules):
         return self._layouts[key]
 
     def _probe(self, shape: tuple[int, ...], dtype: torch.dtype, sparse: bool) -> StateLayout:
-        """Return the state tensors of a parameter, found in two steps of the optimizer on a small one."""
+        """Return the state tensors of a parameter. Found by two steps of the optimizer on a small tensor."""
         probe = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
         optimizer = self.spec.build([probe], to_compile=False)
         group = optimizer.param_groups[0]
@@ -154,7 +154,7 @@ class UpdateRule(UpdateRules):
         return after
 
     def _check_state(self, state: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
-        """Check that a state has the tensors for which the plan has reserved memory.
+        """Raise unless the optimizer still keeps the state tensors for which memory is reserved.
 
         Args:
             state: what the optimizer keeps of a parameter after its step.
@@ -179,7 +179,7 @@ class UpdateRule(UpdateRules):
 
 @final
 class SeveralRules(UpdateRules):
-    """Several optimizers, each for some parameters by name. A parameter without an optimizer is not updated.
+    """Several optimizers, each for parameters that it lists by name. Parameters in no list are not updated.
 
     Args:
         specs: name of a parameter -> its optimizer; equal ones are the same object. At least one.
@@ -207,7 +207,7 @@ class SeveralRules(UpdateRules):
 
 
 def stage_layout(stage: StageSpec, rule: UpdateRules) -> StageLayout:
-    """Return where the bytes of a stage lie under an update rule."""
+    """Return the layout of a stage's bytes if `rule` updates it."""
     states = [rule.state_layout(param) for param in stage.params]
     return StageLayout(stage, states, elementwise=rule.elementwise)
 

@@ -1,4 +1,4 @@
-"""Weights of a whole model in safetensors files, matched with the parameters of a store by name."""
+"""Weights of a whole model in safetensors files, matched by name with the parameters of a store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwater.core.safetensors import TensorFile
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec, StageSpec
 
 Buffers = Mapping[str, torch.Tensor]
-"""Tensors of the model that are not parameters, by name; they are overwritten in place."""
+"""Name -> buffer of the model. Loading overwrites the buffers in place."""
 
 Names = Callable[[str], Sequence[str]]
 """Returns the names of a parameter in files, the best first, from its name in the model.
@@ -69,7 +69,7 @@ class SavedWeights:
         return name in self._saved_names
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Return a run of elements of a parameter or buffer, 1-D.
+        """Return `count` elements of a parameter or buffer from `start` on, 1-D.
 
         Args:
             name: its name in the model.
@@ -83,7 +83,7 @@ class SavedWeights:
         return self._files[saved].read(saved, start, count)
 
     def _match(self, wanted: Iterable[ParamSpec]) -> dict[str, str]:
-        """Return the name in the files by the name in the model, for parameters that the files hold."""
+        """Return name in the model -> name in the files, for each of `wanted` that the files hold."""
         found = {spec.name: [n for n in self._candidates(spec) if n in self._files] for spec in wanted}
         return {name: names[0] for name, names in found.items() if names}
 

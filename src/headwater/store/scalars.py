@@ -1,4 +1,4 @@
-"""Optimizer scalars: the small part of the optimizer state, kept in the memory of each rank."""
+"""Optimizer scalars, such as step counts: the optimizer state that each rank keeps in its own memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from headwater.store.ownership import Ownership
 from headwater.store.rule import Scalars
 
 _SCALARS_BY_KEY = dict[ParamKey, dict[str, torch.Tensor | bool | int | float | str | None] | None]
-"""The type of the messages in which ranks exchange scalars."""
+"""The type of messages in which ranks exchange scalars: parameter -> its scalars."""
 
 
 @final
 class OptimizerScalars:
-    """Step counts and the like, of each parameter. A rank knows those of the parameters that it updates.
+    """The optimizer scalars (step counts and the like) of the parameters that this rank updates.
 
     Args:
         stages: the stages.
@@ -33,7 +33,7 @@ class OptimizerScalars:
         self._scalars: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
 
     def of(self, stage: int) -> list[Scalars | None]:
-        """Return the scalars of each parameter of a stage, as its last applied update has left them."""
+        """Return the scalars of each parameter of a stage after the last update that was applied."""
         return self._scalars[stage]
 
     def replace(self, stage: int, scalars: list[Scalars | None]) -> None:
@@ -41,7 +41,7 @@ class OptimizerScalars:
         self._scalars[stage] = scalars
 
     def share(self) -> None:
-        """Copy all scalars to all ranks. They call it at once, when all updates are applied."""
+        """Copy all scalars to all ranks. All ranks call this together, after all updates are applied."""
         mine = {
             (stage.index, index): self._scalars[stage.index][index]
             for stage in self._stages

@@ -1,4 +1,4 @@
-"""Snapshots: checkpoints written stage by stage during training, each stage as it was at the start."""
+"""Snapshots: checkpoints written during training, with the weights as they were when the snapshot began."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from headwater.store.store import WeightStore
 
 @final
 class Snapshot:
-    """The store as it is now, written to a folder by `run`, on any thread.
+    """A checkpoint of the store as it is when this object is made. `run` writes it, on any thread.
 
     Training may continue at once: an update that is committed later first saves the stage that it changes, if
     the stage is not saved yet, on the thread that updates ("copy on write"). A stage is saved once, under its
@@ -114,7 +114,7 @@ class Snapshot:
         return TensorFileWriter(self._partial / f"optimizer_{stage.index:04d}.safetensors", tensors)
 
     def _save_first(self, stage: int, commit: int) -> None:
-        """Save a stage before an update changes it. `StageAccess` calls it, and holds the stage."""
+        """Save a stage before an update changes it. `StageAccess` calls this with the stage's lock held."""
         if commit <= self._up_to:
             return
         try:
@@ -161,7 +161,7 @@ class Snapshot:
         return ParamEntry(param.name, DTYPE_CODES[param.dtype], param.shape, states, encode_scalars(scalars))
 
     def run(self) -> Path:
-        """Save what is not saved yet and make the checkpoint appear.
+        """Save all stages that are not saved yet, then rename the folder to the checkpoint's final name.
 
         Returns:
             Its folder.

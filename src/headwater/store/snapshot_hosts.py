@@ -1,4 +1,4 @@
-"""Snapshots on the other ranks: they send their pieces to rank 0, or wait until rank 0 has saved a stage."""
+"""Snapshots on ranks other than 0: they send pieces to rank 0, or wait until rank 0 has saved a stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def receive_pieces(store: WeightStore) -> Iterator[PieceState]:
 
 @final
 class SnapshotElsewhere:
-    """A snapshot that rank 0 takes. This rank updates no stage before rank 0 has saved it.
+    """The share of another rank in rank 0's snapshot: this rank updates no stage before rank 0 has saved it.
 
     The leader of another host sends its host's pieces of a stage to rank 0; sending a stage saves it.
 
@@ -50,13 +50,13 @@ class SnapshotElsewhere:
             self._store.snapshots.saved.wait(stage, self._up_to + 1, f"rank 0 to save stage {name!r}")
 
     def run(self) -> None:
-        """Send the pieces of this host, if this rank leads another host than rank 0's; on any thread."""
+        """Send the pieces of this host to rank 0, if this rank is the leader of another host."""
         if self._store.snapshots.link is not None:
             for stage in self._store.stages:
                 self._send(stage.index)
 
     def _send(self, stage: int) -> None:
-        """Send a stage, unless it is sent; stages before it are sent first."""
+        """Send a stage to rank 0, after all stages before it. Do nothing if it was sent already."""
         link = self._store.snapshots.link
         assert link is not None, "leaders send"
         with self._store.access.locks.exclusive(stage), torch.no_grad():

@@ -31,7 +31,7 @@ from headwater.store.snapshot_manifest import (
 from headwater.store.store import WeightStore
 
 _VERIFY_THREADS = 4
-"""Checksums of several files are computed at once, so that `verify` is as fast as the disk."""
+"""Threads that verify files at the same time. With several, `verify` is as fast as the disk."""
 
 
 class SavedCheckpoint:
@@ -107,7 +107,7 @@ class SavedCheckpoint:
         return [*stages, self.tensors(BUFFERS_FILE)]
 
     def restore(self, store: WeightStore, buffers: Buffers | None = None, *, strict: bool = True) -> None:
-        """Load weights and optimizer state, to the same bits.
+        """Load the saved weights and optimizer state into a store, bit for bit.
 
         Args:
             store: the store to fill.
@@ -168,14 +168,14 @@ def _listed(entries: Mapping[str, TensorEntry]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _SavedState:
-    """Optimizer state of a parameter that was updated at least once."""
+    """The saved optimizer state of a parameter that was updated at least once."""
 
     file: TensorFile
     scalars: Scalars | None
 
 
 _States = Mapping[str, _SavedState]
-"""By the parameter's name."""
+"""Name of a parameter -> its saved optimizer state."""
 
 
 def load_weights(
@@ -186,7 +186,7 @@ def load_weights(
     strict: bool = True,
     names: Names = lambda name: (name,),
 ) -> None:
-    """Fill a store with weights from safetensors files. The optimizer starts without state.
+    """Fill a store with weights from safetensors files. No optimizer state is loaded.
 
     Args:
         store: the store to fill.

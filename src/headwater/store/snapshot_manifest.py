@@ -22,7 +22,7 @@ MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
 
 BUFFERS_FILE = "weights_buffers.safetensors"
-"""The model's buffers; with the stages' weights files it is the whole model."""
+"""Name of the file with the model's buffers. Together with the weights files it has the whole model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class StageEntry:
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """The size and checksums of a file. The chunks cover all of it, in order."""
+    """The size and checksums of a file. The checksums are of chunks that cover the whole file, in order."""
 
     num_bytes: int
     chunks: list[Chunk]
@@ -72,7 +72,7 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The list of a checkpoint's parameters and files, as stored in its manifest file.
+    """The content of a manifest file: the checkpoint's parameters, and its files with their checksums.
 
     Attributes:
         step: training steps before it.
@@ -88,12 +88,12 @@ class Manifest:
 
     @property
     def params(self) -> dict[str, ParamEntry]:
-        """Every parameter, by name."""
+        """Name -> every parameter of the checkpoint."""
         return {param.name: param for stage in self.stages for param in stage.params}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """The bytes of all files together, without the manifest."""
         return sum(file.num_bytes for file in self.files.values())
 
     def to_json(self) -> bytes:
@@ -206,7 +206,7 @@ def decode_scalars(scalars: Mapping[str, Any] | None) -> Scalars | None:
 
 
 def state_entries(rule: UpdateRules, param: ParamSpec) -> dict[str, TensorEntry]:
-    """Return dtype and shape of each optimizer state tensor of a whole parameter."""
+    """Return name -> dtype and shape of each optimizer state tensor of a parameter."""
     return {
         name: TensorEntry(DTYPE_CODES[state.dtype], param.shape if state.shape is None else state.shape)
         for name, state in rule.state_layout(param).items()

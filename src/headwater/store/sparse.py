@@ -1,4 +1,4 @@
-"""Sparse gradients: sparse tensors (COO) that have values for some rows of a parameter.
+"""Sparse gradients: sparse tensors (COO) with values for some rows of a parameter, zero elsewhere.
 
 They stay as autograd made them, not coalesced: plain PyTorch adds their entries to a weight one by one, and
 the order decides the last bits.
@@ -14,7 +14,7 @@ from headwater.store.layout import PIECE_ELEMENTS
 
 
 def check_sparse(spec: ParamSpec, *, several_ranks: bool) -> None:
-    """Check that sparse gradients of a parameter can be kept.
+    """Raise if sparse gradients of a parameter cannot be summed.
 
     Raises:
         StreamError: if several ranks train, or the parameter was not known to have such gradients.
@@ -34,12 +34,12 @@ def check_sparse(spec: ParamSpec, *, several_ranks: bool) -> None:
 
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Return all values of a gradient that may be other than zero, each element once."""
+    """Return the values of a gradient: all of a dense one, the stored ones of a sparse one, each once."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def add(total: torch.Tensor, gradient: torch.Tensor, *, in_place: bool) -> torch.Tensor:
-    """Return the sum of two gradients, as autograd forms it; `total` is changed if it may and can be.
+    """Return the sum of two gradients, as autograd adds them. May change `total` in place if `in_place`.
 
     Args:
         total: the sum until now.
@@ -53,7 +53,7 @@ def add(total: torch.Tensor, gradient: torch.Tensor, *, in_place: bool) -> torch
 
 
 def rows_of(gradient: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return the part of a sparse gradient for these rows, its entries in the same order.
+    """Return the part of a sparse gradient for rows `start` to `stop`, with its entries in the same order.
 
     Args:
         gradient: sparse, not necessarily coalesced.
@@ -77,7 +77,7 @@ def rows_of(gradient: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def with_values(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return a coalesced sparse gradient with other values."""
+    """Return a coalesced sparse gradient with the same indices and new values."""
     return torch.sparse_coo_tensor(
         gradient.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False
     )

@@ -1,4 +1,4 @@
-"""The update of one stage: its gradients, its bytes and its optimizer scalars brought together."""
+"""The update of one stage: fetches gradients, bytes and optimizer scalars, and runs the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headwater.store.updater import Updater
 
 @final
 class StageUpdate:
-    """The update of this rank's pieces of a stage. Called by `StageAccess`, which holds the stage.
+    """Updates this rank's pieces of a stage. `StageAccess` calls it with the stage's lock held.
 
     Args:
         rule: how parameters are updated.
@@ -42,7 +42,7 @@ class StageUpdate:
         self._scalars = scalars
 
     def apply(self, stage: int, pending: Pending, buffer: torch.Tensor | None) -> None:
-        """Apply an update to a stage.
+        """Apply a pending update to this rank's pieces of a stage.
 
         Args:
             stage: the stage.

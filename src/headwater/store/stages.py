@@ -1,4 +1,4 @@
-"""Access to the stages, one at a time: alone, whole, and with all committed updates applied."""
+"""Access to stages. The thread that has a stage has it alone, with all committed updates applied."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from headwater.store.update import Part
 
 @final
 class StageAccess:
-    """Access to one stage at a time. Any thread may call it, and blocks while another one has the stage.
+    """Gives a thread access to a stage, under the stage's lock and with its pending update applied.
 
     Attributes:
-        locks: of the stages.
+        locks: of the stages. "To hold a stage" is to hold its lock.
         before_update: called with (stage, number of the commit) just before that update changes the stage, or
             `Parameters.change` does, by the thread that holds the stage. Snapshots set it.
 
@@ -52,13 +52,13 @@ class StageAccess:
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="headwater-update")
 
     def version(self, stage: int) -> int:
-        """Return a number that grows whenever a later `fetch` of a stage returns another image."""
+        """Return a counter. It grows whenever the wire image changes that `fetch` copies."""
         return self._versions[stage]
 
     # a stage, up to date
 
     def fetch(self, stage: int, into: torch.Tensor | None, up_to: int | None) -> None:
-        """Apply the due update of a stage, and copy its wire image; see `WeightStore.fetch`."""
+        """Apply the pending update of a stage, and copy its wire image; see `WeightStore.fetch`."""
         # Before the lock: see `_wait_for_owners`.
         self._wait_for_owners(stage, up_to)
         with self.locks.whole(stage):
@@ -72,14 +72,16 @@ class StageAccess:
                 into[:count].copy_(resident[:count], non_blocking=True)
 
     def flush(self, stage: int) -> None:
-        """Apply the due update of a stage."""
+        """Apply the pending update of a stage."""
         self._wait_for_owners(stage)
         with self.locks.whole(stage):
             self._catch_up(stage, None)
 
     @contextmanager
     def reading(self, stage: int, up_to: int | None) -> Iterator[torch.Tensor]:
-        """Hold a stage, up to date, in the context, and return its wire image, on disk this host's part.
+        """Hold a stage in the context, with pending updates applied. Yields its wire image for reading.
+
+        In the disk tier only the part of the image that this host updates is read.
 
         Args:
             stage: the stage.
@@ -95,9 +97,9 @@ class StageAccess:
 
     @contextmanager
     def changing(self, stage: int) -> Iterator[torch.Tensor | None]:
-        """Hold a stage, up to date, in the context, and return its wire image, to change it in place.
+        """Hold a stage in the context, with pending updates applied. Yields its wire image, to be changed.
 
-        All ranks call it at once. The image is `None` on a rank that updates nothing of the stage.
+        All ranks call this together. The image is `None` on a rank that updates nothing of the stage.
         """
         self._fabric.neighbours.barrier("a stage to be changed")  # others may still read the old values
         self._wait_for_owners(stage)
@@ -125,9 +127,9 @@ class StageAccess:
 
     @contextmanager
     def replacing(self, stage: int) -> Iterator[torch.Tensor]:
-        """Hold a stage in the context, and return memory for its new wire image. All ranks call it at once.
+        """Hold a stage in the context. Yields memory, into which the caller writes the new wire image.
 
-        Updates that wait for the stage are dropped, and it is whole afterwards, even if it was torn.
+        All ranks call this together. Pending updates are discarded, and the stage is no longer torn.
         """
         with self.locks.exclusive(stage):
             # Now: all of the stage is replaced, so nothing of a failed update is left.
@@ -147,7 +149,7 @@ class StageAccess:
     # commits
 
     def commit(self, by_stage: Mapping[int, Mapping[int, Part]]) -> None:
-        """Queue the parts of a commit for their stages."""
+        """Make the parts of a commit pending updates of their stages."""
         number = self._ledger.num_commits
         for stage, parts in by_stage.items():
             self._queue(stage, parts)
@@ -160,7 +162,7 @@ class StageAccess:
                 self._ahead.submit(self._catch_up_ahead, stage)
 
     def _queue(self, stage: int, parts: Mapping[int, Part]) -> None:
-        """Queue the parts of a commit for a stage, here or on the ranks that update it."""
+        """Make parts of a commit a pending update of a stage, or note that other ranks will apply them."""
         if self._ownership.updates(stage):
             self._ledger.add(stage, parts)
         else:
@@ -168,7 +170,7 @@ class StageAccess:
         self._versions[stage] += 1  # at last: a thread that sees the new version may fetch at once
 
     def undo(self, last: int) -> None:
-        """Drop updates that wait for their stage and were committed after number `last`."""
+        """Discard pending updates that were committed after number `last`."""
         for stage in self._ledger.stages:
             with self.locks.exclusive(stage):
                 undone = self._ledger.undo(stage, last)
@@ -176,7 +178,7 @@ class StageAccess:
                 self._propagation.updated(stage, undone)
 
     def catch_up_all(self) -> None:
-        """Apply all waiting updates of stages that this rank updates; other ranks may wait for them."""
+        """Apply all pending updates that this rank must make. Other ranks may be waiting for them."""
         for stage in self._ledger.stages:
             self._catch_up_ahead(stage)
 
@@ -187,15 +189,15 @@ class StageAccess:
                 self._update(stage, self._buffer(stage))
 
     def _catch_up(self, stage: int, buffer: torch.Tensor | None, up_to: int | None = None) -> bool:
-        """Apply the due update of a stage, here and on all ranks. The caller holds the stage.
+        """Apply the pending update of a stage, and wait until all ranks have. The caller holds the stage.
 
         Args:
             stage: the stage.
-            buffer: for the wire image; made if not given and needed.
+            buffer: memory for the wire image; allocated if needed and not given.
             up_to: leave an update for later if it was committed after this number.
 
         Returns:
-            True if the whole new wire image is in `buffer`, where it is not resident.
+            True if `buffer` now has the whole new wire image (only if the image is not resident).
         """
         updated = self._ledger.due(stage, up_to) is not None
         if updated:
@@ -219,7 +221,7 @@ class StageAccess:
             self._propagation.updated(stage, pending.number)
 
     def _wait_for_owners(self, stage: int, up_to: int | None = None) -> None:
-        """Block until the owners of a stage have updated it, if this rank owns nothing of it.
+        """If this rank updates nothing of a stage, block until the ranks that do have updated it.
 
         Called without the lock: an owner may wait for a snapshot, which this rank saves under the lock.
         """
@@ -227,13 +229,13 @@ class StageAccess:
             self._ledger.note_used(self._propagation.wait(stage, up_to))
 
     def _buffer(self, stage: int) -> torch.Tensor | None:
-        """Return memory for a wire image, or `None` if the image is resident."""
+        """Allocate memory for a wire image. Return `None` if the tier keeps the image in host memory."""
         if self._tier.resident_wire(stage) is not None:
             return None
         return aligned_empty(self._tier.layouts[stage].wire_bytes)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads that update and send."""
         # First: its thread uses the propagation.
         self._ahead.shutdown(wait=True, cancel_futures=True)
         self._propagation.close()

@@ -1,4 +1,4 @@
-"""The weight store: weights by stage, gradients, and updates that are applied when a stage is next needed."""
+"""The weight store: keeps weights by stage, sums gradients, and applies updates when a stage is fetched."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headwater.store.update import Part, Update
 
 @dataclasses.dataclass(frozen=True)
 class Committed:
-    """The result of a commit: what was updated, and the norm of the gradients.
+    """The result of a commit: which parameters it updates, and the norm of the gradients.
 
     Attributes:
         gradient_norm: global 2-norm before clipping.
@@ -42,7 +42,7 @@ class Committed:
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotChannel:
-    """The means by which ranks tell each other of a snapshot.
+    """The channels by which ranks tell each other which stages a snapshot has saved.
 
     Attributes:
         saved: by stage, 1 + the commit that the last snapshot has saved of it; 0 for never.
@@ -55,7 +55,7 @@ class SnapshotChannel:
 
 @final
 class WeightStore:
-    """Masters and optimizer state of every stage.
+    """Keeps masters and optimizer state of every stage, sums gradients, and applies updates.
 
     All reads see the values with every committed update applied, although an update is applied only when its
     stage is next needed ("update on fetch"). Any thread may call the store; one at a time works on a stage.
@@ -116,7 +116,7 @@ class WeightStore:
     # weights
 
     def fetch(self, stage: int, into: torch.Tensor | None = None, up_to: int | None = None) -> None:
-        """Apply the due update of a stage, and copy its wire image to `into`.
+        """Apply the pending update of a stage, then copy the stage's wire image to `into`.
 
         Args:
             stage: the stage.
@@ -127,15 +127,15 @@ class WeightStore:
         self.access.fetch(stage, into, up_to)
 
     def version(self, stage: int) -> int:
-        """Return a number that grows whenever a later fetch of a stage returns another image."""
+        """Return a counter. It grows whenever the wire image changes that `fetch` copies."""
         return self.access.version(stage)
 
     def flush_stage(self, stage: int) -> None:
-        """Apply the committed update of a stage now."""
+        """Apply the pending update of a stage now."""
         self.access.flush(stage)
 
     def flush(self) -> None:
-        """Apply every committed update now."""
+        """Apply every pending update now."""
         for stage in range(len(self.stages)):
             self.access.flush(stage)
         # A write that failed behind the training raises here, not in a later step.
@@ -146,11 +146,11 @@ class WeightStore:
     # a step
 
     def begin_step(self) -> None:
-        """Drop the gradients that an interrupted step has left."""
+        """Discard the gradients that an interrupted step has left."""
         self.gradients.discard()
 
     def add_gradient(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> None:
-        """Add one parameter's gradient of one micro-batch; the tensor belongs to the store from now on.
+        """Add one parameter's gradient of one micro-batch. The caller must not use the tensor afterwards.
 
         Args:
             stage: the stage.
@@ -169,7 +169,7 @@ class WeightStore:
             self.gradients.drain()
 
     def set_gradient(self, stage: int, param: int, gradient: torch.Tensor) -> None:
-        """Replace the sum of one parameter; the tensor belongs to the store from now on.
+        """Replace the gradient sum of one parameter. The caller must not use the tensor afterwards.
 
         Args:
             stage: the stage.
@@ -186,14 +186,14 @@ class WeightStore:
         editable(self.gradients).replace((stage, param), gradient)
 
     def end_micro_batch(self) -> None:
-        """Note that no more gradients of this micro-batch will come."""
+        """Tell the store that this rank has no more gradients of this micro-batch."""
         if self.gradients.is_shared:
             self.access.catch_up_all()  # other ranks may need stages that this rank has left out
             self.ledger.note_all_used()  # other ranks have the updates that this rank owes, so none is undone
         self.gradients.end_micro_batch()
 
     def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:
-        """End a step: from now on all reads see it applied.
+        """End a step: all later reads return values with the step's update applied.
 
         Args:
             update: the step.
@@ -236,7 +236,7 @@ class WeightStore:
     # steps that may have to be undone
 
     def begin_transaction(self, present: Collection[ParamKey] | None = None) -> None:
-        """Remember the state, so that `roll_back` can undo commits and gradients from now on.
+        """Begin a transaction: `roll_back` can undo commits and gradients that come after this call.
 
         Args:
             present: the gradients to which `roll_back` returns; all that are present if not given.
@@ -245,11 +245,11 @@ class WeightStore:
         editable(self.gradients).remember(present)
 
     def end_transaction(self) -> None:
-        """Forget the state of `begin_transaction`: what has come since then stays."""
+        """End a transaction and keep its commits and gradients: they can no longer be rolled back."""
         editable(self.gradients).forget()
 
     def roll_back(self) -> bool:
-        """Undo commits and gradients since `begin_transaction`, except commits that a stage was used with.
+        """Undo commits and gradients since `begin_transaction`. Commits whose weights were used stay.
 
         Returns:
             True if all of them are undone.

@@ -1,4 +1,4 @@
-"""The replacement of a store by another one, after the model or its plan has changed during training."""
+"""Copying of optimizer state and gradients to a new store, when the model or plan changes during training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headwater.store.store import WeightStore
 
 
 def take_over(store: WeightStore, before: WeightStore, old_names: Mapping[str, str]) -> None:
-    """Copy optimizer state and gradients of parameters from the store that was used before.
+    """Copy optimizer state and gradients from the old store `before` to the new store.
 
     An open transaction continues in the new store; commits that it has made cannot be undone any more.
 

@@ -1,4 +1,4 @@
-"""The port of tiers: the memory or the files in which a weight store keeps its stages."""
+"""The interface of tiers: the host memory or the files in which a weight store keeps its stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE = slice(0, None)
 
 
 class Tier(abc.ABC):
-    """The place of the bytes of every stage. The store ensures that one thread at a time works on a stage.
+    """Keeps the bytes of every stage. The store ensures that one thread at a time works on a stage.
 
     Attributes:
         is_shared: true if every rank of the host reaches all bytes and changes its pieces of each stage;
@@ -35,13 +35,13 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def resident_wire(self, stage: int) -> torch.Tensor | None:
-        """Return the wire image in host memory, valid after a fetch; `None` if it has to be read."""
+        """Return the wire image, valid after a fetch, or `None` if the tier does not keep it in memory."""
 
     @contextmanager
     def wire(
         self, stage: int, buffer: torch.Tensor | None = None, *, write: bool, part: slice = WHOLE
     ) -> Iterator[torch.Tensor]:
-        """Return the wire image of a stage in host memory, in a context.
+        """Yield the wire image of a stage in host memory. With `write`, store it when the context ends.
 
         Args:
             stage: the stage.
@@ -63,7 +63,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
-        """Copy a part of the wire image to its place in page-aligned memory. Whole blocks are copied.
+        """Read the blocks of the wire image that contain `part`, into the same place of `into`.
 
         Args:
             stage: the stage.
@@ -73,7 +73,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def write_wire(self, stage: int, image: torch.Tensor, part: slice = WHOLE) -> None:
-        """Replace a part of the wire image by that part of `image`, in whole blocks as `read_wire`.
+        """Write the blocks of `image` that contain `part` to the stored wire image.
 
         Args:
             stage: the stage.
@@ -85,7 +85,7 @@ class Tier(abc.ABC):
     def groups(
         self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
     ) -> Iterator[tuple[Group, torch.Tensor]]:
-        """Yield each of these groups with its bytes, which are valid until the next group.
+        """Yield each of these groups with its bytes. The bytes are valid until the next group is yielded.
 
         Args:
             stage: the stage.
@@ -96,7 +96,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """Block until all writes are done."""
+        """Block until all writes have ended."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Tier(abc.ABC):
 
 @final
 class ElsewhereTier(Tier):
-    """A tier that other ranks of the host keep. This rank neither reads nor updates it."""
+    """The tier of a rank that neither reads nor updates: other ranks of its host keep the bytes."""
 
     is_here = False
 

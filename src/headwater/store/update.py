@@ -1,4 +1,4 @@
-"""A step's update, as `WeightStore.commit` takes it, and the parts of it that wait for their stage."""
+"""The settings of an optimizer step (`Update`), and a stage's share of them until applied (`Pending`)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Update:
     by_name: Callable[[str], Mapping[str, Any]] | None = None
 
     def options_of(self, name: str) -> Mapping[str, Any]:
-        """Return the options of one parameter."""
+        """Return the optimizer options of one parameter in this step."""
         return self.options if self.by_name is None else {**self.options, **self.by_name(name)}
 
     def factor(self, norm: torch.Tensor) -> torch.Tensor | None:
-        """Return the factor of all gradients, for clipping and unscaling at once. `None` for a factor of 1.
+        """Return the factor that clips and unscales all gradients. `None` if neither is needed.
 
         The clip is that of `torch.nn.utils.clip_grad_norm_`.
 
@@ -69,7 +69,7 @@ class Part:
     factor: torch.Tensor | None
 
     def prepared(self, gradient: torch.Tensor, dtype: torch.dtype, space: torch.Tensor) -> torch.Tensor:
-        """Return the gradient, scaled and clipped: in place, or in `space` if it has another dtype.
+        """Return the gradient, scaled and clipped. Changes it in place, or uses `space` for another dtype.
 
         Args:
             gradient: the summed gradient of a piece; dense or sparse.
@@ -104,7 +104,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """An update that waits for its stage.
+    """The pending update of one stage: committed, not yet applied.
 
     Attributes:
         number: of the commit; the last one if several commits have parts.

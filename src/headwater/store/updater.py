@@ -1,4 +1,4 @@
-"""Applying updates to the pieces of a stage, a few pieces at a time."""
+"""Runs the optimizer over the pieces of a stage, a few pieces at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headwater.store.update import Pending
 
 @final
 class Workspaces(threading.local):
-    """Scratch memory of a thread, kept between uses."""
+    """Scratch memory for each thread, which is allocated once and reused."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
@@ -35,7 +35,7 @@ class Workspaces(threading.local):
 
 @final
 class Updater:
-    """The application of updates, in the calling thread, with the cores that torch uses in it.
+    """Applies updates to stages, in the thread of the caller.
 
     Args:
         rule: how a piece is updated.
@@ -55,7 +55,7 @@ class Updater:
         pending: Pending,
         is_mine: Callable[[Piece], bool],
     ) -> list[Scalars | None]:
-        """Update the pieces of a stage that this rank owns.
+        """Run the optimizer over the pieces of a stage for which `is_mine` is true.
 
         Args:
             stage: the stage.
@@ -93,7 +93,7 @@ class Updater:
         gradients: Gradients,
         pending: Pending,
     ) -> list[_Loaded]:
-        """Return pieces with their masters and gradients, ready for the optimizer."""
+        """Load the masters and optimizer state of pieces, and scale and clip their gradients."""
         sizes = [piece.stop - piece.start for piece in batch]
         spaces = [self._workspaces.get(name, sum(sizes)).split(sizes) for name in ("master", "gradient")]
         loaded = []
@@ -129,7 +129,7 @@ class Updater:
     def _update(
         self, loaded: Sequence[_Loaded], scalars: Sequence[Scalars | None]
     ) -> Iterator[tuple[Piece, Scalars]]:
-        """Update pieces, and yield each with its new scalars.
+        """Run the optimizer over loaded pieces. Yield each piece with its new scalars.
 
         Pieces with equal options share one call of the optimizer, because a call for one small parameter
         takes as long as a call for many.
@@ -190,14 +190,14 @@ class _Loaded:
 
 
 def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Tensor:
-    """Return the gradient of a piece: 1-D, or the rows of the piece where it is sparse."""
+    """Return a piece's part of a gradient: 1-D if dense, the rows of the piece if sparse."""
     if not gradient.is_sparse:
         return spec.in_memory_order(gradient)[piece.start : piece.stop]
     return rows_of(gradient, piece.start // spec.row_numel, piece.stop // spec.row_numel)
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield runs of pieces, each of at least `PIECE_ELEMENTS` elements but for the last."""
+    """Yield lists of successive pieces with at least `PIECE_ELEMENTS` elements; the last may have fewer."""
     batch: list[Piece] = []
     numel = 0
     for piece in pieces:

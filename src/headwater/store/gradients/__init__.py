@@ -1,4 +1,4 @@
-"""Gradients on their way to the update: summed over micro-batches, ranks and hosts, measured, and edited.
+"""Gradients from backward to the update: summed over micro-batches, ranks and hosts, measured and edited.
 
 `port` says what a store and a user's loop may do; `make_gradients` chooses the implementation:
 
@@ -32,7 +32,7 @@ from headwater.store.gradients.storage import DiskStorage, GradientStorage, Memo
 
 @dataclasses.dataclass(frozen=True)
 class GradientOptions:
-    """The ways in which gradients are summed.
+    """Options that decide how gradients are summed, and where the sums are kept.
 
     Attributes:
         sum_dtype: dtype in which gradients narrower than fp32 are summed over micro-batches; `None` for their
@@ -51,7 +51,7 @@ class GradientOptions:
 def make_gradients(
     stages: Sequence[StageSpec], fabric: Fabric, host_run: HostRun, options: GradientOptions
 ) -> GradientSink:
-    """Return the gradients of this rank.
+    """Return the object that sums and holds gradients on this rank.
 
     Args:
         stages: the stages.

@@ -1,4 +1,4 @@
-"""The thread that adds gradients to sums beside the computation."""
+"""The thread that adds gradients to sums while the device computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import final
 
 @final
 class AdditionThread:
-    """Runs additions in the order of their submission, and counts the bytes of the gradients that wait.
+    """Runs additions on a thread, in the order of their submission. Counts the bytes of gradients that wait.
 
     Args:
         limit_bytes: gradients beyond this count as a backlog.
@@ -28,7 +28,7 @@ class AdditionThread:
         self._waiting_bytes += num_bytes
 
     def is_backlogged(self) -> bool:
-        """True if more bytes than the limit wait to be added.
+        """True if the gradients that wait to be added have more bytes than the limit.
 
         Raises what an addition that has ended has raised.
         """
@@ -54,5 +54,5 @@ class AdditionThread:
         self._waiting_bytes -= num_bytes
 
     def close(self) -> None:
-        """End the thread; additions that have not begun are left out."""
+        """End the thread. Additions that have not begun are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The sums of several hosts in a user's loop, put together when they are read."""
+"""Gradient sums of several hosts in a user's loop: the hosts' sums are added up when one is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headwater.store.gradients.storage import clear
 
 @final
 class HostAssembly:
-    """The sums of several hosts, put together when they are read.
+    """Adds up the gradient sums of several hosts when a sum is read.
 
     Gradients that ranks add stay on their host until their sum is read: by the user's loop, by a commit, or
     where a step begins that may be undone. Then the leaders send what is new. Each leader adds up an equal
@@ -43,7 +43,7 @@ class HostAssembly:
     def begin(
         self, key: ParamKey, generation: int, put_back: Callable[[], None] | None
     ) -> Callable[[], None] | None:
-        """Return what the first rank of this host does before more is added to a sum.
+        """Return a function that the first rank of this host calls before more is added to a sum, or `None`.
 
         Args:
             key: the parameter.
@@ -61,7 +61,7 @@ class HostAssembly:
     def before_reading(
         self, key: ParamKey, generations: Mapping[ParamKey, int], has_here: Callable[[ParamKey], bool]
     ) -> None:
-        """Put together the sum of `key`, and other sums, unless that was done since the last addition.
+        """Add up the hosts' sums of `key`, unless that was done since the last addition.
 
         All ranks call it at once.
 

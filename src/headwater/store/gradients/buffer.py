@@ -1,4 +1,4 @@
-"""The buffers in which one rank's gradients wait for the update of their stage: in memory, or on disk."""
+"""Buffers in host memory or on disk, in which one rank's gradients wait for the update of their stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater.store.gradients.port import Gradients
 
 
 class GradientBuffer(abc.ABC):
-    """A place in which the summed gradients of each stage wait for the update.
+    """A place in which the gradient sums of each stage wait for the stage's update.
 
     Attributes:
         is_memory: true if `look` returns the very tensors that are held, and not copies.
@@ -26,31 +26,31 @@ class GradientBuffer(abc.ABC):
 
     @abc.abstractmethod
     def put(self, stage: int, gradients: Gradients) -> None:
-        """Hold the gradients of a stage."""
+        """Store the gradients of a stage."""
 
     @abc.abstractmethod
     def take(self, stage: int) -> Gradients | None:
-        """Remove and return the gradients of a stage; `None` without gradients."""
+        """Remove and return the gradients of a stage, or `None` if the buffer has none of it."""
 
     @abc.abstractmethod
     def look(self, stage: int) -> Gradients:
-        """Return the gradients of a stage, which stay held. An empty list if nothing is held."""
+        """Return the gradients of a stage, which stay in the buffer. The list is empty if it has none."""
 
     @abc.abstractmethod
     def drop(self, stage: int, param: int) -> None:
-        """Drop the gradient of one parameter."""
+        """Discard the gradient of one parameter."""
 
     @abc.abstractmethod
     def keep(self, stage: int) -> None:
-        """Save the gradients of a stage for `restore`. Until `forget` they must not be changed in place."""
+        """Save the gradients of a stage for `restore`. Callers must not change them before `forget`."""
 
     @abc.abstractmethod
     def restore(self, stage: int) -> None:
-        """Replace the gradients of a stage by those that `keep` has saved."""
+        """Bring back the gradients of a stage as `keep` has saved them."""
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Drop all that `keep` has saved."""
+        """Discard all gradients that `keep` has saved."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -59,7 +59,7 @@ class GradientBuffer(abc.ABC):
 
 @final
 class MemoryBuffer(GradientBuffer):
-    """A buffer of the very tensors that autograd made: nothing is copied."""
+    """A gradient buffer in host memory. It keeps the tensors that autograd made, and copies nothing."""
 
     is_memory = True
 
@@ -99,7 +99,7 @@ class MemoryBuffer(GradientBuffer):
 
 @final
 class DiskBuffer(GradientBuffer):
-    """A file for the gradients of each stage, beside its weights. One stage at a time is in memory.
+    """A gradient buffer on disk, with a file for each stage. One stage's gradients at a time are in memory.
 
     Sparse gradients stay in memory: they have a few rows each.
 
@@ -138,7 +138,7 @@ class DiskBuffer(GradientBuffer):
         )
 
     def _views(self, stage: StageSpec, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return the place of each parameter's gradient in a file's bytes."""
+        """Return a view of each parameter's gradient in `buffer`, which holds the bytes of the file."""
         views, offset = [], 0
         for param in stage.params:
             dtype = self._dtype_of(param.wire_dtype)
@@ -148,7 +148,7 @@ class DiskBuffer(GradientBuffer):
         return views
 
     def _span(self, stage: StageSpec) -> int:
-        """Return the bytes of a stage's file."""
+        """Return the size in bytes of the gradient file of a stage."""
         sizes = (param.numel * self._dtype_of(param.wire_dtype).itemsize for param in stage.params)
         return round_up(sum(round_up(size, 64) for size in sizes))
 

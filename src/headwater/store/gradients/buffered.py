@@ -1,4 +1,4 @@
-"""The sums of one rank, by stage: open while gradients are added to them, else in the gradient buffer."""
+"""The gradient sums of one rank, by stage. A stage is open while gradients are added to its sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater.store.gradients.port import Gradients
 
 @dataclasses.dataclass
 class OpenStage:
-    """A stage while gradients are added to it.
+    """The gradient sums of a stage while gradients are added to them.
 
     Attributes:
         gradients: its sums; they are not in the buffer meanwhile.
@@ -29,7 +29,7 @@ class OpenStage:
 
 @final
 class BufferedSums:
-    """The sums of one rank, and which of them are lent to the user's loop or saved for an undo.
+    """The gradient sums of one rank. Some may be lent to the user's loop, or saved for an undo.
 
     Args:
         stages: the stages.
@@ -45,7 +45,7 @@ class BufferedSums:
         self._saved: set[int] = set()  # those of them that are saved
 
     def open(self, stage: int) -> OpenStage:
-        """Return a stage, opened if it is not open, to change its sums."""
+        """Open a stage, if it is not open, and return it. The caller may change its sums."""
         if stage not in self._open:
             # Before the sums are taken out of the buffer.
             self.save(stage)
@@ -66,22 +66,22 @@ class BufferedSums:
             self.settle(stage)
 
     def look(self, stage: int) -> Gradients:
-        """Return the sums of a stage that is not open, with the changes that the user's loop has made."""
+        """Return the sums of a stage that is not open, including the changes by the user's loop."""
         self._return_lent(stage)
         return self._buffer.look(stage)
 
     def take(self, stage: int) -> Gradients | None:
-        """Remove and return all sums of a stage."""
+        """Remove and return all sums of a stage, or `None` if the stage has none."""
         self.settle(stage)
         self._return_lent(stage)
         return self._buffer.take(stage)
 
     def put(self, stage: int, gradients: Gradients) -> None:
-        """Hold sums that `take` has returned."""
+        """Put sums that `take` has returned into the buffer."""
         self._buffer.put(stage, gradients)
 
     def drop(self, key: ParamKey) -> None:
-        """Drop the sum of one parameter."""
+        """Discard the sum of one parameter."""
         stage, param = key
         self.save(stage)
         self.settle(stage)
@@ -91,7 +91,7 @@ class BufferedSums:
     # sums that are lent
 
     def lend(self, key: ParamKey, present: Collection[ParamKey]) -> torch.Tensor:
-        """Return the sum of one parameter, which may be changed in place until `end_loan`.
+        """Return the sum of one parameter. The caller may change the tensor in place until `end_loan`.
 
         Args:
             key: the parameter.
@@ -114,15 +114,15 @@ class BufferedSums:
         return self._lent[key]
 
     def is_lent(self, key: ParamKey) -> bool:
-        """True if the sum may have been changed by a caller of `lend`."""
+        """True if the sum of a parameter is lent: the caller of `lend` may have changed it."""
         return key in self._lent
 
     def stop_lending(self, key: ParamKey) -> None:
-        """Forget that a sum was lent, because another one replaces it."""
+        """Forget that a sum was lent. Called when another tensor replaces the sum."""
         self._lent.pop(key, None)
 
     def end_loan(self, key: ParamKey) -> None:
-        """End a loan: from now on the lent tensor is not the sum itself."""
+        """End a loan: later changes of the lent tensor do not change the sum, and the reverse."""
         stage, param = key
         self._return_lent(stage)
         if key in self._lent:
@@ -145,15 +145,15 @@ class BufferedSums:
     # a step that may have to be undone
 
     def begin_undoable(self, stages: Collection[int]) -> None:
-        """Save the sums of these stages before they change, until `forget`."""
+        """From now until `forget`, save the sums of these stages before they change."""
         self._undoable = frozenset(stages)
 
     def is_saved(self, stage: int) -> bool:
-        """True if the sums of a stage are saved, so that tensors which were there must not be changed."""
+        """True if the sums of a stage are saved. The saved tensors must not be changed in place."""
         return stage in self._saved
 
     def save(self, stage: int) -> None:
-        """Save the sums of a stage for `restore`, before one of them changes; once, if an undo needs it."""
+        """Save the sums of a stage for `restore`. Do nothing if they are saved, or if no undo needs them."""
         if stage in self._undoable and stage not in self._saved:
             self.settle(stage)
             self._return_lent(stage)
@@ -161,7 +161,7 @@ class BufferedSums:
             self._saved.add(stage)  # at last: `restore` must not look for sums that a full disk has refused
 
     def restore(self, keys: Collection[ParamKey]) -> None:
-        """Hold the saved sums again, and of all sums only these."""
+        """Bring back the saved sums, then discard all sums that are not in `keys`."""
         for stage in self._saved:
             self._buffer.restore(stage)
         for spec in self._stages:

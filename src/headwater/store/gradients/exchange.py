@@ -13,12 +13,12 @@ from headwater.fabric.link import PIECE_BYTES, Link
 from headwater.store.gradients.storage import GradientStorage
 
 Runs = list[tuple[ParamKey, int, int]]
-"""Runs of elements: the parameter, the first element, and one past the last."""
+"""Ranges of elements, each as (parameter, first element, one past the last element)."""
 
 
 @final
 class Exchange:
-    """The addition of the sums of several hosts. The leaders of all hosts make the same calls.
+    """Adds up the gradient sums of several hosts. The leaders of all hosts make the same calls.
 
     Values travel in the wire's dtype, in pieces, and are added up in fp32 in the order of the hosts. So the
     bits are the same in every run.
@@ -36,7 +36,7 @@ class Exchange:
         self._wire_dtypes = {key: stages[key[0]].params[key[1]].wire_dtype for key in self._dtypes}
 
     def reduce(self, runs: Sequence[Runs]) -> None:
-        """Replace the sums of this host's runs by the totals over all hosts.
+        """Replace the sums in this host's ranges by the totals over all hosts.
 
         Args:
             runs: by host, the same on every host.
@@ -49,7 +49,7 @@ class Exchange:
             self._add_up(part[self._link.host], started.pop(0)())
 
     def spread(self, runs: Sequence[Runs]) -> None:
-        """Copy the values of each host's runs to all other hosts.
+        """Copy the sums in each host's ranges to all other hosts.
 
         Args:
             runs: by host, the same on every host.
@@ -63,12 +63,12 @@ class Exchange:
                     self._unpack(its, data)
 
     def _pieces(self, runs: Sequence[Runs], dtypes: Mapping[ParamKey, torch.dtype]) -> list[list[Runs]]:
-        """Return the runs of all hosts, cut into pieces of at most about `PIECE_BYTES`."""
+        """Return the ranges of all hosts, cut so that each has at most about `PIECE_BYTES` bytes."""
         count = -(-max(_num_bytes(its, dtypes) for its in runs) // PIECE_BYTES)
         return [[divide(its, piece, count) for its in runs] for piece in range(count)]
 
     def _start_reducing(self, runs: Sequence[Runs]) -> Callable[[], list[torch.Tensor]]:
-        """Send each host its runs. The function that is returned waits for the values of this host's runs."""
+        """Start to send each host its ranges. Return a function that waits for this host's values."""
         num_bytes = _num_bytes(runs[self._link.host], self._wire_dtypes)
         sent = [self._packed(its, self._wire_dtypes) for its in runs]
         received = [torch.empty(num_bytes, dtype=torch.uint8) for _ in runs]
@@ -83,7 +83,7 @@ class Exchange:
         return finished
 
     def _add_up(self, runs: Runs, received: Sequence[torch.Tensor]) -> None:
-        """Add up the values that the hosts have sent for this host's runs."""
+        """Add the values that other hosts have sent to the sums in this host's ranges."""
         position = 0
         for key, start, stop in runs:
             own, dtype = self._storage.read(key, start, stop), self._wire_dtypes[key]
@@ -110,7 +110,7 @@ class Exchange:
 
 
 def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as numbers, from a copy if they are not aligned for such numbers."""
+    """Return bytes as a tensor of this dtype: a view if they are aligned for it, otherwise a copy."""
     return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
 
 
@@ -119,7 +119,7 @@ def _num_bytes(runs: Runs, dtypes: Mapping[ParamKey, torch.dtype]) -> int:
 
 
 def divide(runs: Runs, part: int, count: int) -> Runs:
-    """Return part number `part` of `count` parts of the runs, with about equally many elements each.
+    """Divide ranges into `count` parts with about equally many elements. Return part number `part`.
 
     Args:
         runs: runs of elements, in any order.

@@ -16,7 +16,7 @@ from headwater.store.gradients.stage_exchange import StageExchange
 
 
 class Phase(enum.Enum):
-    """The phase of a step on several hosts. Each names what the sums of a host contain."""
+    """The phases of a step on several hosts. Each phase says what the gradient sums of a host contain."""
 
     ADDING = "adding"  # gradients of this host; nothing is sent
     SENDING = "sending"  # the last micro-batch: each stage is sent as soon as its sums are complete
@@ -25,7 +25,7 @@ class Phase(enum.Enum):
 
 @final
 class HostGradients(GradientSink):
-    """The gradients of ranks on several hosts: those of a host's ranks, and an exchange between the hosts.
+    """The gradients of ranks on several hosts. Each host sums those of its ranks, then hosts exchange sums.
 
     The exchange begins with the last micro-batch and runs beside its backward. Second gradients of that
     micro-batch may come after the sums were sent. They are rare, and are sent in another, slower way.
@@ -84,7 +84,7 @@ class HostGradients(GradientSink):
         self._phase = Phase.SUMMED
 
     def _add_second(self) -> None:
-        """Send second gradients of the last micro-batch to all hosts, and add them in the ranks' order."""
+        """Send second gradients of the last micro-batch to all hosts. Add them in the order of ranks."""
         if not any(self._fabric.gather(float(len(self._second)))):
             return
         for second in self._fabric.gather_objects(dict(self._second), dict[ParamKey, torch.Tensor]):

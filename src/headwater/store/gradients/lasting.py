@@ -1,4 +1,4 @@
-"""The sums of ranks in a user's loop: each lasts, over steps, until it is given up."""
+"""The gradient sums of ranks in a user's loop. A sum lasts until an update takes it or the loop clears it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headwater.store.gradients.storage import GradientStorage
 
 @final
 class LastingSums:
-    """The sums of ranks in a user's loop, and the copies that replace some of them.
+    """The gradient sums of ranks in a user's loop. A sum that was read is replaced by a copy.
 
     Each sum lasts, over steps, until it is given up.
 
@@ -44,7 +44,7 @@ class LastingSums:
         self._assembly = HostAssembly(stages, fabric, self.shared) if fabric.num_hosts > 1 else None
 
     def _begin(self, key: ParamKey) -> Beginning:
-        """Give up this rank's copy of a sum to which more is added. Called by `shared` for each addition."""
+        """Prepare an addition to a sum: drop this rank's copy of it. Called by `shared` for each addition."""
         # A loop that reads the gradient again must see the new sum.
         self._lent.pop(key, None)
         copy, generation = self._copies.pop(key, None), self._generation[key]
@@ -61,11 +61,11 @@ class LastingSums:
         self.shared.note_written(key, generation)
 
     def find(self) -> set[ParamKey]:
-        """Return the parameters with a sum. Blocks until all ranks have added; all ranks call it at once."""
+        """Return the parameters that have a sum. All ranks call this; it blocks until all have added."""
         return {*(key for key in self.shared.keys if self.has(key)), *self._copies}
 
     def has(self, key: ParamKey) -> bool:
-        """True if any rank has added to a sum. Blocks until all ranks that were to add have done so."""
+        """True if any rank has added to a sum. Blocks until every rank has finished its additions."""
         if self._assembly is not None:
             self._assembly.before_reading(key, self._generation, self._has_here)
         return self._has_here(key)
@@ -77,16 +77,19 @@ class LastingSums:
         return self.shared.has(key, self._generation[key])
 
     def is_copied(self, key: ParamKey) -> bool:
-        """True if a copy replaces the sum."""
+        """True if a copy is used instead of the sum."""
         return key in self._copies
 
     def value(self, key: ParamKey) -> torch.Tensor:
-        """Return a sum, or the copy that replaces it."""
+        """Return a sum, or the copy that is used instead of it."""
         copy = self._copies.get(key)
         return self.shared.whole(key) if copy is None else copy
 
     def lend(self, key: ParamKey) -> torch.Tensor | None:
-        """Return a copy that replaces a sum and may be changed in place, or `None` without a sum."""
+        """Replace a sum by a copy from now on, and return the copy; `None` if nothing was added.
+
+        The caller may change the copy in place.
+        """
         if key not in self._copies:
             if key not in self.shared.slots or not self.has(key):
                 return None
@@ -94,12 +97,15 @@ class LastingSums:
         return self._lent.setdefault(key, self._copies[key].detach())
 
     def replace(self, key: ParamKey, value: torch.Tensor) -> None:
-        """Replace a sum by a value that is the same on all ranks."""
+        """Replace a sum by `value`, which must be the same on all ranks."""
         self._lent.pop(key, None)
         self._copies[key] = value
 
     def take(self, key: ParamKey) -> torch.Tensor | None:
-        """Give up a sum, and return the copy that replaces it, for an update that changes it in place."""
+        """Give up a sum for an update. Return the copy that was used instead of the sum, or `None`.
+
+        The update may change the copy in place.
+        """
         copy = self._copies.pop(key, None)
         if copy is not None and key in self._lent:
             lent = weakref.ref(self._lent.pop(key))

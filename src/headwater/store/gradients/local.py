@@ -18,7 +18,7 @@ from headwater.store.sparse import add
 
 @final
 class LocalGradients(EditableGradients):
-    """The gradients of a single rank: summed as they arrive, in the tensors that autograd made.
+    """The gradients of a run with one rank: added up as they arrive, in the tensors that autograd made.
 
     Args:
         stages: the stages.

@@ -1,4 +1,4 @@
-"""The gradients of several ranks in a user's loop, which reads, changes and keeps them."""
+"""The gradients of several ranks in a user's loop. The loop may read, change and keep them."""
 
 from __future__ import annotations
 

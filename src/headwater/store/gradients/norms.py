@@ -8,7 +8,7 @@ from headwater.store.layout import PIECE_ELEMENTS
 from headwater.store.sparse import values_of
 
 NARROW = (torch.bfloat16, torch.float16)
-"""Dtypes whose sums and norms are taken in a wider dtype."""
+"""Dtypes whose sums and norms are computed in a wider dtype."""
 
 
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
@@ -25,5 +25,5 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def global_norm(norms: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all gradients from the norm of each. The order decides the last bits."""
+    """Return the norm of all gradients, from the norm of each. Its last bits depend on their order."""
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

@@ -1,4 +1,4 @@
-"""The ports of the gradients: the operations of the weight store, and further ones of a user's loop."""
+"""Interfaces to gradients: the operations that the weight store needs, and those that a user's loop adds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GradientSink(abc.ABC):
 
     @abc.abstractmethod
     def add(self, key: ParamKey, gradient: Tensor, *, last: bool) -> bool:
-        """Add the gradient of one parameter for one micro-batch.
+        """Add the gradient of one parameter in one micro-batch to the parameter's sum.
 
         Args:
             key: the parameter.
@@ -45,7 +45,7 @@ class GradientSink(abc.ABC):
 
     @abc.abstractmethod
     def drain(self) -> None:
-        """Block until no more gradients wait to be added than one stage has.
+        """Block until the gradients that wait to be added are no more than those of one stage.
 
         Additions may wait for ranks that wait for an update of this rank. So the caller first applies the
         updates that this rank owes.
@@ -61,11 +61,11 @@ class GradientSink(abc.ABC):
 
     @abc.abstractmethod
     def norm(self, keys: Sequence[ParamKey]) -> Tensor:
-        """Return the global norm of these sums, after `complete`: fp32, combined in this order."""
+        """Return the global norm of these sums in fp32, in the order of `keys`. Call `complete` first."""
 
     @abc.abstractmethod
     def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
-        """Take these sums out of `status.present`: they belong to an update from now on.
+        """Give these sums to an update: they are not in `status.present` from now on.
 
         Args:
             keys: the sums.
@@ -74,19 +74,19 @@ class GradientSink(abc.ABC):
 
     @abc.abstractmethod
     def take(self, stage: int) -> Gradients | None:
-        """Remove and return the gradients that wait for a stage's update; `None` without gradients."""
+        """Remove and return the gradients that wait for a stage's update, or `None` if it has none."""
 
     @abc.abstractmethod
     def put_back(self, stage: int, gradients: Gradients) -> None:
-        """Store again the gradients from `take` that an update did not use."""
+        """Put back gradients that `take` has returned and an update did not use."""
 
     @abc.abstractmethod
     def drop(self, key: ParamKey) -> None:
-        """Drop the sum of one parameter, unless a commit has taken it already."""
+        """Discard the sum of one parameter. Do nothing if a commit has taken the sum."""
 
     @abc.abstractmethod
     def discard(self) -> None:
-        """Drop every sum that no commit has taken: a step begins."""
+        """Discard every sum that no commit has taken. Called when a step begins."""
 
     @abc.abstractmethod
     def borrow(self, key: ParamKey) -> Tensor | None:
@@ -97,7 +97,9 @@ class GradientSink(abc.ABC):
 
     @abc.abstractmethod
     def multiply(self, key: ParamKey, factor: Callable[[], Tensor]) -> None:
-        """Multiply the sum of one parameter, if it is present. All ranks call it, between two `complete`.
+        """Multiply the sum of one parameter by `factor()`, if the sum is present.
+
+        All ranks call this function, after `complete`; the next reader calls `complete` again.
 
         Args:
             key: the parameter.
@@ -110,7 +112,7 @@ class GradientSink(abc.ABC):
 
 
 class EditableGradients(GradientSink):
-    """Sums that a user's loop reads, changes and keeps over several steps, as `Tensor.grad` in plain PyTorch.
+    """Gradient sums that a user's loop may read, change and keep over steps, as `grad` in plain PyTorch.
 
     Here a tensor that `borrow` has returned may be changed in place until the commit. With several ranks all
     ranks must make the same changes.
@@ -122,11 +124,11 @@ class EditableGradients(GradientSink):
 
     @abc.abstractmethod
     def remember(self, keys: Collection[ParamKey] | None = None) -> None:
-        """Remember the sums that are present, or those of `keys`, so that `restore` can bring them back."""
+        """Save the sums that are present, or only those of `keys`, so that `restore` can bring them back."""
 
     @abc.abstractmethod
     def restore(self, taken: Collection[ParamKey], waiting: Collection[ParamKey]) -> None:
-        """Bring back the remembered sums, and drop all that has come since.
+        """Bring back the sums that `remember` has saved, and discard all later ones.
 
         Args:
             taken: sums that commits since then have taken, where the commits stay.
@@ -135,11 +137,11 @@ class EditableGradients(GradientSink):
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Discard the remembered sums."""
+        """Discard the sums that `remember` has saved."""
 
 
 def editable(gradients: GradientSink) -> EditableGradients:
-    """Return gradients that a user's loop may edit.
+    """Return `gradients` if a user's loop may edit them; otherwise raise.
 
     Raises:
         StreamError: if they are the gradients of several ranks in `train_step`.
@@ -152,7 +154,7 @@ def editable(gradients: GradientSink) -> EditableGradients:
 
 
 def consumed_error(name: str) -> StreamError:
-    """Return the error for a gradient that is used after a step has consumed it."""
+    """Return the error for reading a gradient after `optimizer.step()` has consumed it."""
     return StreamError(
         "this gradient was used up by optimizer.step(), and plain PyTorch would still have it",
         where=name,

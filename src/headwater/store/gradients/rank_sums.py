@@ -1,4 +1,4 @@
-"""The sums to which the ranks of one host add in turns."""
+"""Gradient sums to which the ranks of one host add one after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater.store.gradients.turns import Turn, TurnQueue
 
 
 class Beginning(NamedTuple):
-    """The state of a sum when this rank's addition to it is submitted.
+    """The generation of a gradient sum when this rank submits an addition to it, and how to prepare the sum.
 
     Attributes:
         generation: of the sum. The first addition of a generation replaces what is there.
@@ -29,7 +29,7 @@ class Beginning(NamedTuple):
 
 @final
 class RankSums:
-    """One sum for each trainable parameter, to which the ranks of a host add in turns.
+    """One gradient sum for each trainable parameter. The ranks of a host add to a sum one after another.
 
     Additions run on a thread beside the computation. A sum has something if any rank has written to it in its
     current generation.
@@ -74,7 +74,7 @@ class RankSums:
         self._adding_to: int | None = None  # the stage to which the thread has last added
 
     def add(self, key: ParamKey, gradient: torch.Tensor) -> bool:
-        """Submit a gradient; a second one for the parameter waits for the end of the micro-batch.
+        """Submit a gradient to be added. A second one of the same parameter waits for `end_micro_batch`.
 
         Returns:
             True if too many gradients wait to be added.
@@ -88,7 +88,7 @@ class RankSums:
         return self._additions.is_backlogged()
 
     def end_micro_batch(self, *, add_second: bool = True) -> dict[ParamKey, torch.Tensor]:
-        """Submit second gradients, and let the turns pass for which this rank has no gradient.
+        """Submit second gradients, and pass on the turns for which this rank has no gradient.
 
         Args:
             add_second: false to return second gradients instead.
@@ -126,17 +126,17 @@ class RankSums:
         self.turns.pass_on(turn)  # at last: then the next rank reads what was written above
 
     def _release_pages(self) -> None:
-        """Release the page cache of a stage, on the rank that adds to it last."""
+        """On the host's last rank, release the page cache of the stage to which the thread has last added."""
         if self._adding_to is not None and self._fabric.local_rank == self._fabric.local_size - 1:
             self.storage.release_pages(self._adding_to)
         self._adding_to = None
 
     def drain(self) -> None:
-        """Block until no more gradients wait to be added than one stage has."""
+        """Block until the gradients that wait to be added are no more than those of one stage."""
         self._additions.drain()
 
     def finish(self) -> None:
-        """Block until this rank has used all its turns."""
+        """Block until this rank has done all additions that it has submitted."""
         self._additions.finish()
         self._release_pages()
 
@@ -149,15 +149,15 @@ class RankSums:
         return self._written.read(self.slots[key]) == generation
 
     def note_written(self, key: ParamKey, generation: int) -> None:
-        """Note the generation in which a sum was written; 0 for a sum that counts as empty."""
+        """Record in which generation a sum was written. Generation 0 marks the sum as empty."""
         self._written.post(self.slots[key], generation)
 
     def whole(self, key: ParamKey) -> torch.Tensor:
-        """Return a sum in the parameter's shape: a view of it, or a copy."""
+        """Return a sum in the parameter's shape: a view of it, or a copy if the sum is on disk."""
         return self.storage.read(key).view(self._stages[key[0]].params[key[1]].shape)
 
     def is_mine(self, key: ParamKey) -> bool:
-        """True on the rank of the host that measures and multiplies a sum."""
+        """True if this rank is the one of its host that computes the norm of a sum and multiplies the sum."""
         return self.slots[key] % self._fabric.local_size == self._fabric.local_rank
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The gradients of the ranks of one host, in memory or files that all of them reach."""
+"""The gradients of the ranks of one host, in shared memory or in files that all of them can read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headwater.store.gradients.storage import GradientStorage
 
 @final
 class RankGradients(GradientSink):
-    """The gradients of ranks of one host. Sums stay where they lie, and are used from there.
+    """The gradients of the ranks of one host, summed in shared memory or files. Updates read them there.
 
     Attributes:
         sums: of all ranks of the host.
@@ -65,7 +65,7 @@ class RankGradients(GradientSink):
             self.sums.wait_for_all(key)
 
     def publish(self) -> None:
-        """Set `status` from the norms that the ranks have measured."""
+        """Set `status` from the norms that the ranks have computed."""
         self.status.present = {key for key in self.sums.keys if self.sums.has(key, self.step)}
         for key in self.sums.keys:
             if key in self.status.present:

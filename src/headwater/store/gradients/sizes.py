@@ -13,7 +13,7 @@ from headwater.core.stage import ParamKey, StageSpec
 
 @final
 class SumSizes:
-    """The sizes of all sums: one for each trainable parameter, flat.
+    """The dtype and the number of elements of each gradient sum. Each trainable parameter has one flat sum.
 
     Attributes:
         dtypes: of the sums.
@@ -39,9 +39,9 @@ class SumSizes:
         self.largest_gradient_bytes = max(arriving.values(), default=0)
 
     def numel(self, key: ParamKey) -> int:
-        """Return the elements of a sum."""
+        """Return how many elements a sum has."""
         return self._numel[key]
 
     def num_bytes(self, key: ParamKey) -> int:
-        """Return the bytes of a sum."""
+        """Return how many bytes a sum has."""
         return self._numel[key] * self.dtypes[key].itemsize

@@ -1,4 +1,4 @@
-"""The exchange of each stage's gradients between hosts, beside the backward."""
+"""The exchange of each stage's gradients between hosts while the backward continues."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from headwater.store.gradients.rank_sums import RankSums
 from headwater.store.gradients.storage import clear
 
 HostRun = Callable[[int, int, int], range]
-"""Returns the elements that a host updates, from stage, parameter and host."""
+"""Function (stage, parameter, host) -> the range of elements of the parameter that the host updates."""
 
 
 @final
 class StageExchange:
-    """Sends the sums of each stage to the hosts that update with them, on a thread beside the backward.
+    """Sends the gradient sums of each stage to the hosts that update it, on a thread, during the backward.
 
     As soon as all ranks of the host have added to the sums of a stage, the host's leader sends every other
     host the elements which that host updates, and adds up what it receives. Stages go from the last to the
@@ -55,7 +55,7 @@ class StageExchange:
         self._sending: list[Future[None]] = []
 
     def start(self, step: int, micro_batch: int) -> None:
-        """Send what this micro-batch completes: each stage as soon as its sums are complete on this host."""
+        """Start to send the sums of every stage, each once all ranks of this host have added to it."""
         if self._link is not None:
             # The backward completes the last stage first.
             for stage in reversed(self._stages):
@@ -84,7 +84,7 @@ class StageExchange:
             self._exchanged.wait(stage.index, step, f"the gradient of stage {stage.name!r} of all hosts")
 
     def add(self, gradients: Mapping[ParamKey, torch.Tensor], step: int) -> None:
-        """Add gradients of one rank to the elements that this host updates, after `finish`."""
+        """Add one rank's gradients to the sums of elements that this host updates. Call `finish` first."""
         for key, gradient in gradients.items() if self._link is not None else ():
             for start, stop in self._own_runs(key):
                 with self._sums.storage.changing(key, start, stop) as own:
@@ -93,14 +93,14 @@ class StageExchange:
             self._sums.note_written(key, step)
 
     def measure(self, keys: Iterable[ParamKey]) -> None:
-        """Measure the elements of these sums that this host updates."""
+        """Compute the norm of each of these sums, over the elements that this host updates."""
         for key in keys if self._link is not None else ():
             for start, stop in self._own_runs(key):
                 square = gradient_norm(self._sums.storage.read(key, start, stop)) ** 2
                 self._squares[self._sums.slots[key]] = square
 
     def gather_norms(self, step: int) -> None:
-        """Write the norms of the sums of all hosts to `RankSums.norms`, and note which sums any host has."""
+        """Write the norms over all hosts to `RankSums.norms`, and record which sums any host has."""
         if self._link is None:
             return
         keys = self._sums.keys
@@ -118,13 +118,13 @@ class StageExchange:
             self._exchange.spread([[run for run in its if run[0] == key] for its in runs])
 
     def multiply(self, key: ParamKey, factor: Callable[[], torch.Tensor]) -> None:
-        """Multiply the elements of a sum that this host updates."""
+        """Multiply a sum by `factor()`, at the elements that this host updates."""
         for start, stop in self._own_runs(key):
             with self._sums.storage.changing(key, start, stop) as own:
                 own.mul_(factor().reshape(-1)[start:stop])
 
     def _own_runs(self, key: ParamKey) -> list[tuple[int, int]]:
-        """Return [(start, stop)], the elements of a parameter that this host updates, or an empty list."""
+        """Return the elements that this host updates as [(start, stop)], or an empty list."""
         runs = self._runs[key[0]][self._host]
         return [(start, stop) for owned, start, stop in runs if owned == key]
 

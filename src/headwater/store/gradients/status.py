@@ -13,7 +13,7 @@ from headwater.store.gradients.norms import global_norm
 
 @final
 class GradientStatus:
-    """The status of the sums of a model's gradients. It holds no gradient.
+    """Which gradient sums of a model are present or consumed, and their norms. Holds no gradient itself.
 
     Attributes:
         present: parameters with a sum that no commit has taken.
@@ -35,7 +35,7 @@ class GradientStatus:
         self._consumed_before: frozenset[ParamKey] = frozenset()
 
     def arrive(self, key: ParamKey, *, is_sparse: bool) -> None:
-        """Note that a sum is present and has changed, so that its norm is no longer known."""
+        """Record that a sum is present and has changed, so that its norm is not known."""
         self.present.add(key)
         self.norms.pop(key, None)
         if is_sparse:
@@ -44,33 +44,33 @@ class GradientStatus:
             self.sparse.discard(key)
 
     def measure(self, key: ParamKey, norm: Tensor) -> None:
-        """Note the norm of a sum, and its stage if it is the first that is not finite."""
+        """Record the norm of a sum. If it is the first norm that is not finite, record the stage too."""
         self.norms[key] = norm
         # The first to arrive is the first in backward, where the fault began.
         if self.first_bad is None and not bool(norm.isfinite()):
             self.first_bad = key[0]
 
     def norm(self, keys: Iterable[ParamKey]) -> Tensor:
-        """Return the global norm of sums that have been measured; the order decides the last bits."""
+        """Return the global norm of sums, from their recorded norms. Its last bits depend on the order."""
         return global_norm([self.norms[key] for key in keys])
 
     def leave(self, key: ParamKey) -> None:
-        """Note that a sum is not present any more: a commit has taken it, or it was dropped."""
+        """Record that a sum is not present any more: a commit has taken it, or it was discarded."""
         self.present.discard(key)
         self.norms.pop(key, None)
 
     def leave_all(self) -> None:
-        """Note that no sum is present any more."""
+        """Record that no sum is present any more."""
         self.present.clear()
         self.norms.clear()
         self.first_bad = None
 
     def consume(self, keys: Iterable[ParamKey]) -> None:
-        """Note that an optimizer has used these sums. Reading them is an error until they are dropped."""
+        """Record that an optimizer has used these sums. Reading them is an error until they are discarded."""
         self.consumed.update(keys)
 
     def remember(self, keys: Collection[ParamKey] | None) -> None:
-        """Remember which sums are present, or which of `keys` are, for `restore`."""
+        """Save for `restore` which sums are present, among `keys` if given."""
         self.remembered = frozenset(self.present if keys is None else self.present.intersection(keys))
         self._consumed_before = frozenset(self.consumed)
 

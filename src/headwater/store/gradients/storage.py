@@ -22,7 +22,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class GradientStorage(abc.ABC):
-    """The place of sums that ranks share. The caller ensures that nobody else uses a sum at the same time.
+    """Storage of gradient sums that ranks share. While a caller uses a sum, no other rank may use that sum.
 
     Attributes:
         sizes: of the sums.
@@ -32,7 +32,7 @@ class GradientStorage(abc.ABC):
 
     @abc.abstractmethod
     def read(self, key: ParamKey, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return these elements of a sum: a view of them, or a copy.
+        """Return elements `start` to `stop` of a sum: a view of them, or a copy if they are on disk.
 
         Args:
             key: the parameter.
@@ -57,7 +57,7 @@ class GradientStorage(abc.ABC):
     def changing(
         self, key: ParamKey, start: int = 0, stop: int | None = None
     ) -> AbstractContextManager[torch.Tensor]:
-        """Return these elements in a context, in which they may be changed in place.
+        """Return elements `start` to `stop` of a sum in a context, inside which they may be changed in place.
 
         Args:
             key: the parameter.
@@ -86,7 +86,7 @@ def clear(storage: GradientStorage, key: ParamKey) -> None:
 
 @final
 class MemoryStorage(GradientStorage):
-    """Sums in memory that the ranks of a host share.
+    """Gradient sums in memory that the ranks of a host share.
 
     Args:
         sizes: of the sums.
@@ -124,7 +124,7 @@ class MemoryStorage(GradientStorage):
 
 @final
 class DiskStorage(GradientStorage):
-    """Sums in files, one for each stage. The page cache holds a stage's sums while ranks add to them.
+    """Gradient sums in files, one file for each stage. The page cache holds a stage's sums while ranks add.
 
     Args:
         stages: the stages.
@@ -194,7 +194,9 @@ class DiskStorage(GradientStorage):
             file.close()
 
     def _blocks(self, key: ParamKey, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the blocks that hold elements `start` to `stop`: offset, elements of the block, and of these.
+        """Yield each block with some of the elements `start` to `stop`, and where they are.
+
+        Yields the block's offset in the file, their slice of the block, and their slice of `[start:stop]`.
 
         Checksums are of whole blocks, so a sum is always read and written in the same blocks.
         """
@@ -205,11 +207,11 @@ class DiskStorage(GradientStorage):
             yield block, slice(begin - first, end - first), slice(begin - start, end - start)
 
     def _span(self, key: ParamKey, block: int) -> int:
-        """Return the bytes of a block that belong to the sum."""
+        """Return how many bytes of a block belong to the sum; the rest of the last page is padding."""
         return min(_BLOCK_BYTES, self._offsets[key] + self.sizes.num_bytes(key) - block)
 
     def _empty(self, key: ParamKey, block: int) -> torch.Tensor:
-        """Return memory for a block, in whole pages."""
+        """Allocate memory for a block, in whole pages."""
         return aligned_empty(self._span(key, block)).view(self.sizes.dtypes[key])
 
     def _load(self, key: ParamKey, block: int) -> torch.Tensor:
@@ -222,7 +224,7 @@ class DiskStorage(GradientStorage):
 
 
 def _places(keys: Iterable[ParamKey], sizes: SumSizes, alignment: int) -> tuple[dict[ParamKey, int], int]:
-    """Return the offset of each sum, one after the other, and the end of the last one."""
+    """Place the sums one after another. Return the offset of each sum, and the end of the last one."""
     places, end = {}, 0
     for key in keys:
         places[key] = end
@@ -233,7 +235,7 @@ def _places(keys: Iterable[ParamKey], sizes: SumSizes, alignment: int) -> tuple[
 def _shared_files(
     sizes: Mapping[Path, int], stages: Sequence[StageSpec], fabric: Fabric, verify: bool
 ) -> list[BlockFile]:
-    """Open files that the ranks of a host share; the first rank creates them."""
+    """Open the files that the ranks of a host share. The first rank creates them."""
     sums = [fabric.allocate(sums_bytes(size)) for size in sizes.values()] if verify else None
     contents = [f"the gradients of stage {stage.name!r}" for stage in stages] if verify else None
     # Through the page cache, because the next rank reads what this one has just written.

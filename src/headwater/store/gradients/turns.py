@@ -1,4 +1,4 @@
-"""The order in which ranks add to sums that they share. Pure: counters alone, no tensors, no threads."""
+"""The order in which ranks add to shared gradient sums. Uses only counters, no tensors and no threads."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import dataclasses
 from typing import Protocol, final
 
 ROUNDS = 2
-"""Rounds of turns in each micro-batch: one for first gradients of parameters, one for second gradients."""
+"""Turns of each rank per sum and micro-batch: one for a parameter's first gradient, one for a second."""
 
 
 class Counters(Protocol):
-    """Numbers that all ranks read, each written by one rank at a time. `fabric.Board` implements it."""
+    """Numbers that all ranks read. One rank at a time writes a number. Implemented by `fabric.Board`."""
 
     def post(self, slot: int, value: int) -> None:
-        """Write a number."""
+        """Write the number in a slot."""
 
     def read(self, slot: int) -> int:
-        """Return a number."""
+        """Return the number in a slot."""
 
     def wait(self, slot: int, value: int, what: str) -> None:
-        """Block until a number is at least `value`; `what` names the wait in errors."""
+        """Block until the number in a slot is at least `value`. `what` says in errors what was waited for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """The right of a rank to add to one sum, once.
+    """The right of one rank to add once to one sum.
 
     Attributes:
         slot: which sum.
@@ -75,7 +75,7 @@ class TurnQueue:
         return bool(self._first)
 
     def first(self, slot: int) -> Turn | None:
-        """Return the turn for this rank's first gradient in the micro-batch, and `None` on later calls."""
+        """Return the turn for a sum's first gradient in this micro-batch; `None` on a later call."""
         if slot in self._first:
             return None
         # Before the turn: rank 0 waits until every rank has begun the micro-batch.
@@ -84,7 +84,7 @@ class TurnQueue:
         return self._turn(slot, 0)
 
     def end_micro_batch(self) -> list[tuple[Turn, bool]]:
-        """Return this rank's turns that `first` has not returned, and begin the next micro-batch.
+        """Return all turns of this rank that `first` has not returned. Then the next micro-batch begins.
 
         The turns are in the order in which the rank must use them.
 
@@ -109,7 +109,7 @@ class TurnQueue:
         return Turn(slot, before + self._rank, self.micro_batch)
 
     def wait(self, turn: Turn, what: str) -> None:
-        """Block until `turn` is the next turn at its sum. `what` names the sum in errors."""
+        """Block until all earlier turns at the same sum have ended. `what` names the sum in errors."""
         if self._entered is not None and self._rank == 0:  # all others wait for rank 0, so it is enough
             for rank in range(self._num_ranks):
                 self._entered.wait(rank, turn.micro_batch + 1, f"rank {rank} to come to the backward")
