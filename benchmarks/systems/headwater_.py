@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.workload import MeasuredPlan, Step, Workload, add_workload_arguments, measure, workload_of
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.core.buffers import tune_allocator
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec

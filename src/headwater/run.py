@@ -19,7 +19,7 @@ from headwater.cli.arguments import add_override_options, overrides, read_params
 from headwater.cli.main import guarded
 from headwater.cli.output import open_console
 from headwater.cli.parser import Parser
-from headwater.config import find_params
+from headwater.config.files import find_params
 from headwater.config.user import UserConfig, load_user_params
 from headwater.core.errors import ConfigError
 from headwater.fabric.alike import check_alike

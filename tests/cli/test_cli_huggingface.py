@@ -10,7 +10,7 @@ from run_samples import assert_same_checkpoint, losses
 from tokenizers import Tokenizer
 
 from headwater.config import load_params
-from headwater.config.models import HuggingFaceConfig
+from headwater.config.models.huggingface import HuggingFaceConfig
 from headwater.core.batches import IGNORED
 from headwater.core.stage import ParamSpec
 from headwater.models.huggingface import HuggingFaceModel, library_arguments

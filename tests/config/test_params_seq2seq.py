@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from headwater.config import load_params
 from headwater.config.data import AnyData, SpanCorruptionDataConfig, TranslationDataConfig
-from headwater.config.models import Seq2SeqConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
 from headwater.config.optimizers import OptimizerConfig
 from headwater.models.registry import build_model
 

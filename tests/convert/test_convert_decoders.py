@@ -7,7 +7,7 @@ import torch
 from conversions import losses_of_a_step, stored
 from safetensors.torch import load_file
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.convert.checkpoint import export_hf, import_hf
 from headwater.convert.formats import CONVERTERS, FORMATS
 from headwater.convert.formats.base import REQUIRED

@@ -166,7 +166,7 @@ def _labels(name, batch):
 
 
 def test_export_refuses_what_the_formats_cannot_express(tmp_path):
-    from headwater.config.models import BertConfig
+    from headwater.config.models.encoder import BertConfig
 
     sizes = {"name": "bert", "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 1, "filter_size": 40}
     for changes, message in (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.convert.checkpoint import export_hf, import_hf
 from headwater.convert.formats.gpt2 import GPT2
 from headwater.core.errors import CheckpointError, ConfigError

@@ -7,7 +7,7 @@ import torch
 from conversions import losses_of_a_step, stored
 from safetensors.torch import load_file, save_file
 
-from headwater.config.models import LlavaConfig, MultimodalSimpleConfig
+from headwater.config.models.multimodal import LlavaConfig, MultimodalSimpleConfig
 from headwater.convert.checkpoint import export_hf, import_hf, parameter_shapes
 from headwater.convert.folder import read_folder, write_folder
 from headwater.convert.formats import LLAVA

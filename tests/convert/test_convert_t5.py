@@ -4,7 +4,7 @@ import pytest
 import torch
 from conversions import losses_of_a_step, stored
 
-from headwater.config.models import Seq2SeqConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
 from headwater.convert.checkpoint import export_hf, import_hf
 from headwater.convert.formats import CONVERTERS
 from headwater.core.errors import CheckpointError, ConfigError

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conversions import losses_of_a_step, stored
 
-from headwater.config.models import ViTConfig
+from headwater.config.models.vision import ViTConfig
 from headwater.convert.checkpoint import export_hf, import_hf
 from headwater.core.errors import ConfigError
 from headwater.models.registry import build_model

@@ -3,7 +3,7 @@
 import torch
 from torch.testing import assert_close
 
-from headwater.config.models import DPRConfig
+from headwater.config.models.encoder import DPRConfig
 from headwater.core.whole_batch import part_of_batch, rows, total
 from headwater.models.bert import DPR
 

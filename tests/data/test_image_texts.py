@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from headwater.config.data import GptDataConfig, ImageTextDataConfig
-from headwater.config.models import LlavaConfig, MultimodalSimpleConfig
+from headwater.config.models.multimodal import LlavaConfig, MultimodalSimpleConfig
 from headwater.core.errors import ConfigError, DataError
 from headwater.data.modes import ModeOptions
 from headwater.data.packing import split_samples

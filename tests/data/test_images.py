@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from headwater.config import load_params, shipped_params
 from headwater.config.data import ImageFolderDataConfig, SegmentationDataConfig
-from headwater.config.models import UNetConfig, ViTConfig
+from headwater.config.models.vision import UNetConfig, ViTConfig
 from headwater.config.transforms import Transforms
 from headwater.core.errors import ConfigError, DataError
 from headwater.trainer.datasets import open_data

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.config.data import GptDataConfig
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.core.errors import DataError
 from headwater.data.mixture import Mixture
 from headwater.data.sample_file import write_sample_file

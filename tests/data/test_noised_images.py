@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from headwater.config.data import LatentDataConfig, MNISTDataConfig
-from headwater.config.models import DiTConfig, ViTConfig
+from headwater.config.models.diffusion import DiTConfig
+from headwater.config.models.vision import ViTConfig
 from headwater.core.errors import ConfigError, DataError
 from headwater.trainer.datasets import open_data
 

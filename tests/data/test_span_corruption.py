@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.config.data import SpanCorruptionDataConfig
-from headwater.config.models import Seq2SeqConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
 from headwater.core.errors import DataError
 from headwater.data.text.span_corruption import (
     corrupt,

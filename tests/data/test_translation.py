@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from headwater.config.data import TranslationDataConfig
-from headwater.config.models import FCMnistConfig, Seq2SeqConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
+from headwater.config.models.vision import FCMnistConfig
 from headwater.core.errors import ConfigError, DataError
 from headwater.data.text.translation import read_translations
 from headwater.data.tokenizer import TrainBPE

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from headwater.config.data import ViewDataConfig
 from headwater.config.data.views import MaskedPatchConfig
-from headwater.config.models import DinoConfig
+from headwater.config.models.self_supervised import DinoConfig
 from headwater.config.transforms import Transforms
 from headwater.core.errors import ConfigError, DataError
 from headwater.trainer.datasets import open_data

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.core.errors import DataError
 from headwater.data.modes import ModeOptions
 from headwater.data.packing import pack

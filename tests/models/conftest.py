@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 
 TINY = {
     "vocab_size": 97,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headwater.config.models import DECODERS
+from headwater.config.models.decoder import FAMILIES as DECODERS
 from headwater.core.errors import DataError
 from headwater.models.decoder import Decoder
 from headwater.models.decoder_parameters import init_parameter, learning_rate_scale

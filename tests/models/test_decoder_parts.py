@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.models.decoder import Decoder
 from headwater.models.decoder_parameters import init_parameter, learning_rate_scale
 

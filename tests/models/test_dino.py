@@ -8,8 +8,7 @@ from pydantic import ValidationError
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
-from headwater.config.models import DinoConfig
-from headwater.config.models.self_supervised import DistillationConfig, KoLeoConfig
+from headwater.config.models.self_supervised import DinoConfig, DistillationConfig, KoLeoConfig
 from headwater.core.precision import Precision
 from headwater.models.dino_losses import make_loss
 from headwater.models.registry import build_model, meta_batch

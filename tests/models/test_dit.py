@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from headwater.config import load_params, shipped_params
-from headwater.config.models import DiTConfig
+from headwater.config.models.diffusion import DiTConfig
 from headwater.core.errors import ConfigError
 from headwater.models.diffusion import add_noise, generate_images, noise_variances
 from headwater.models.layers.attention import Seen

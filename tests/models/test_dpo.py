@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headwater.config.models import DPOConfig
+from headwater.config.models.preference import DPOConfig
 from headwater.convert.checkpoint import import_hf
 from headwater.models.registry import build_model
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from headwater.config.models import ExtractiveSummarizationConfig, QuestionAnsweringConfig
+from headwater.config.models.encoder import ExtractiveSummarizationConfig, QuestionAnsweringConfig
 from headwater.models.question_answering import answerable, best_spans
 from headwater.models.registry import build_model
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from headwater.config.models import InitializerConfig, QuestionAnsweringConfig
+from headwater.config.models.common import InitializerConfig
+from headwater.config.models.encoder import QuestionAnsweringConfig
 from headwater.models.layers.initializers import draw
 from headwater.models.registry import build_model
 

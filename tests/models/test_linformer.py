@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headwater.config.models import BertConfig, ClassifierConfig
+from headwater.config.models.encoder import BertConfig, ClassifierConfig
 from headwater.convert.formats import format_of_config
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.precision import Precision

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.convert.checkpoint import export_hf, import_hf
 from headwater.core.errors import ConfigError
 from headwater.models.registry import build_model

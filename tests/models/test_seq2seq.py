@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from headwater.config.models import Seq2SeqConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
 from headwater.core.errors import DataError
 from headwater.models.layers.positions import sinusoidal_positions
 from headwater.models.layers.relative_positions import RelativePositionBias, relative_buckets

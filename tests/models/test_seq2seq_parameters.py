@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwater.config.models import Seq2SeqConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
 from headwater.models.seq2seq_parameters import initializers
 
 

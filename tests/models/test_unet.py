@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from torch import nn
 from torch.nn import functional as F
 
-from headwater.config.models import UNetConfig
+from headwater.config.models.vision import UNetConfig
 from headwater.core.errors import DataError
 from headwater.models.registry import build_model
 from headwater.models.unet import dice_loss

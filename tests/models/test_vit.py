@@ -6,7 +6,7 @@ import yaml
 from pydantic import ValidationError
 from torch import nn
 
-from headwater.config.models import ViTConfig
+from headwater.config.models.vision import ViTConfig
 from headwater.core.errors import ConfigError, DataError
 from headwater.models.registry import build_model, meta_batch
 from shared_data import SHARED

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.core.errors import DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.models.registry import build_model

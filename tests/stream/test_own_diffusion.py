@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import Job, Setting, assert_equal, make_engine, train_plain, train_streamed
 
-from headwater.config.models import DiTConfig
+from headwater.config.models.diffusion import DiTConfig
 from headwater.models.diffusion import generate_images
 from headwater.models.registry import build_model
 

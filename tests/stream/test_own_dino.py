@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import Job, Setting, assert_equal, make_engine, train_plain, train_streamed
 
-from headwater.config.models import DinoConfig
+from headwater.config.models.self_supervised import DinoConfig
 from headwater.core.errors import ConfigError
 from headwater.models.registry import FAMILIES, build_model
 from headwater.trainer.averages import MovingAverages

@@ -6,7 +6,8 @@ import pytest
 import torch
 from harness import Job, Setting, assert_equal, train_plain, train_streamed
 
-from headwater.config.models import DECODERS, DecoderConfig
+from headwater.config.models.decoder import FAMILIES as DECODERS
+from headwater.config.models.decoder import DecoderConfig
 from headwater.models.registry import build_model
 
 SIZES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import Job, Setting, assert_equal, train_plain, train_streamed
 
-from headwater.config.models import Seq2SeqConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
 from headwater.models.registry import build_model
 
 SIZES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import Job, Setting, assert_equal, train_plain, train_streamed
 
-from headwater.config.models import UNetConfig, ViTConfig
+from headwater.config.models.vision import UNetConfig, ViTConfig
 from headwater.models.registry import build_model
 
 _VIT = {

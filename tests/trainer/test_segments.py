@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from headwater.config.data import DynamicMaskDataConfig, MaskedTextDataConfig, QuestionDataConfig
-from headwater.config.models import BertConfig, QuestionAnsweringConfig
+from headwater.config.models.encoder import BertConfig, QuestionAnsweringConfig
 from headwater.core.errors import ConfigError, DataError
 from headwater.trainer.datasets import open_data
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headwater.config import find_params, load_params, shipped_params
-from headwater.config.models import FCMnistConfig, ImageEncoderSection, UNetConfig
+from headwater.config.models.vision import FCMnistConfig, ImageEncoderSection, UNetConfig
 from headwater.convert.formats import FORMATS, format_of_config
 from headwater.plan.trace import trace_step
 from headwater.trainer.zoo_job import meta_model, zoo_trainable

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headwater.config import DecoderConfig, find_params, load_params, shipped_params
-from headwater.config.models import DECODERS
+from headwater.config.models.decoder import FAMILIES as DECODERS
 from headwater.trainer.session import fit
 
 WORDS = [f"w{number}" for number in range(40)]

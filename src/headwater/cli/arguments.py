@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from headwater.cli.parser import Parser
-from headwater.config import RunConfig, find_params, load_params
+from headwater.config.files import find_params
 from headwater.config.overrides import RATES, SHORT_NAMES
+from headwater.config.run import RunConfig, load_params
 from headwater.trainer.run_dir import RunDir
 
 USAGE = "PARAMS [--option VALUE ...] [key=value ...]"

@@ -15,8 +15,10 @@ from rich.table import Table
 from headwater.cli import convert
 from headwater.cli.arguments import read_model_dir
 from headwater.cli.parser import Parser
-from headwater.config import ModelConfig, RunConfig, find_params, load_params
-from headwater.config.models import HuggingFaceConfig
+from headwater.config.files import find_params
+from headwater.config.models import ModelConfig
+from headwater.config.models.huggingface import HuggingFaceConfig
+from headwater.config.run import RunConfig, load_params
 from headwater.convert.checkpoint import export_hf, open_hf, read_config
 from headwater.core.errors import RunError
 from headwater.core.side_files import end_tokens, keep_generation_tokens, side_files

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headwater.config import RunConfig
 from headwater.config.cluster import load_cluster, shipped_clusters
+from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.core.units import counted
 from headwater.plan.cluster.drawing import draw_scaling, draw_timeline

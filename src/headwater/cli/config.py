@@ -12,9 +12,10 @@ from headwater.cli import config_init
 from headwater.cli.arguments import add_params_arguments, read_params
 from headwater.cli.output import open_console
 from headwater.cli.parser import Parser
-from headwater.config import RunConfig, find_params, load_params, shipped_params
 from headwater.config.conversion import convert_params
+from headwater.config.files import find_params, shipped_params
 from headwater.config.listing import describe_params, show_params
+from headwater.config.run import RunConfig, load_params
 from headwater.config.starter import schema_line
 from headwater.core.errors import ConfigError
 from headwater.trainer.zoo_job import meta_model

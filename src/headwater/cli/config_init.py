@@ -13,9 +13,10 @@ import torch
 from pydantic import ValidationError
 
 from headwater.cli.interview import Interview, Question
-from headwater.config import RunConfig, find_params, load_params, shipped_params
 from headwater.config.base import expand_user, nearest
+from headwater.config.files import find_params, shipped_params
 from headwater.config.models.huggingface import HuggingFaceConfig
+from headwater.config.run import RunConfig, load_params
 from headwater.config.starter import (
     HF_DATA,
     PRECISIONS,

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from headwater.cli.parser import Parser
-from headwater.config import ModelConfig
+from headwater.config.models import ModelConfig
 from headwater.convert.checkpoint import export_hf, open_hf, parameter_shapes
 from headwater.convert.folder import MODEL_FILE, read_folder, read_model_section, write_folder
 from headwater.convert.formats import CONVERTERS, nearest_converter

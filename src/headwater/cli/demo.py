@@ -13,7 +13,8 @@ from rich.console import Console
 from headwater.cli import generate
 from headwater.cli.fit import summary
 from headwater.cli.output import open_console
-from headwater.config import RunConfig, find_params, load_params
+from headwater.config.files import find_params
+from headwater.config.run import RunConfig, load_params
 from headwater.core.errors import ConfigError
 from headwater.core.units import counted, format_bytes, format_count, format_duration
 from headwater.data.assets import sample_text

@@ -7,7 +7,7 @@ import argparse
 from rich.console import Console
 
 from headwater.cli.output import open_console
-from headwater.config import RunConfig
+from headwater.config.run import RunConfig
 from headwater.config.user import UserConfig
 from headwater.trainer.early import compile_run, validate_run
 from headwater.trainer.job import Trainable

@@ -18,7 +18,7 @@ from headwater.cli import early
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.jobs import current_umask, submit_job
 from headwater.cli.output import open_console
-from headwater.config import RunConfig
+from headwater.config.run import RunConfig
 from headwater.config.user import UserConfig
 from headwater.fabric.membership import current, is_watched
 from headwater.trainer.interrupt import EXIT_CODE

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from headwater.cli.arguments import read_model_dir
-from headwater.config import RunConfig
-from headwater.config.models import DPOConfig
+from headwater.config.models.preference import DPOConfig
+from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.side_files import end_tokens, special_token
 from headwater.models.generation import LanguageModel, generate

@@ -11,7 +11,7 @@ from rich.console import Console
 from headwater.core.errors import HeadwaterError, StoreError, StreamError
 
 if TYPE_CHECKING:
-    from headwater.config import RunConfig
+    from headwater.config.run import RunConfig
     from headwater.config.user import UserConfig
 
 BAD_INPUT, FAILURE = 2, 1

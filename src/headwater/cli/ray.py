@@ -15,7 +15,7 @@ import yaml
 from headwater.cli import early
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.parser import Parser
-from headwater.config import RunConfig
+from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.core.units import GIB, format_bytes, parse_bytes
 from headwater.fabric.launch.kuberay import PARAMS, Pods, manifest

@@ -6,7 +6,7 @@ import argparse
 
 from headwater.cli.arguments import EVALUATION, USAGE, add_params_arguments, read_params
 from headwater.cli.output import open_console
-from headwater.config import RunConfig
+from headwater.config.run import RunConfig
 from headwater.core.units import counted
 from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.session import validate, validate_all

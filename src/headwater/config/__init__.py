@@ -1,7 +1,9 @@
 """Params files: their schema, which is strict and the same for both forms."""
 
 from headwater.config.files import find_params, shipped_params
-from headwater.config.models import MODELS, DecoderConfig, InitializerConfig, ModelConfig
+from headwater.config.models import MODELS, ModelConfig
+from headwater.config.models.common import InitializerConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.config.run import InitConfig, RunConfig, load_params
 
 __all__ = [

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headwater.config.base import AsTuple, Choice, OneOrMore, Section
-from headwater.optim import OptimizerSpec, is_bias_or_norm
 from headwater.optim.schedules import (
     Constant,
     CosineAnnealing,
@@ -23,6 +22,7 @@ from headwater.optim.schedules import (
     Sequential,
     Step,
 )
+from headwater.optim.spec import OptimizerSpec, is_bias_or_norm
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -31,7 +31,8 @@ from headwater.config.sections import (
 )
 from headwater.config.sparsity import SparsityConfig
 from headwater.core.errors import ConfigError, shorten
-from headwater.optim import Constant, OptimizerSpec, Schedule
+from headwater.optim.schedules import Constant, Schedule
+from headwater.optim.spec import OptimizerSpec
 
 AnySection = TypeVar("AnySection", bound=Section)
 

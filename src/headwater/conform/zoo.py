@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from headwater.config import find_params, load_params
+from headwater.config.files import find_params
+from headwater.config.run import load_params
 from headwater.conform.subject import Subject
 from headwater.core.loss_function import call_model
 from headwater.core.stage import ParamSpec

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.config.models import DecoderConfig, DPOConfig, ModelConfig
+from headwater.config.models import ModelConfig
+from headwater.config.models.decoder import DecoderConfig
+from headwater.config.models.preference import DPOConfig
 from headwater.convert.formats import (
     CONVERTERS,
     FORMATS,

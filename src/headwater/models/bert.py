@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import (
+from headwater.config.models.common import Nonlinearity
+from headwater.config.models.encoder import (
     BertConfig,
     ClassifierConfig,
     DPRConfig,
     EncoderSection,
     ExtractiveSummarizationConfig,
-    Nonlinearity,
     TokenClassifierConfig,
 )
 from headwater.core import whole_batch

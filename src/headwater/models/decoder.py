@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.core.dry_run import costs_by_shapes
 from headwater.core.errors import DataError
 from headwater.models.decoder_parameters import init_parameter, layer_namings

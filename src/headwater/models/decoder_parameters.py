@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from headwater.config.models import DecoderConfig, InitializerConfig
+from headwater.config.models.common import InitializerConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.core.stage import MAY_BE_MISSING
 from headwater.models.layers.initializers import draw, first_match
 from headwater.models.layers.positions import alibi_slopes

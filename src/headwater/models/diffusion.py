@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from headwater.config.models import DiTConfig, NoiseSchedule
+from headwater.config.models.diffusion import DiTConfig, NoiseSchedule
 from headwater.core.errors import ConfigError
 from headwater.core.seeding import derive_seed
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import DinoConfig, InitializerConfig
+from headwater.config.models.common import InitializerConfig
 from headwater.config.models.self_supervised import (
     CalledSection,
+    DinoConfig,
     DinoHeadConfig,
     ViewEncoderConfig,
     source_of,

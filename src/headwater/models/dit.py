@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import DiTConfig, InitializerConfig
+from headwater.config.models.common import InitializerConfig
+from headwater.config.models.diffusion import DiTConfig
 from headwater.core.dry_run import costs_by_shapes
 from headwater.models.diffusion import add_noise, noise_variances
 from headwater.models.layers.attention import Seen, SelfAttention

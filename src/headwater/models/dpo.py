@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import DPOConfig
+from headwater.config.models.preference import DPOConfig
 from headwater.models import decoder_parameters
 from headwater.models.decoder import Decoder
 from headwater.models.evaluation import Scored

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from headwater.config.models import EncoderSection, InitializerConfig, Nonlinearity
+from headwater.config.models.common import InitializerConfig, Nonlinearity
+from headwater.config.models.encoder import EncoderSection
 from headwater.core.dry_run import costs_by_shapes
 from headwater.core.errors import DataError
 from headwater.models.layers.attention import Seen, SelfAttention

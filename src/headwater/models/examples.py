@@ -13,20 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.config.models import (
-    BertConfig,
-    DinoConfig,
-    DiTConfig,
-    DPOConfig,
-    DPRConfig,
-    ExtractiveSummarizationConfig,
-    FCMnistConfig,
-    HuggingFaceConfig,
-    MultimodalSection,
-    Seq2SeqConfig,
-    UNetConfig,
-    ViTConfig,
-)
+from headwater.config.models.diffusion import DiTConfig
+from headwater.config.models.encoder import BertConfig, DPRConfig, ExtractiveSummarizationConfig
+from headwater.config.models.huggingface import HuggingFaceConfig
+from headwater.config.models.multimodal import MultimodalSection
+from headwater.config.models.preference import DPOConfig
+from headwater.config.models.self_supervised import DinoConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
+from headwater.config.models.vision import FCMnistConfig, UNetConfig, ViTConfig
 
 Example = dict[str, Tensor]
 """A batch without values, on the meta device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 
 _Layers = tuple[str, dict[str, tuple[str, ...]]]
 """Prefix of the names of blocks, and the library's layers that each linear layer of our block stacks."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from headwater.config.models import ImageModelConfig, InitializerConfig, MultimodalSection, ProjectorConfig
+from headwater.config.models.common import InitializerConfig
+from headwater.config.models.multimodal import ImageModelConfig, MultimodalSection, ProjectorConfig
 from headwater.models import decoder, decoder_parameters, vit
 from headwater.models.decoder import Decoder, Inserted
 from headwater.models.layers.feed_forward import NONLINEARITIES

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import FCMnistConfig, InitializerConfig
+from headwater.config.models.common import InitializerConfig
+from headwater.config.models.vision import FCMnistConfig
 from headwater.models.evaluation import Scored
 from headwater.models.layers.feed_forward import NONLINEARITIES
 from headwater.models.layers.initializers import draw, initialize

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwater.config.models import QuestionAnsweringConfig
+from headwater.config.models.encoder import QuestionAnsweringConfig
 from headwater.models.bert import EncoderModel
 from headwater.models.evaluation import F1, Scored
 from headwater.models.layers.linear import Linear

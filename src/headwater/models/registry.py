@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwater.config.models import (
-    DECODERS,
-    MODELS,
-    SEQ2SEQ,
-    ModelConfig,
-)
+from headwater.config.models import MODELS, ModelConfig
+from headwater.config.models.decoder import FAMILIES as DECODERS
+from headwater.config.models.seq2seq import SEQ2SEQ
 from headwater.core.errors import ConfigError
 from headwater.models import (
     bert,

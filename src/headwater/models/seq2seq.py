@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import Seq2SeqConfig
-from headwater.config.models.seq2seq import StackName
+from headwater.config.models.seq2seq import Seq2SeqConfig, StackName
 from headwater.core.batches import IGNORED
 from headwater.core.dry_run import costs_by_shapes
 from headwater.core.errors import DataError

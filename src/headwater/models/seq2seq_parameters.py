@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headwater.config.models import InitializerConfig, Seq2SeqConfig
-from headwater.config.models.seq2seq import StackName
+from headwater.config.models.common import InitializerConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig, StackName
 from headwater.models.layers.initializers import BIASES_AND_NORMS, draw, first_match
 
 

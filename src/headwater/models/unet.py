@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import InitializerConfig, UNetConfig
+from headwater.config.models.common import InitializerConfig
+from headwater.config.models.vision import UNetConfig
 from headwater.core.errors import DataError
 from headwater.models.evaluation import Overlap, Scored
 from headwater.models.layers.convolution import BatchNorm2d, Conv2d, ConvTranspose2d

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import ImageEncoderSection, InitializerConfig, ViTConfig
+from headwater.config.models.common import InitializerConfig
+from headwater.config.models.vision import ImageEncoderSection, ViTConfig
 from headwater.core.errors import DataError
 from headwater.models.bert import Pooler
 from headwater.models.encoder import EncoderBlock

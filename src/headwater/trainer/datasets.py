@@ -29,25 +29,23 @@ from headwater.config.data import (
     ViewDataConfig,
 )
 from headwater.config.data.common import LoaderSection
-from headwater.config.models import (
+from headwater.config.models import ModelConfig
+from headwater.config.models.decoder import DecoderConfig
+from headwater.config.models.diffusion import DiTConfig
+from headwater.config.models.encoder import (
     BertConfig,
     ClassifierConfig,
-    DecoderConfig,
-    DinoConfig,
-    DiTConfig,
-    DPOConfig,
     DPRConfig,
     ExtractiveSummarizationConfig,
-    FCMnistConfig,
-    HuggingFaceConfig,
-    ModelConfig,
-    MultimodalSection,
     QuestionAnsweringConfig,
-    Seq2SeqConfig,
     TokenClassifierConfig,
-    UNetConfig,
-    ViTConfig,
 )
+from headwater.config.models.huggingface import HuggingFaceConfig
+from headwater.config.models.multimodal import MultimodalSection
+from headwater.config.models.preference import DPOConfig
+from headwater.config.models.self_supervised import DinoConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
+from headwater.config.models.vision import FCMnistConfig, UNetConfig, ViTConfig
 from headwater.core.errors import ConfigError
 from headwater.core.side_files import TOKENIZER_FILE
 from headwater.fabric.fabric import ALONE, Fabric

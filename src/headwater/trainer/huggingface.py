@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwater.api.pretrained import record_pretrained, save_pretrained
-from headwater.config.models import HuggingFaceConfig
+from headwater.config.models.huggingface import HuggingFaceConfig
 from headwater.convert.shards import has_weights
 from headwater.convert.stored import PICKLED_FILE
 from headwater.core.empty import record_values, recorded_values

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 
 from headwater.config.optimizers import ScheduleConfig
 from headwater.core.errors import ConfigError
-from headwater.optim import Constant, Schedule, is_bias_or_norm
+from headwater.optim.schedules import Constant, Schedule
+from headwater.optim.spec import is_bias_or_norm
 from headwater.trainer.job import Job
 
 logger = logging.getLogger(__name__)

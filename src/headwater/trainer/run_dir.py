@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from headwater.config.models import HuggingFaceConfig
-from headwater.config.models.huggingface import CONFIG_FILE
+from headwater.config.models.huggingface import CONFIG_FILE, HuggingFaceConfig
 from headwater.config.run import RunConfig
 from headwater.config.user import UserConfig
 from headwater.core.errors import ConfigError

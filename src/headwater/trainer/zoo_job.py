@@ -6,7 +6,10 @@ import dataclasses
 
 from torch import nn
 
-from headwater.config.models import DecoderConfig, DPOConfig, HuggingFaceConfig, ModelConfig
+from headwater.config.models import ModelConfig
+from headwater.config.models.decoder import DecoderConfig
+from headwater.config.models.huggingface import HuggingFaceConfig
+from headwater.config.models.preference import DPOConfig
 from headwater.config.run import InitConfig, RunConfig
 from headwater.config.sections import FitConfig
 from headwater.core.batches import num_samples

@@ -7,32 +7,22 @@ from typing import Annotated, Any, get_args
 from pydantic import Field
 
 from headwater.config.base import Reads, Section
-from headwater.config.models.common import InitializerConfig, InitializerName, Nonlinearity
-from headwater.config.models.decoder import FAMILIES as DECODERS
 from headwater.config.models.decoder import DecoderConfig
-from headwater.config.models.diffusion import DiTConfig, NoiseSchedule
+from headwater.config.models.diffusion import DiTConfig
 from headwater.config.models.encoder import (
     BertConfig,
     ClassifierConfig,
     DPRConfig,
-    EncoderSection,
     ExtractiveSummarizationConfig,
     QuestionAnsweringConfig,
     TokenClassifierConfig,
-    TowerConfig,
 )
 from headwater.config.models.huggingface import HuggingFaceConfig
-from headwater.config.models.multimodal import (
-    ImageModelConfig,
-    LlavaConfig,
-    MultimodalSection,
-    MultimodalSimpleConfig,
-    ProjectorConfig,
-)
+from headwater.config.models.multimodal import LlavaConfig, MultimodalSimpleConfig
 from headwater.config.models.preference import DPOConfig
 from headwater.config.models.self_supervised import DinoConfig
-from headwater.config.models.seq2seq import SEQ2SEQ, Seq2SeqConfig
-from headwater.config.models.vision import FCMnistConfig, ImageEncoderSection, UNetConfig, ViTConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
+from headwater.config.models.vision import FCMnistConfig, UNetConfig, ViTConfig
 
 ModelConfig = (
     DecoderConfig
@@ -74,39 +64,3 @@ def _names(schema: type[Section]) -> tuple[str, ...]:
 
 MODELS: dict[str, type[Any]] = {name: schema for schema in get_args(ModelConfig) for name in _names(schema)}
 """Class of the section `model`, by the model's name. A new family needs a class in `ModelConfig`."""
-
-__all__ = [
-    "DECODERS",
-    "MODELS",
-    "SEQ2SEQ",
-    "AnyModel",
-    "BertConfig",
-    "ClassifierConfig",
-    "DPOConfig",
-    "DPRConfig",
-    "DecoderConfig",
-    "DiTConfig",
-    "DinoConfig",
-    "EncoderSection",
-    "ExtractiveSummarizationConfig",
-    "FCMnistConfig",
-    "HuggingFaceConfig",
-    "ImageEncoderSection",
-    "ImageModelConfig",
-    "InitializerConfig",
-    "InitializerName",
-    "LlavaConfig",
-    "ModelConfig",
-    "MultimodalSection",
-    "MultimodalSimpleConfig",
-    "NoiseSchedule",
-    "Nonlinearity",
-    "ProjectorConfig",
-    "QuestionAnsweringConfig",
-    "Seq2SeqConfig",
-    "TokenClassifierConfig",
-    "TowerConfig",
-    "UNetConfig",
-    "ViTConfig",
-    "named",
-]

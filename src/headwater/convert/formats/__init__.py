@@ -6,7 +6,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from headwater.config.models import BertConfig, DecoderConfig, ModelConfig, ViTConfig
+from headwater.config.models import ModelConfig
+from headwater.config.models.decoder import DecoderConfig
+from headwater.config.models.encoder import BertConfig
+from headwater.config.models.vision import ViTConfig
 from headwater.convert.formats.alibi import BLOOM, MPT
 from headwater.convert.formats.base import Format, headless
 from headwater.convert.formats.bert import (

@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.convert.rules import Rule
 from headwater.core.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headwater.config.models import (
+from headwater.config.models.encoder import (
     BertConfig,
     ClassifierConfig,
     DPRConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.convert.formats.base import (
     Format,
     Key,

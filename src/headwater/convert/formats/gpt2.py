@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.convert.formats.base import Format, Key, decoder_meaning, function, their_function
 from headwater.convert.rules import Rule, both, linear_transposed, repeated, same, scaled, transposed
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from headwater.config.models import DecoderConfig
+from headwater.config.models.decoder import DecoderConfig
 from headwater.convert.formats.base import Format, Key, function, qkv_rows, their_function
 from headwater.convert.rules import Rule, both, permuted, same, stacked
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from headwater.config.models import DecoderConfig, ImageModelConfig, LlavaConfig, MultimodalSection
+from headwater.config.models.decoder import DecoderConfig
+from headwater.config.models.multimodal import ImageModelConfig, LlavaConfig, MultimodalSection
 from headwater.convert.formats.base import Format, Key, function, their_function
 from headwater.convert.formats.llama import LLAMA, MISTRAL
 from headwater.convert.formats.vit import both_sizes, encoder_meaning, reshaped

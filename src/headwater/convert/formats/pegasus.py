@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.config.models import Seq2SeqConfig
-from headwater.config.models.seq2seq import StackName
+from headwater.config.models.seq2seq import Seq2SeqConfig, StackName
 from headwater.convert.formats.base import Format, Key, function, their_function
 from headwater.convert.formats.t5 import seq2seq_meaning
 from headwater.convert.rules import Rule, both, reordered, repeated, same, scaled, stacked, with_constant

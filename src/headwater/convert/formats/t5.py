@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headwater.config.models import Seq2SeqConfig
-from headwater.config.models.seq2seq import StackName
+from headwater.config.models.seq2seq import Seq2SeqConfig, StackName
 from headwater.convert.formats.base import Format, Key, function, their_function
 from headwater.convert.rules import Rule, same, stacked
 from headwater.models.layers.feed_forward import GATED

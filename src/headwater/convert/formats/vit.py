@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headwater.config.models import ImageEncoderSection, ViTConfig
+from headwater.config.models.vision import ImageEncoderSection, ViTConfig
 from headwater.convert.formats.base import Format, Key, function, their_function
 from headwater.convert.rules import Rule, both, same, stacked
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwater.config.data import ImageTextDataConfig
-from headwater.config.models import LlavaConfig, MultimodalSection
+from headwater.config.models.multimodal import LlavaConfig, MultimodalSection
 from headwater.core.errors import ConfigError, DataError
 from headwater.data.file_index import FileIndex
 from headwater.data.image.files import mode_of, read_image

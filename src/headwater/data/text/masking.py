@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from headwater.config.data import DynamicMaskDataConfig
-from headwater.config.models import BertConfig
+from headwater.config.models.encoder import BertConfig
 from headwater.core.errors import DataError
 from headwater.data.file_index import FileIndex
 from headwater.data.loader import Batch

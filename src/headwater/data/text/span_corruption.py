@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.config.data import SpanCorruptionDataConfig
-from headwater.config.models import Seq2SeqConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
 from headwater.core.errors import DataError
 from headwater.core.seeding import derive_seed
 from headwater.data.loader import Batch

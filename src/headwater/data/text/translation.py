@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headwater.config.data import TranslationDataConfig
-from headwater.config.models import Seq2SeqConfig
+from headwater.config.models.seq2seq import Seq2SeqConfig
 from headwater.core.errors import DataError
 from headwater.core.units import counted
 from headwater.data.loader import Batch

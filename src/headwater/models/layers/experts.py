@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from headwater.config.models import Nonlinearity
+from headwater.config.models.common import Nonlinearity
 from headwater.models.layers.feed_forward import GATED, NONLINEARITIES, FeedForward
 from headwater.models.layers.linear import Linear
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwater.config.models import Nonlinearity
+from headwater.config.models.common import Nonlinearity
 from headwater.models.layers.linear import Linear
 
 

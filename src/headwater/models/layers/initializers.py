@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from headwater.config.models import InitializerConfig, InitializerName
+from headwater.config.models.common import InitializerConfig, InitializerName
 from headwater.core.seeding import derive_seed
 
 Value = TypeVar("Value")
