@@ -11,8 +11,8 @@ from torch.utils.data import get_worker_info
 
 from headwater.api.ranks import take_part, whole
 from headwater.core.errors import ConfigError
+from headwater.fabric.cluster import is_rank
 from headwater.fabric.launch.cores import check_cores, num_cores
-from headwater.fabric.membership import is_rank
 
 __all__ = [
     "check_num_csx",

@@ -23,9 +23,9 @@ from headwater.config.files import find_params
 from headwater.config.user import UserConfig, load_user_params
 from headwater.core.errors import ConfigError
 from headwater.fabric.alike import check_alike
+from headwater.fabric.cluster import join
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.fabric.launch.script import use_ranks
-from headwater.fabric.membership import join
 from headwater.trainer.base_model import ModelClass, PyTorchBaseModel
 from headwater.trainer.ranks import keys_of
 from headwater.trainer.run_dir import RunDir

@@ -212,7 +212,7 @@ ON_DISK = {
 def run(fabric, work, folder, options):
     """Return the values that a loop sees on this rank, and its final weights."""
     if fabric.size > 1:
-        membership._joined.value = fabric
+        membership.joined.value = fabric
     folder.mkdir(exist_ok=True)
     disk = {} if "tier" not in options else {"disk": str(folder / "disk")}
     loop = Loop(folder, **disk, **options)

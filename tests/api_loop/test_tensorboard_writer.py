@@ -38,7 +38,7 @@ class SecondRank(Alone):
 
 def test_only_the_first_rank_opens_a_file(tmp_path, monkeypatch):
     writers = tensorboard.SummaryWriter
-    monkeypatch.setattr(membership._joined, "value", SecondRank())
+    monkeypatch.setattr(membership.joined, "value", SecondRank())
     with writers(str(tmp_path / "second")) as writer:
         writer.add_scalar("loss", 1.0, 1)
         writer.flush()

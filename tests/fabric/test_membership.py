@@ -11,7 +11,7 @@ from headwater.fabric.fabric import ALONE
 def two_ranks(monkeypatch):
     """Return an object that stands for the ranks that were joined; no method of it is called."""
     joined = object()
-    monkeypatch.setattr(membership._joined, "value", joined)
+    monkeypatch.setattr(membership.joined, "value", joined)
     yield joined
     monkeypatch.undo()  # before the exit of the process, which closes what was joined
 

@@ -133,7 +133,7 @@ LISTENING = re.compile(r"00010000 0001 01 +\d+ +(@\w+)$", re.MULTILINE)
 RANK = """
 import json, os, sys, time
 from pathlib import Path
-from headwater.fabric.membership import join
+from headwater.fabric.cluster import join
 fabric = join(200)
 while not Path(sys.argv[1] + "attacked").exists():
     time.sleep(0.01)

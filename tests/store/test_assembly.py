@@ -79,7 +79,7 @@ def test_gradients_that_are_added_after_a_reading_count_once():
 
 
 def test_a_sum_cannot_be_put_together_by_one_rank(monkeypatch):
-    monkeypatch.setattr(membership._joined, "value", object())
+    monkeypatch.setattr(membership.joined, "value", object())
 
     def program(host, sums, assembly, add):
         add({KEYS[0]: torch.ones(4)})

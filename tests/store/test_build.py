@@ -11,9 +11,8 @@ from headwater.core.errors import StoreError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
 from headwater.optim.spec import OptimizerSpec
-from headwater.store.build import build_store
+from headwater.store.build import GradientOptions, build_store
 from headwater.store.disk import DiskTier
-from headwater.store.gradients import GradientOptions
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
 

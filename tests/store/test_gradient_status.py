@@ -2,6 +2,7 @@
 
 import torch
 
+from headwater.store.gradients.norms import gradient_norm
 from headwater.store.gradients.status import GradientStatus
 
 A, B = (0, 0), (1, 0)
@@ -46,6 +47,15 @@ def test_only_named_sums_that_are_present_are_remembered():
     assert status.remembered == {A}
     status.forget()
     assert not status.remembered
+
+
+def test_the_global_norm_is_bit_identical_to_torch():
+    gradients = [torch.randn(5, 7), torch.randn(3), torch.randn(2, 2, 2)]
+    status = GradientStatus()
+    for param, gradient in enumerate(gradients):
+        status.measure((0, param), gradient_norm(gradient))
+    assert torch.equal(status.norm(status.norms), torch.nn.utils.get_total_norm(gradients))
+    assert torch.equal(status.norm([]), torch.zeros(()))
 
 
 def test_the_global_norm_is_that_of_the_measured_norms():

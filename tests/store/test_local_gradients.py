@@ -5,7 +5,7 @@ import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
-from headwater.store.gradients import GradientOptions, make_gradients
+from headwater.store.build import GradientOptions, make_gradients
 
 STAGES = [
     StageSpec(stage, f"stage{stage}", tuple(

@@ -11,6 +11,7 @@ from thread_fabric import ranks
 from torch.utils._pytree import tree_map_only
 
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.store.gradients.lasting import LastingSums
 from headwater.store.gradients.loop import LoopGradients
 from headwater.store.gradients.sizes import SumSizes
 from headwater.store.gradients.storage import DiskStorage, MemoryStorage
@@ -53,7 +54,8 @@ def on_ranks(request, tmp_path):
 
     def start(program):
         def run(fabric):
-            sums = LoopGradients(STAGES, fabric, make_sums(fabric))
+            lasting = LastingSums(STAGES, fabric, make_sums(fabric))
+            sums = LoopGradients(STAGES, fabric.neighbours, lasting)
             try:
                 return tree_map_only(torch.Tensor, torch.Tensor.numpy, program(sums, fabric.rank))
             finally:

@@ -5,7 +5,7 @@ import torch
 from thread_fabric import ranks
 
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.store.gradients import GradientOptions, make_gradients
+from headwater.store.build import GradientOptions, make_gradients
 from headwater.store.gradients.port import EditableGradients
 
 SIZE = 3

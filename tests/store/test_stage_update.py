@@ -7,9 +7,8 @@ from thread_fabric import ranks
 from headwater.core.buffers import aligned_empty
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
-from headwater.store.build import build_store
+from headwater.store.build import GradientOptions, build_store
 from headwater.store.disk import DiskTier
-from headwater.store.gradients import GradientOptions
 from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule

@@ -10,7 +10,7 @@ from headwater.core.errors import CorruptError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
 from headwater.store.gradients.sizes import SumSizes
-from headwater.store.gradients.storage import DiskStorage, MemoryStorage, clear
+from headwater.store.gradients.storage import DiskStorage, MemoryStorage
 
 SHAPES = [[(70, 50), (3,)], [(2048,), (1, 1), (33, 100)]]
 STAGES = [
@@ -49,7 +49,7 @@ def test_whole_sums_and_parts_on_disk_equal_those_in_memory(both):
             assert found.dtype == expected.dtype
             assert torch.equal(found, expected)
     for sums in both:
-        clear(sums, (1, 2))
+        sums.clear((1, 2))
         assert not sums.read((1, 2)).any()
 
 

@@ -5,8 +5,8 @@ import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
-from headwater.store import updater
 from headwater.store.layout import PIECE_ELEMENTS
+from headwater.store.masters import Workspaces
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule, stage_layout
 from headwater.store.update import Part, Pending, Update
@@ -111,7 +111,7 @@ def test_small_parameters_with_equal_options_share_one_call_of_the_optimizer(mon
 
 
 def test_scratch_memory_is_used_again():
-    space = updater.Workspaces()
+    space = Workspaces()
     assert space.get("a", 10).data_ptr() == space.get("a", 4).data_ptr()
     assert space.get("a", 4).data_ptr() != space.get("b", 4).data_ptr()
     assert space.get("a", 20).numel() == 20

@@ -9,10 +9,9 @@ from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.errors import CorruptError, StoreError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
-from headwater.store.build import build_store
+from headwater.store.build import GradientOptions, build_store
 from headwater.store.disk import DiskTier
 from headwater.store.files import BlockFile, Checksums
-from headwater.store.gradients import GradientOptions
 from headwater.store.rule import UpdateRule
 from headwater.store.update import Update
 

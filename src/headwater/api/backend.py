@@ -18,9 +18,10 @@ from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
 from headwater.core.process_value import ProcessValue
 from headwater.distributed import check_num_csx
+from headwater.fabric.cluster import is_rank
 from headwater.fabric.fabric import DEFAULT_TIMEOUT_S
 from headwater.fabric.launch.script import use_ranks
-from headwater.fabric.membership import current, is_rank
+from headwater.fabric.membership import current
 
 Kind = Literal["CSX", "CPU", "GPU"]
 

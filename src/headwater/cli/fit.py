@@ -20,7 +20,8 @@ from headwater.cli.jobs import current_umask, submit_job
 from headwater.cli.output import open_console
 from headwater.config.run import RunConfig
 from headwater.config.user import UserConfig
-from headwater.fabric.membership import current, is_watched
+from headwater.fabric.cluster import is_watched
+from headwater.fabric.membership import current
 from headwater.trainer.interrupt import EXIT_CODE
 from headwater.trainer.ranks import launch
 from headwater.trainer.run_dir import RunDir

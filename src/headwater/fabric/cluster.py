@@ -11,11 +11,46 @@ import torch.distributed
 from headwater.core.cleanup import on_failure
 from headwater.core.errors import ConfigError, RankError
 from headwater.core.placement import Placement
-from headwater.fabric.fabric import DEFAULT_TIMEOUT_S, Fabric
+from headwater.fabric import slurm
+from headwater.fabric.fabric import ALONE, DEFAULT_TIMEOUT_S, Fabric
 from headwater.fabric.meeting import Process, meet
+from headwater.fabric.membership import joined
+from headwater.fabric.parent import end_with_parent
 from headwater.fabric.processes import ProcessFabric
+from headwater.fabric.report import ERROR_FILE
 from headwater.fabric.roster import Roster
 from headwater.fabric.torch_group import start_group
+
+
+def is_rank() -> bool:
+    """True if a launcher, `torchrun` or `srun`, has started this process as one rank of several."""
+    if slurm.is_task(os.environ):
+        os.environ.update(slurm.as_rank(os.environ))
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def is_watched() -> bool:
+    """True if a launcher waits for this process, which may be its only rank."""
+    return is_rank() or ERROR_FILE in os.environ
+
+
+def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
+    """Return the ranks of this run. The first call is a rendezvous with them.
+
+    Args:
+        timeout_s: seconds to wait for another rank before an error is raised.
+        num_memx: number of store ranks. They are the last ranks.
+
+    Raises:
+        ConfigError: if all ranks would be store ranks.
+        RankError: if ranks cannot be reached, or the ranks of a host are not numbered consecutively.
+    """
+    if is_watched():
+        end_with_parent()
+    # Once: a second rendezvous would wait for ranks that have left the first.
+    if joined.value is ALONE and is_rank():
+        joined.value = join_ranks(timeout_s, num_memx)
+    return joined.value
 
 
 def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:

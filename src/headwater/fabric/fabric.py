@@ -5,18 +5,24 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from headwater.core.buffers import aligned_empty
 from headwater.core.placement import ONE_RANK, Placement
-from headwater.fabric.link import Link
+
+if TYPE_CHECKING:
+    from headwater.fabric.link import Link
 
 Value = TypeVar("Value")
 
 DEFAULT_TIMEOUT_S = 600.0
 """Default number of seconds that a rank waits for another rank."""
+
+
+PIECE_BYTES = 4 << 20
+"""A good size of one transfer: while one piece is sent, the previous one is processed."""
 
 
 class Fabric(abc.ABC):

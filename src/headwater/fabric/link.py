@@ -11,9 +11,6 @@ from headwater.core.errors import RankError
 from headwater.fabric.mesh import Mesh
 from headwater.fabric.values import gather_values
 
-PIECE_BYTES = 4 << 20
-"""A good size of one transfer: while one piece is sent, the previous one is processed."""
-
 
 class Link:
     """A connection of the leaders of all hosts for one purpose.

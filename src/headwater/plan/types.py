@@ -256,6 +256,12 @@ class Plan:
         return "split" if all(param.split_master for param in params) else "whole"
 
     @property
+    def folder(self) -> Path:
+        """The folder of the files, for a plan that puts something on disk."""
+        assert self.disk is not None, "a plan that puts something on disk names a folder"
+        return self.disk
+
+    @property
     def shares_slabs(self) -> bool:
         """True if the ranks of a host share slabs; see `shares_slabs`."""
         return shares_slabs(self.tier, self.device)

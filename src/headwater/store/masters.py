@@ -7,7 +7,9 @@ beyond the master's own four bytes, and no bit of the master is lost.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
+from typing import final
 
 import torch
 
@@ -105,3 +107,18 @@ def write_master(
         round_to_wire(field, wire)
     elif wire.data_ptr() != master.data_ptr():
         wire.copy_(master)
+
+
+@final
+class Workspaces(threading.local):
+    """Scratch memory for each thread, which is allocated once and reused."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, numel: int) -> torch.Tensor:
+        """Return an uninitialised fp32 tensor of `numel` elements: the same memory for the same name."""
+        tensor = self._tensors.get(name)
+        if tensor is None or tensor.numel() < numel:
+            tensor = self._tensors[name] = torch.empty(numel, dtype=torch.float32)
+        return tensor[:numel]

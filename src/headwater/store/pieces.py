@@ -9,11 +9,10 @@ import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.layout import Encoding, Piece, encoding_of
-from headwater.store.masters import read_master, write_master
+from headwater.store.masters import Workspaces, read_master, write_master
 from headwater.store.ownership import Ownership
 from headwater.store.rule import UpdateRules
 from headwater.store.tier import Tier
-from headwater.store.updater import Workspaces
 
 
 @dataclasses.dataclass

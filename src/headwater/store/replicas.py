@@ -8,8 +8,8 @@ import logging
 import torch
 
 from headwater.core.buffers import aligned_empty
-from headwater.fabric.fabric import Fabric
-from headwater.fabric.link import PIECE_BYTES, Link
+from headwater.fabric.fabric import PIECE_BYTES, Fabric
+from headwater.fabric.link import Link
 from headwater.store.store import WeightStore
 
 logger = logging.getLogger(__name__)

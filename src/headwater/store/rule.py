@@ -11,7 +11,7 @@ import torch
 
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
+from headwater.optim.catalog import needs_plain_kernel, takes_dense_gradients, takes_sparse_gradients
 from headwater.optim.probe import STATE_REMEDY, tensors_of
 from headwater.optim.spec import OptimizerSpec, numbers, state_signature
 from headwater.store.layout import StageLayout, StateLayout, StateTensor
@@ -21,11 +21,6 @@ Scalars = dict[str, Any]
 
 _PROBE_ELEMENTS = 8
 _PLAIN_KERNEL = {"fused": False, "foreach": False}
-
-
-def needs_plain_kernel(gradient: torch.Tensor) -> bool:
-    """True if a gradient is sparse or complex, so that torch's fused optimizer kernels refuse it."""
-    return gradient.is_sparse or gradient.is_complex()
 
 
 class UpdateRules(abc.ABC):

@@ -8,30 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from headwater.core.errors import StreamError
-from headwater.core.stage import ParamSpec
-from headwater.store.layout import PIECE_ELEMENTS
-
-
-def check_sparse(spec: ParamSpec, *, several_ranks: bool) -> None:
-    """Raise if sparse gradients of a parameter cannot be summed.
-
-    Raises:
-        StreamError: if several ranks train, or the parameter was not known to have such gradients.
-    """
-    if several_ranks:
-        raise StreamError(
-            "expected a dense gradient with several ranks, got a sparse one",
-            where=spec.name,
-            remedy="build the embedding with sparse=False, or train on one rank",
-        )
-    if not spec.sparse_gradient and spec.numel > PIECE_ELEMENTS:
-        raise StreamError(
-            f"expected a dense gradient for a parameter of {spec.numel} elements, got a sparse one",
-            where=spec.name,
-            remedy="use nn.Embedding or nn.EmbeddingBag with sparse=True, which announce sparse gradients",
-        )
-
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return the values of a gradient: all of a dense one, the stored ones of a sparse one, each once."""

@@ -12,13 +12,12 @@ from headwater.core.errors import NonFiniteError
 from headwater.core.stage import ParamKey, ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE, Board, Fabric
 from headwater.fabric.link import Link
-from headwater.store.gradients.port import GradientSink, editable
+from headwater.store.gradients.port import GradientSink, check_sparse, editable
 from headwater.store.ledger import Ledger
 from headwater.store.ownership import Ownership
 from headwater.store.parameters import Parameters
 from headwater.store.rule import UpdateRules
 from headwater.store.scalars import OptimizerScalars
-from headwater.store.sparse import check_sparse
 from headwater.store.stage_update import StageUpdate
 from headwater.store.stages import StageAccess
 from headwater.store.tier import Tier

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.optim.catalog import needs_plain_kernel
 from headwater.store.gradients.port import Gradients
 from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, encoding_of
-from headwater.store.masters import read_master, write_master
-from headwater.store.rule import Scalars, UpdateRule, UpdateRules, needs_plain_kernel
+from headwater.store.masters import Workspaces, read_master, write_master
+from headwater.store.rule import Scalars, UpdateRule, UpdateRules
 from headwater.store.sparse import rows_of
 from headwater.store.update import Pending
-
-
-@final
-class Workspaces(threading.local):
-    """Scratch memory for each thread, which is allocated once and reused."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def get(self, name: str, numel: int) -> torch.Tensor:
-        """Return an uninitialised fp32 tensor of `numel` elements: the same memory for the same name."""
-        tensor = self._tensors.get(name)
-        if tensor is None or tensor.numel() < numel:
-            tensor = self._tensors[name] = torch.empty(numel, dtype=torch.float32)
-        return tensor[:numel]
 
 
 @final

@@ -16,11 +16,11 @@ from headwater.stream.backward import BackwardWatch
 from headwater.stream.binding import Binder
 from headwater.stream.forwards import Forwards
 from headwater.stream.gradient_hooks import GradientHooks
+from headwater.stream.offload import make_offload
 from headwater.stream.packing import Packing
 from headwater.stream.recompute import RecomputedForwards
 from headwater.stream.saved_tensors import WeightHandle
 from headwater.stream.sites import Sites
-from headwater.stream.storage import make_offload
 from headwater.stream.transforms import refuse_moving_weights
 from headwater.stream.weights import StreamStatistics, Weights
 

@@ -21,6 +21,7 @@ from headwater.core.cleanup import on_failure
 from headwater.core.files import disk_errors
 from headwater.core.threads import single_core_pool
 from headwater.plan.footprint import OFFLOAD_BLOCK_BYTES, OFFLOAD_WINDOW_BYTES, OFFLOAD_WRITERS
+from headwater.plan.types import Activations, Plan
 from headwater.store.files import BlockFile
 from headwater.stream.saved_tensors import changed_in_place
 
@@ -279,3 +280,12 @@ class _Window:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def make_offload(plan: Plan) -> Offload | None:
+    """Return the offloading of activations; `None` if the plan offloads none."""
+    if Activations.OFFLOAD not in plan.activations:
+        return None
+    if plan.device != "cpu":
+        return HostOffload()
+    return DiskOffload(plan.folder)

@@ -1,4 +1,4 @@
-"""Construction of the weight store, of the weights on the device and of offloading, from a plan."""
+"""Construction of the weight store and of the weights on the device, from a plan."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.plan.types import Activations, Plan
-from headwater.store.build import build_store
+from headwater.plan.types import Plan
+from headwater.store.build import GradientOptions, build_store
 from headwater.store.disk import DiskTier, file_sizes
 from headwater.store.files import sums_bytes
-from headwater.store.gradients import GradientOptions
 from headwater.store.memory import MemoryTier
 from headwater.store.ownership import Ownership
 from headwater.store.rule import UpdateRules
@@ -20,7 +19,6 @@ from headwater.store.store import WeightStore
 from headwater.store.tier import ElsewhereTier, Tier
 from headwater.stream.borrowed import BorrowedWeights
 from headwater.stream.device import Device
-from headwater.stream.offload import DiskOffload, HostOffload, Offload
 from headwater.stream.options import EngineOptions
 from headwater.stream.weights import InPlaceWeights, SlabWeights, Weights
 
@@ -53,7 +51,7 @@ def make_store(
             return MemoryTier(ownership.layouts, fabric=ranks, page_lock=device.page_lock)
         return _disk_tier(ownership, plan, ranks, options)
 
-    folder = _folder(plan) if plan.gradient_tier == "disk" else None
+    folder = plan.folder if plan.gradient_tier == "disk" else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     return build_store(
@@ -85,22 +83,13 @@ def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric)
     return SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing)
 
 
-def make_offload(plan: Plan) -> Offload | None:
-    """Return the offloading of activations; `None` if the plan offloads none."""
-    if Activations.OFFLOAD not in plan.activations:
-        return None
-    if plan.device != "cpu":
-        return HostOffload()
-    return DiskOffload(_folder(plan))
-
-
 def _disk_tier(ownership: Ownership, plan: Plan, fabric: Fabric, options: EngineOptions) -> Tier:
     """Return the disk tier of this host. Its first rank creates the files; ranks that use them open them.
 
     A rank uses the files if it updates stages or reads weights. In the user's loop every rank may read
     weights at any time, so updates are then written to the files at once.
     """
-    folder, layouts = _folder(plan), ownership.layouts
+    folder, layouts = plan.folder, ownership.layouts
     kept = [ownership.host_groups(stage) for stage in range(len(layouts))]
     sizes = file_sizes(layouts, folder, kept).values()
     sums = [fabric.allocate(sums_bytes(size)) for size in sizes] if options.verify_disk else None
@@ -122,8 +111,3 @@ def _disk_tier(ownership: Ownership, plan: Plan, fabric: Fabric, options: Engine
     if reads or any(ownership.updates(stage) for stage in range(len(layouts))):
         return make(origins=every[fabric.rank - fabric.local_rank])
     return ElsewhereTier(layouts)
-
-
-def _folder(plan: Plan) -> Path:
-    assert plan.disk is not None, "a plan that puts something on disk names a folder"
-    return plan.disk

@@ -15,8 +15,8 @@ from headwater.config.data import DataConfig
 from headwater.config.run import RunConfig, SetupConfig
 from headwater.core.errors import ConfigError
 from headwater.fabric.alike import check_alike
+from headwater.fabric.cluster import join
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.fabric.membership import join
 from headwater.plan.outlook import RunLength
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan

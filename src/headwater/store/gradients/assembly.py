@@ -13,7 +13,6 @@ from headwater.fabric.fabric import Board, Fabric
 from headwater.fabric.membership import require_all_ranks
 from headwater.store.gradients.exchange import Exchange, Runs, divide
 from headwater.store.gradients.rank_sums import RankSums
-from headwater.store.gradients.storage import clear
 
 
 @final
@@ -91,7 +90,7 @@ class HostAssembly:
             anywhere = self._link.gather(torch.tensor(here)).any(0).tolist()
             for key, in_part, in_all in zip(keys, here, anywhere, strict=True):
                 if in_all and not in_part:
-                    clear(self._sums.storage, key)
+                    self._sums.storage.clear(key)
             found = [key for key, there in zip(keys, anywhere, strict=True) if there]
             self._exchange_sums(found)
             for key in found:

@@ -9,7 +9,8 @@ from typing import final
 import torch
 
 from headwater.core.stage import ParamKey, StageSpec
-from headwater.fabric.link import PIECE_BYTES, Link
+from headwater.fabric.fabric import PIECE_BYTES
+from headwater.fabric.link import Link
 from headwater.store.gradients.storage import GradientStorage
 
 Runs = list[tuple[ParamKey, int, int]]

@@ -13,7 +13,6 @@ from headwater.store.gradients.lasting import LastingSums
 from headwater.store.gradients.norms import gradient_norm
 from headwater.store.gradients.port import EditableGradients, Gradients
 from headwater.store.gradients.status import GradientStatus
-from headwater.store.gradients.storage import GradientStorage
 
 
 @final
@@ -22,17 +21,17 @@ class LoopGradients(EditableGradients):
 
     Args:
         stages: the stages.
-        fabric: the ranks of all hosts.
-        storage: where the sums of this host lie.
+        host: the ranks of this host.
+        sums: of all hosts.
     """
 
     is_shared = True
 
-    def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, storage: GradientStorage) -> None:
+    def __init__(self, stages: Sequence[StageSpec], host: Fabric, sums: LastingSums) -> None:
         self.status = GradientStatus()
         self._stages = stages
-        self._host = fabric.neighbours
-        self._sums = LastingSums(stages, fabric, storage)
+        self._host = host
+        self._sums = sums
         # Sums that commits have taken and updates have not: a copy, or `None` if the sum is in the storage.
         self._taken: dict[ParamKey, torch.Tensor | None] = {}
         self._before: dict[ParamKey, torch.Tensor] = {}  # copies of the remembered sums

@@ -22,8 +22,3 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     norms = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces])
     combined: torch.Tensor = torch.linalg.vector_norm(norms)
     return combined
-
-
-def global_norm(norms: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all gradients, from the norm of each. Its last bits depend on their order."""
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from torch import Tensor
 
 from headwater.core.errors import StreamError
-from headwater.core.stage import ParamKey
+from headwater.core.stage import ParamKey, ParamSpec
 from headwater.store.gradients.status import GradientStatus
+from headwater.store.layout import PIECE_ELEMENTS
 
 Gradients = list[Tensor | None]
 """One gradient per parameter of a stage; `None` for a parameter without one."""
@@ -160,3 +161,23 @@ def consumed_error(name: str) -> StreamError:
         where=name,
         remedy="read it before optimizer.step(), and call zero_grad() before the next backward or step",
     )
+
+
+def check_sparse(spec: ParamSpec, *, several_ranks: bool) -> None:
+    """Raise if sparse gradients of a parameter cannot be summed.
+
+    Raises:
+        StreamError: if several ranks train, or the parameter was not known to have such gradients.
+    """
+    if several_ranks:
+        raise StreamError(
+            "expected a dense gradient with several ranks, got a sparse one",
+            where=spec.name,
+            remedy="build the embedding with sparse=False, or train on one rank",
+        )
+    if not spec.sparse_gradient and spec.numel > PIECE_ELEMENTS:
+        raise StreamError(
+            f"expected a dense gradient for a parameter of {spec.numel} elements, got a sparse one",
+            where=spec.name,
+            remedy="use nn.Embedding or nn.EmbeddingBag with sparse=True, which announce sparse gradients",
+        )

@@ -13,7 +13,6 @@ from headwater.fabric.fabric import Board, Fabric
 from headwater.store.gradients.exchange import Exchange, Runs
 from headwater.store.gradients.norms import gradient_norm
 from headwater.store.gradients.rank_sums import RankSums
-from headwater.store.gradients.storage import clear
 
 HostRun = Callable[[int, int, int], range]
 """Function (stage, parameter, host) -> the range of elements of the parameter that the host updates."""
@@ -66,7 +65,7 @@ class StageExchange:
             what = f"the gradient of {self._stages[stage].params[key[1]].name}"
             self._sums.turns.wait_for_first(self._sums.slots[key], micro_batch, what)
             if not self._sums.has(key, step):  # no rank of this host has a gradient, but other hosts may
-                clear(self._sums.storage, key)
+                self._sums.storage.clear(key)
         assert self._exchange is not None, "leaders send"
         self._exchange.reduce(self._runs[stage])
         self.measure(key for key, _, _ in self._runs[stage][self._host])

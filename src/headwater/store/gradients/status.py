@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import final
 
+import torch
 from torch import Tensor
 
 from headwater.core.stage import ParamKey
-from headwater.store.gradients.norms import global_norm
 
 
 @final
@@ -52,7 +52,8 @@ class GradientStatus:
 
     def norm(self, keys: Iterable[ParamKey]) -> Tensor:
         """Return the global norm of sums, from their recorded norms. Its last bits depend on the order."""
-        return global_norm([self.norms[key] for key in keys])
+        norms = [self.norms[key] for key in keys]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def leave(self, key: ParamKey) -> None:
         """Record that a sum is not present any more: a commit has taken it, or it was discarded."""

@@ -69,6 +69,12 @@ class GradientStorage(abc.ABC):
     def add(self, key: ParamKey, gradient: torch.Tensor) -> None:
         """Add a gradient to a whole sum."""
 
+    @final
+    def clear(self, key: ParamKey) -> None:
+        """Set a sum to zero."""
+        zero = torch.zeros((), dtype=self.sizes.dtypes[key])
+        self.write(key, zero.expand(self.sizes.numel(key)))
+
     @abc.abstractmethod
     def release_pages(self, stage: int) -> None:
         """Release the page cache of a stage's sums, which will not be used for a while."""
@@ -76,12 +82,6 @@ class GradientStorage(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Release memory or files."""
-
-
-def clear(storage: GradientStorage, key: ParamKey) -> None:
-    """Set a sum to zero."""
-    zero = torch.zeros((), dtype=storage.sizes.dtypes[key])
-    storage.write(key, zero.expand(storage.sizes.numel(key)))
 
 
 @final
