@@ -14,7 +14,7 @@ from headwater.core.loss_function import LossFunction, call_model
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Plan
-from headwater.store.rule import UpdateRules
+from headwater.store.rules import UpdateRules
 from headwater.stream.engine import Engine, Initial
 from headwater.stream.options import EngineOptions
 

@@ -13,7 +13,7 @@ from headwater.api.stored_state import Optimizer, layouts_of, set_scalars, store
 from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor
 from headwater.core.stage import ParamSpec
-from headwater.store.rule import Scalars
+from headwater.store.layout import Scalars
 from headwater.stream.at_rest import (
     LAYOUT,
     AtRest,

@@ -25,7 +25,7 @@ from headwater.api.moments import drop_stored, is_present
 from headwater.api.param_state import ParamState
 from headwater.api.registry import installed_states, is_state_replaced
 from headwater.api.stored_state import Optimizer, params_of, set_scalars, store_state, stored_scalars
-from headwater.store.rule import Scalars
+from headwater.store.layout import Scalars
 from headwater.stream.parameters import ParameterAtRest
 
 

@@ -10,7 +10,7 @@ import torch
 from headwater.api.dictionary import Dictionary
 from headwater.api.moments import Moment, MomentAtRest, drop_stored
 from headwater.api.stored_state import Optimizer, layouts_of, set_scalars
-from headwater.store.rule import Scalars
+from headwater.store.layout import Scalars
 from headwater.stream.parameters import ParameterAtRest
 
 

@@ -9,8 +9,7 @@ import torch
 
 from headwater.api.registry import find_model, model_of
 from headwater.core.errors import CheckpointError
-from headwater.store.layout import StateLayout
-from headwater.store.rule import Scalars
+from headwater.store.layout import Scalars, StateLayout
 from headwater.stream.home import Home
 from headwater.stream.parameters import ParameterAtRest
 

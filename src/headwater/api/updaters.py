@@ -17,7 +17,8 @@ from headwater.core.errors import ConfigError
 from headwater.core.stage import ParamSpec
 from headwater.optim.spec import NO_UPDATES, OptimizerSpec, group_options, state_signature
 from headwater.plan.options import optimizer_state_bytes
-from headwater.store.rule import SeveralRules, UpdateRule, UpdateRules
+from headwater.store.rule import SeveralRules, UpdateRule
+from headwater.store.rules import UpdateRules
 
 Options = Mapping[str, Any]
 

@@ -22,7 +22,8 @@ from headwater.store.gradients.sizes import SumSizes
 from headwater.store.gradients.stage_exchange import HostRun, StageExchange
 from headwater.store.gradients.storage import DiskStorage, GradientStorage, MemoryStorage
 from headwater.store.ownership import Ownership
-from headwater.store.rule import UpdateRules, stage_layout
+from headwater.store.rule import stage_layout
+from headwater.store.rules import UpdateRules
 from headwater.store.store import WeightStore
 from headwater.store.tier import Tier
 

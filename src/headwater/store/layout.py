@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -49,6 +50,9 @@ class StateTensor:
 
 StateLayout = Mapping[str, StateTensor]
 """Name -> optimizer state tensor of one parameter, without scalars."""
+
+Scalars = dict[str, Any]
+"""Name -> scalar of a parameter's optimizer state, such as the step count. Scalars stay in host memory."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from headwater.core.stage import ParamKey, ParamSpec
 from headwater.store.gradients.port import GradientSink
 from headwater.store.ownership import Ownership
 from headwater.store.pieces import Pieces, PieceState
-from headwater.store.rule import UpdateRules
+from headwater.store.rules import UpdateRules
 from headwater.store.stages import StageAccess
 from headwater.store.tier import Tier
 

@@ -11,7 +11,7 @@ from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.layout import Encoding, Piece, encoding_of
 from headwater.store.masters import Workspaces, read_master, write_master
 from headwater.store.ownership import Ownership
-from headwater.store.rule import UpdateRules
+from headwater.store.rules import UpdateRules
 from headwater.store.tier import Tier
 
 

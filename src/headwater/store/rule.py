@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -14,33 +13,11 @@ from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.catalog import needs_plain_kernel, takes_dense_gradients, takes_sparse_gradients
 from headwater.optim.probe import STATE_REMEDY, tensors_of
 from headwater.optim.spec import OptimizerSpec, numbers, state_signature
-from headwater.store.layout import StageLayout, StateLayout, StateTensor
-
-Scalars = dict[str, Any]
-"""Name -> scalar of a parameter's optimizer state, such as the step count. Scalars stay in host memory."""
+from headwater.store.layout import Scalars, StageLayout, StateLayout, StateTensor
+from headwater.store.rules import UpdateRules
 
 _PROBE_ELEMENTS = 8
 _PLAIN_KERNEL = {"fused": False, "foreach": False}
-
-
-class UpdateRules(abc.ABC):
-    """The update rule of each parameter of a model.
-
-    Attributes:
-        spec: the optimizer; the first one, if there are several.
-        elementwise: true if every optimizer updates each element by itself, so that pieces may be updated.
-    """
-
-    spec: OptimizerSpec
-    elementwise: bool
-
-    @abc.abstractmethod
-    def of(self, name: str) -> UpdateRule:
-        """Return the update rule of the parameter called `name`. The parameter must have an optimizer."""
-
-    @abc.abstractmethod
-    def state_layout(self, param: ParamSpec) -> StateLayout:
-        """Return the state tensors that the optimizer keeps for a parameter."""
 
 
 @final

@@ -9,8 +9,8 @@ import torch
 
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Fabric
+from headwater.store.layout import Scalars
 from headwater.store.ownership import Ownership
-from headwater.store.rule import Scalars
 
 _SCALARS_BY_KEY = dict[ParamKey, dict[str, torch.Tensor | bool | int | float | str | None] | None]
 """The type of messages in which ranks exchange scalars: parameter -> its scalars."""

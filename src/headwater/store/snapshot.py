@@ -17,8 +17,8 @@ from headwater.core.files import PARTIAL_SUFFIX, CheckedFile, disk_errors
 from headwater.core.safetensors import DTYPE_CODES, DTYPES, TensorFileWriter
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.checkpoint_folder import publish, remove
+from headwater.store.layout import Scalars
 from headwater.store.pieces import PieceState
-from headwater.store.rule import Scalars
 from headwater.store.snapshot_hosts import receive_pieces
 from headwater.store.snapshot_manifest import (
     BUFFERS_FILE,

@@ -14,8 +14,8 @@ from headwater.core.errors import CheckpointError, CorruptError
 from headwater.core.files import FileBytes
 from headwater.core.safetensors import TensorFile
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.store.layout import Scalars
 from headwater.store.pieces import PieceState
-from headwater.store.rule import Scalars
 from headwater.store.saved_weights import Buffers, Names, SavedWeights
 from headwater.store.snapshot_manifest import (
     BUFFERS_FILE,

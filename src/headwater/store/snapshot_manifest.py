@@ -16,7 +16,8 @@ from headwater.core.errors import CheckpointError, CorruptError
 from headwater.core.files import Chunk, disk_errors
 from headwater.core.safetensors import DTYPE_CODES, DTYPES
 from headwater.core.stage import ParamSpec
-from headwater.store.rule import Scalars, UpdateRules
+from headwater.store.layout import Scalars
+from headwater.store.rules import UpdateRules
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1

@@ -8,7 +8,7 @@ import torch
 
 from headwater.store.gradients.port import GradientSink
 from headwater.store.ownership import Ownership
-from headwater.store.rule import UpdateRules
+from headwater.store.rules import UpdateRules
 from headwater.store.scalars import OptimizerScalars
 from headwater.store.tier import Tier
 from headwater.store.update import Pending

@@ -16,7 +16,7 @@ from headwater.store.gradients.port import GradientSink, check_sparse, editable
 from headwater.store.ledger import Ledger
 from headwater.store.ownership import Ownership
 from headwater.store.parameters import Parameters
-from headwater.store.rule import UpdateRules
+from headwater.store.rules import UpdateRules
 from headwater.store.scalars import OptimizerScalars
 from headwater.store.stage_update import StageUpdate
 from headwater.store.stages import StageAccess

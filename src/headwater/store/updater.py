@@ -11,9 +11,10 @@ import torch
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.catalog import needs_plain_kernel
 from headwater.store.gradients.port import Gradients
-from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, encoding_of
+from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, Scalars, encoding_of
 from headwater.store.masters import Workspaces, read_master, write_master
-from headwater.store.rule import Scalars, UpdateRule, UpdateRules
+from headwater.store.rule import UpdateRule
+from headwater.store.rules import UpdateRules
 from headwater.store.sparse import rows_of
 from headwater.store.update import Pending
 

@@ -19,7 +19,8 @@ from headwater.plan.types import Plan
 from headwater.plan.writes import refuse_assignments_after_use
 from headwater.store.named import keys_by_name
 from headwater.store.pieces import PieceState
-from headwater.store.rule import UpdateRule, UpdateRules
+from headwater.store.rule import UpdateRule
+from headwater.store.rules import UpdateRules
 from headwater.store.update import Update
 from headwater.stream.binding import Binder
 from headwater.stream.buffers import Buffers

@@ -14,7 +14,7 @@ from headwater.store.disk import DiskTier, file_sizes
 from headwater.store.files import sums_bytes
 from headwater.store.memory import MemoryTier
 from headwater.store.ownership import Ownership
-from headwater.store.rule import UpdateRules
+from headwater.store.rules import UpdateRules
 from headwater.store.store import WeightStore
 from headwater.store.tier import ElsewhereTier, Tier
 from headwater.stream.borrowed import BorrowedWeights
