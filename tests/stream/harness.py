@@ -17,7 +17,8 @@ from headwater.plan.partition import find_stages
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan
 from headwater.store.update import Update
-from headwater.stream.engine import Engine, Initial
+from headwater.stream.engine import Engine
+from headwater.stream.options import Initial
 
 SEED = 7
 FP32 = Precision()

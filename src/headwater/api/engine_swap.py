@@ -19,8 +19,9 @@ from headwater.plan.types import Plan
 from headwater.store.replicas import take_from_first_host
 from headwater.store.store import WeightStore
 from headwater.store.takeover import take_over
-from headwater.stream.engine import Engine, Initial
+from headwater.stream.engine import Engine
 from headwater.stream.leaving import give_back, give_state_back
+from headwater.stream.options import Initial
 
 
 @final

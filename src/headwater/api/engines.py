@@ -15,8 +15,8 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Plan
 from headwater.store.rules import UpdateRules
-from headwater.stream.engine import Engine, Initial
-from headwater.stream.options import EngineOptions
+from headwater.stream.engine import Engine
+from headwater.stream.options import EngineOptions, Initial
 
 
 @dataclasses.dataclass(frozen=True)

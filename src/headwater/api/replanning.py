@@ -6,14 +6,13 @@ import dataclasses
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
 
 from headwater.api.calls import Call, asked_precision, stand_in_loss
 from headwater.api.engine_swap import CurrentEngine
-from headwater.api.planner import Planner
 from headwater.api.references import warn_of_references
 from headwater.api.same_model import check_same_model
 from headwater.api.updaters import Updaters, live_optimizers
@@ -31,6 +30,9 @@ from headwater.plan.writes import refuse_assignments_after_use
 from headwater.stream.at_rest import values_of
 from headwater.stream.engine import Engine
 from headwater.stream.saved_tensors import apart_from_hooks
+
+if TYPE_CHECKING:
+    from headwater.api.planner import Planner
 
 
 class PrecisionWarning(UserWarning):

@@ -14,7 +14,7 @@ from headwater.conform.subject import Subject
 from headwater.core.loss_function import call_model
 from headwater.core.stage import ParamSpec
 from headwater.models.registry import build_model
-from headwater.stream.engine import Initial
+from headwater.stream.options import Initial
 from headwater.trainer.planning import optimizer_of
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.zoo_job import zoo_job

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from headwater.fabric.host import HostGroup
 from headwater.fabric.link import Link
 from headwater.fabric.messages import new_mesh
 from headwater.fabric.roster import Roster
 from headwater.fabric.switchboard import Switchboard
+
+if TYPE_CHECKING:
+    from headwater.fabric.host import HostGroup
 
 
 @final

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headwater.fabric.codec import decode, encode
-from headwater.fabric.mesh import Mesh
+
+if TYPE_CHECKING:
+    from headwater.fabric.mesh import Mesh
 
 Value = TypeVar("Value")
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from headwater.config.models.decoder import DecoderConfig
+if TYPE_CHECKING:
+    from headwater.config.models.decoder import DecoderConfig
+
 
 _Layers = tuple[str, dict[str, tuple[str, ...]]]
 """Prefix of the names of blocks, and the library's layers that each linear layer of our block stacks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator
 from contextlib import closing
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
@@ -14,8 +14,10 @@ from headwater.store.gradients.port import GradientSink
 from headwater.store.ownership import Ownership
 from headwater.store.pieces import Pieces, PieceState
 from headwater.store.rules import UpdateRules
-from headwater.store.stages import StageAccess
 from headwater.store.tier import Tier
+
+if TYPE_CHECKING:
+    from headwater.store.stages import StageAccess
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
@@ -15,9 +15,11 @@ from headwater.store.ledger import Ledger
 from headwater.store.locks import StageLocks
 from headwater.store.ownership import Ownership
 from headwater.store.propagation import Propagation
-from headwater.store.stage_update import StageUpdate
 from headwater.store.tier import Tier
 from headwater.store.update import Part
+
+if TYPE_CHECKING:
+    from headwater.store.stage_update import StageUpdate
 
 
 @final

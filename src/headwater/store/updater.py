@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -13,10 +13,12 @@ from headwater.optim.catalog import needs_plain_kernel
 from headwater.store.gradients.port import Gradients
 from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, Scalars, encoding_of
 from headwater.store.masters import Workspaces, read_master, write_master
-from headwater.store.rule import UpdateRule
 from headwater.store.rules import UpdateRules
 from headwater.store.sparse import rows_of
 from headwater.store.update import Pending
+
+if TYPE_CHECKING:
+    from headwater.store.rule import UpdateRule
 
 
 @final

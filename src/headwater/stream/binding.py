@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
 
 from headwater.core.stage import ParamKey
 from headwater.plan.alive import has_storage
-from headwater.store.store import WeightStore
 from headwater.stream.leaving import give_back
 from headwater.stream.saved_tensors import WeightHandle
 from headwater.stream.stage_parameters import StageParameters
+
+if TYPE_CHECKING:
+    from headwater.store.store import WeightStore
 
 
 @final

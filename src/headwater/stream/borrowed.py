@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,9 +11,11 @@ from headwater.core.errors import StreamError
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import Fabric
 from headwater.plan.belady import CachePolicy
-from headwater.store.store import WeightStore
 from headwater.stream.slabs import Slab, SlabDirectory, SlabPool, Want
 from headwater.stream.weights import NOTHING, Weights
+
+if TYPE_CHECKING:
+    from headwater.store.store import WeightStore
 
 
 class BorrowedWeights(Weights):

@@ -12,7 +12,7 @@ from torch import nn
 from headwater.core.buffers import return_pages
 from headwater.core.errors import StreamError
 from headwater.core.loss_function import LossFunction, call_model
-from headwater.core.stage import ParamKey, ParamSpec, StageSpec
+from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Plan
@@ -29,12 +29,9 @@ from headwater.stream.device import make_device
 from headwater.stream.executor import Executor
 from headwater.stream.matmul import FastMatmul
 from headwater.stream.micro_batch import MicroBatches
-from headwater.stream.options import DEFAULTS, EngineOptions
+from headwater.stream.options import DEFAULTS, EngineOptions, Initial
 from headwater.stream.step import StepReport, TrainStep
 from headwater.stream.storage import make_store, make_weights
-
-Initial = Callable[[ParamSpec], torch.Tensor]
-"""Returns the initial value of a parameter."""
 
 
 class Engine:

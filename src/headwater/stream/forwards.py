@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from headwater.stream.backward import BackwardWatch
-from headwater.stream.binding import Binder
 from headwater.stream.packing import Packing
 from headwater.stream.saved_tensors import own_checkpoints
+
+if TYPE_CHECKING:
+    from headwater.stream.binding import Binder
 
 
 class Forwards:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headwater.store.store import WeightStore
 from headwater.stream.backward import BackwardWatch
-from headwater.stream.binding import Binder
 from headwater.stream.weights import Weights
+
+if TYPE_CHECKING:
+    from headwater.store.store import WeightStore
+    from headwater.stream.binding import Binder
 
 _GRAD: Any = torch.Tensor.grad
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 import torch
 
 from headwater.core.stage import ParamKey, ParamSpec, dense_strides
-from headwater.store.store import WeightStore
+
+if TYPE_CHECKING:
+    from headwater.store.store import WeightStore
 
 
 @dataclasses.dataclass(frozen=True)

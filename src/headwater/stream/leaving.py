@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from headwater.core.stage import ParamKey
-from headwater.store.store import WeightStore
 from headwater.stream.parameter_memory import leave_store
+
+if TYPE_CHECKING:
+    from headwater.store.store import WeightStore
 
 
 def give_back(

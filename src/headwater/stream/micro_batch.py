@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ from headwater.fabric.fabric import Fabric
 from headwater.plan.types import Plan
 from headwater.store.update import Update
 from headwater.stream.diagnosis import first_non_finite_stage
-from headwater.stream.executor import Executor
+
+if TYPE_CHECKING:
+    from headwater.stream.executor import Executor
 
 IN_LOSS = "in the loss itself"
 """The place of the error if the output of every stage was finite. Another rank may know a stage."""

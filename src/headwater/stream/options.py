@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from headwater.core.stage import ParamSpec
+
+Initial = Callable[[ParamSpec], torch.Tensor]
+"""Returns the initial value of a parameter."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 
 from headwater.plan.types import Activations
-from headwater.stream.binding import Binder
 from headwater.stream.offload import Offload
 from headwater.stream.saved_tensors import WeightHandle, are_weights_kept_out, without_weights
+
+if TYPE_CHECKING:
+    from headwater.stream.binding import Binder
 
 
 class Packing:

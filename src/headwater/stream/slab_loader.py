@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
@@ -12,9 +12,11 @@ from headwater.core.buffers import aligned_empty
 from headwater.core.errors import HeadwaterError
 from headwater.core.stage import StageSpec
 from headwater.core.threads import single_core_pool
-from headwater.store.store import WeightStore
 from headwater.stream.device import Device
 from headwater.stream.slabs import SlabDirectory, SlabPool, Want
+
+if TYPE_CHECKING:
+    from headwater.store.store import WeightStore
 
 
 @final

@@ -5,18 +5,20 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
 
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamKey, ParamSpec, StageSpec
-from headwater.store.store import WeightStore
 from headwater.stream.home import Home
 from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest
 from headwater.stream.saved_tensors import WeightHandle, changed_in_place
+
+if TYPE_CHECKING:
+    from headwater.store.store import WeightStore
 
 
 def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:

@@ -6,16 +6,18 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import HeadwaterError, NonFiniteError
 from headwater.fabric.fabric import Fabric
 from headwater.store.store import WeightStore
 from headwater.store.update import Update
 from headwater.stream.buffers import Buffers
-from headwater.stream.executor import Executor
 from headwater.stream.micro_batch import IN_LOSS, MicroBatches
 from headwater.stream.weights import StreamStatistics
+
+if TYPE_CHECKING:
+    from headwater.stream.executor import Executor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import gc
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +16,12 @@ from headwater.core.errors import StreamError
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.belady import CachePolicy
-from headwater.store.store import WeightStore
 from headwater.stream.device import Device
 from headwater.stream.slab_loader import SlabLoader
 from headwater.stream.slabs import NO_VERSION, Slab, SlabDirectory, SlabPool, Want
+
+if TYPE_CHECKING:
+    from headwater.store.store import WeightStore
 
 NOTHING = -1
 """The index of no stage."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from headwater.config.run import SetupConfig
 from headwater.core.batches import num_samples
 from headwater.core.errors import ConfigError
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.store.saved_weights import Names
-from headwater.stream.engine import Initial
+from headwater.stream.options import Initial
 from headwater.trainer.metrics import Metric
 from headwater.trainer.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from headwater.config.run import SetupConfig
 
 Batch = Any
 """Nested tensors, whose first dimension is the sample."""

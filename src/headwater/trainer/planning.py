@@ -6,11 +6,11 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from headwater.api.engines import EngineSteps, build_engine
-from headwater.config.run import SetupConfig
 from headwater.config.sections import LoopConfig
 from headwater.core.errors import ConfigError
 from headwater.core.patience import noticed
@@ -27,6 +27,9 @@ from headwater.plan.types import WHOLE_STORE, Calibration, Plan, StoreShare, Tra
 from headwater.stream.engine import Engine
 from headwater.trainer.batches import num_tokens
 from headwater.trainer.job import Trainable
+
+if TYPE_CHECKING:
+    from headwater.config.run import SetupConfig
 
 
 @dataclasses.dataclass(frozen=True)

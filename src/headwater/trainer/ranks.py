@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headwater.config.run import RunConfig, SetupConfig
 from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.fabric.alike import program
@@ -14,6 +13,9 @@ from headwater.fabric.fabric import Fabric
 from headwater.fabric.launch.launcher import become_launcher
 from headwater.fabric.launch.launcher import launch as launch_here
 from headwater.trainer.run_dir import given_params
+
+if TYPE_CHECKING:
+    from headwater.config.run import RunConfig, SetupConfig
 
 NUM_CSX = "trainer.init.backend.cluster_config.num_csx"
 """The key of the number of compute ranks, for errors."""

@@ -6,19 +6,21 @@ import dataclasses
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
 
 from headwater.config.models.huggingface import CONFIG_FILE, HuggingFaceConfig
-from headwater.config.run import RunConfig
-from headwater.config.user import UserConfig
 from headwater.core.errors import ConfigError
 from headwater.core.files import check_replaceable, replace_file
 from headwater.core.side_files import SIDE_FILES, copy_file, copy_side_files
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
+
+if TYPE_CHECKING:
+    from headwater.config.run import RunConfig
+    from headwater.config.user import UserConfig
 
 STATISTICS_FILE = "statistics.json"
 """The name of the file that `headwater data` writes last into a folder of prepared data."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from headwater.config.run import SetupConfig
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.optim.loss_scale import LossScale
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, describe, persistent_buffers, step_of
 from headwater.trainer.state import RunState
+
+if TYPE_CHECKING:
+    from headwater.config.run import SetupConfig
 
 logger = logging.getLogger(__name__)
 _START_OVER = "--autoload_last_checkpoint=false"

@@ -19,7 +19,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.models.huggingface import HuggingFaceModel
 from headwater.models.registry import FAMILIES, build_model, init_parameter, learning_rate_scale, meta_batch
 from headwater.optim.param_groups import learning_rate_factors
-from headwater.stream.engine import Initial
+from headwater.stream.options import Initial
 from headwater.trainer.datasets import find_prepared, open_data
 from headwater.trainer.huggingface import LibraryValues, weights_folder
 from headwater.trainer.job import Average, Batch, Job, Trainable

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from headwater.core.units import format_bytes, format_count
 from headwater.plan.capture.findings import Finding, names_text
-from headwater.plan.capture.graph import Captured, StageGraph
 from headwater.plan.capture.record import OperatorTotal, StepRecord
+
+if TYPE_CHECKING:
+    from headwater.plan.capture.graph import Captured, StageGraph
 
 
 @dataclasses.dataclass(frozen=True)

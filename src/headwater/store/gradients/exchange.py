@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import PIECE_BYTES
-from headwater.fabric.link import Link
-from headwater.store.gradients.storage import GradientStorage
+
+if TYPE_CHECKING:
+    from headwater.fabric.link import Link
+    from headwater.store.gradients.storage import GradientStorage
 
 Runs = list[tuple[ParamKey, int, int]]
 """Ranges of elements, each as (parameter, first element, one past the last element)."""

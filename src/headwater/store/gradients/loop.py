@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Fabric
-from headwater.store.gradients.lasting import LastingSums
 from headwater.store.gradients.norms import gradient_norm
 from headwater.store.gradients.port import EditableGradients, Gradients
 from headwater.store.gradients.status import GradientStatus
+
+if TYPE_CHECKING:
+    from headwater.store.gradients.lasting import LastingSums
 
 
 @final

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Board, Fabric
 from headwater.store.gradients.additions import AdditionThread
-from headwater.store.gradients.storage import GradientStorage
 from headwater.store.gradients.turns import Turn, TurnQueue
+
+if TYPE_CHECKING:
+    from headwater.store.gradients.storage import GradientStorage
 
 
 class Beginning(NamedTuple):
