@@ -69,7 +69,7 @@ def at_once(hosts: Hosts, commands: Sequence[Sequence[str]]) -> list[str]:
 
 def exchange() -> None:
     """Exchange bytes with all other hosts; the first host prints bytes per second and latency."""
-    from headwater.fabric.membership import join
+    from headwater.fabric.cluster import join
 
     fabric = join()
     link = fabric.connect("a measurement")
