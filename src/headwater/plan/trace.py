@@ -29,6 +29,7 @@ from headwater.core.precision import Precision, autocast
 from headwater.core.trees import tensors_in
 from headwater.plan.alive import memory_key
 from headwater.plan.known_traces import known_or_made
+from headwater.plan.outside import OwnGraph
 from headwater.plan.partition import Partition, Unit, find_stages
 from headwater.plan.reads import WeightReads
 from headwater.plan.repeats import Call, Repeats
@@ -208,18 +209,19 @@ class _Recorder(TorchDispatchMode):
         params = {param.name: state[param.name] for stage in self._partition.stages for param in stage.params}
         self._writes = ParameterWrites(params, self._reads.running)
         self._costs.leave_out(params.values(), state.values())
+        graph = OwnGraph(state.values())
         torch.func.functional_call(
-            _Step(self._model, lambda batch: self._step(batch, loss_function)),
+            _Step(self._model, lambda batch: self._step(batch, loss_function, graph)),
             {f"model.{name}": tensor for name, tensor in state.items()},
             (self._computes_on.batch(batch),),
         )
 
-    def _step(self, batch: Any, loss_function: LossFunction) -> None:
+    def _step(self, batch: Any, loss_function: LossFunction, graph: OwnGraph) -> None:
         with self._recording(), torch.set_grad_enabled(not self._inference):
             loss = loss_function(self._model, batch)
         if not self._inference:
             with self._recording_backward():
-                loss.backward()
+                graph.backward(loss)
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
