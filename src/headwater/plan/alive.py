@@ -35,12 +35,12 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def memory_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors with the same storage have in common while one of them exists."""
+    """Return a key that is equal for tensors with the same storage, valid while one of them exists."""
     return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else id(tensor)
 
 
 class AliveTensors:
-    """Storages of tensors that still exist.
+    """Count of the bytes of storages, each until the last tensor that uses it is freed.
 
     Attributes:
         num_bytes: bytes of these storages.
@@ -54,7 +54,7 @@ class AliveTensors:
         self._known = {self._key(tensor.untyped_storage()) for tensor in ignored}
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor until it is freed, unless it is counted already."""
+        """Count the bytes of a tensor's storage until it is freed. Each storage is counted only once."""
         if not has_storage(tensor):
             return
         storage = tensor.untyped_storage()

@@ -16,7 +16,7 @@ NEVER = 1 << 62
 
 
 def slab_capacity(slab_class: Sequence[int], slabs: int) -> dict[int, int]:
-    """Return the number of slabs of each size class: at most `slabs`, and not more than its stages."""
+    """Return the number of slabs of each size class: `slabs`, or the number of its stages if that is less."""
     return {key: min(slabs, count) for key, count in Counter(slab_class).items()}
 
 
@@ -55,7 +55,7 @@ class CachePolicy:
         return positions[0] + len(self.schedule) - start
 
     def position_of(self, stage: int, position: int) -> int:
-        """Return the position of the current use of `stage`: `position` itself, or the next use after it."""
+        """Return the position of the first use of `stage` at `position` or after it."""
         is_here = (
             position >= 0 and bool(self.schedule) and self.schedule[position % len(self.schedule)] == stage
         )
@@ -71,12 +71,12 @@ class CachePolicy:
         use_at: int | None = None,
         others: Sequence[int] = (),
     ) -> int | None:
-        """Return the resident stage to evict so that `stage` can have its slab.
+        """Return the stage to evict, so that `stage` can have the slab of the evicted one.
 
         Args:
             stage: the stage that needs a slab.
             position: the use that runs now.
-            candidates: resident stages that are not pinned; those of other classes are skipped.
+            candidates: stages in a slab that are not pinned; those of other classes are skipped.
             use_at: position of the use it is fetched for, if that is later than `position`.
             others: positions of other ranks that use the same slabs. Stages that they need soon stay.
 
@@ -117,7 +117,7 @@ class Use:
 
 
 def replay(policy: CachePolicy, rounds: int) -> Iterator[Use]:
-    """Yield every use of `rounds` steps, from empty slabs on. Each stage is fetched when it is used."""
+    """Yield every use of `rounds` steps; all slabs are empty at first. A stage is fetched when it is used."""
     resident: set[int] = set()
     filled: Counter[int] = Counter()
     for position in range(rounds * len(policy.schedule)):

@@ -22,7 +22,7 @@ from headwater.plan.types import Activations, Plan, Resources
 _SLACK_BYTES = 24 * MIB
 
 _FEW_SIZES = 3
-"""Up to this number of micro-batch sizes, each gets a dry run without an estimate before."""
+"""Up to this number of micro-batch sizes, all get a real dry run. More sizes are compared by estimates."""
 
 
 def make_plan(asked: PlanRequest) -> Plan:
@@ -60,7 +60,7 @@ def make_plan(asked: PlanRequest) -> Plan:
 
 
 def _with_limits(asked: PlanRequest, resources: Resources) -> Request:
-    """Return the request of the search. A budget that is not set is unlimited."""
+    """Return `asked` with `resources` as its budgets. A budget that is not set is unlimited."""
     limits = (resources.device_memory, resources.host_memory, resources.disk_bytes)
     return Request(
         trace_for=asked.trace_for,
@@ -96,7 +96,7 @@ def _fastest(request: Request) -> Plan | None:
 
 
 def check(request: Request) -> None:
-    """Raise if decisions contradict each other.
+    """Raise if the decisions that the user has made contradict each other.
 
     Raises:
         ConfigError: names the decision.
@@ -105,12 +105,14 @@ def check(request: Request) -> None:
     _check_micro_batch_size(request)
     for name, tier in {"tier": fixed.tier, "gradient_tier": fixed.gradient_tier}.items():
         if tier == "disk" and request.disk is None:
-            raise ConfigError(f"{name} is disk, but no disk folder is given", where=name, remedy="set disk")
+            raise ConfigError(
+                f"{name} is disk, but no disk folder is given", where=name, remedy="set disk to a folder"
+            )
     if fixed.activations is Activations.OFFLOAD and request.device == "cpu" and request.disk is None:
         raise ConfigError(
             "on CPU activations are offloaded to disk, but no disk folder is given",
             where="activations",
-            remedy="set disk, or write recompute",
+            remedy="set disk to a folder, or write activations: recompute",
         )
     least = request.minimum_slabs(request.trace_for(micro_batch_sizes(request)[-1]), fixed.tier)
     if fixed.num_slabs is not None and fixed.num_slabs < least:

@@ -43,7 +43,7 @@ class Known:
 
     @property
     def quiet(self) -> bool:
-        """True if this process had its cores for itself during the measurement."""
+        """True if no other process used this process's cores during the measurement."""
         return self.measurement.cpu_share >= QUIET_CPU_SHARE
 
     def is_undoubted(self, now_s: float) -> bool:
@@ -188,7 +188,7 @@ def _parse(entry: object) -> Known | None:
 
 
 def _write_cache(cache: Path | None, entries: dict[str, Known]) -> None:
-    """Store measurements. A run without a place for the cache continues."""
+    """Write measurements to the cache. If the cache cannot be written, log a warning."""
     if cache is None:
         return
     document = {

@@ -51,7 +51,7 @@ class StageBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes of activations and gradients at the moment of a step with the most of them."""
+    """Bytes of activations and gradients in device memory, at the moment of a step with the largest sum."""
 
     activations: int
     gradients: int
@@ -59,7 +59,7 @@ class Peak:
 
     @property
     def allocator(self) -> int:
-        """Bytes that the allocator holds in addition: gaps, and scratch memory of kernels."""
+        """Bytes that the allocator holds beside the tensors: gaps, and scratch memory of kernels."""
         share = _SHARE_OF_KEPT_PAGES if self.keeps_pages else _ALLOCATOR_SHARE
         return int((self.activations + self.gradients) * share)
 
@@ -74,7 +74,7 @@ class Peak:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes by name in each kind of memory. On CPU the device has none."""
+    """Bytes of device memory, host memory and disk, by purpose. On CPU, all memory is host memory."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -169,7 +169,7 @@ class Footprint:
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Bytes of the buffers of the disk tier, and of the updater's two fp32 workspaces."""
+        """Bytes of host memory for the disk tier's buffers, and for the updater's two fp32 workspaces."""
         per_param = max((stage.state / stage.trained for stage in self.stages if stage.trained), default=0)
         piece = max(1, int(PIECE_ELEMENTS * per_param))
         group = -(-GROUP_BYTES // piece) * piece
@@ -178,7 +178,7 @@ class Footprint:
 
     @cached_property
     def snapshot_bytes(self) -> int:
-        """Bytes of the wire images that a checkpoint of the disk tier saves at once, each with a piece.
+        """Bytes of host memory of the wire images that a checkpoint of the disk tier saves at the same time.
 
         One stage is saved in the background, and another by a thread that is about to update it.
         """
@@ -188,21 +188,21 @@ class Footprint:
         return sum(sorted(self.slab_sizes)[-_SNAPSHOT_THREADS:]) + pieces
 
     def held_gradients(self, plan: Plan) -> int:
-        """Return the bytes of gradients that wait for the update when backward ends."""
+        """Return the bytes of all gradients that the store keeps from the end of backward to the update."""
         return sum(self.held_gradient(plan, stage) for stage in range(len(self.stages)))
 
     def held_gradient(self, plan: Plan, stage: int) -> int:
-        """Return the bytes of gradients of one stage that wait for the update."""
+        """Return the bytes of one stage's gradients that the store keeps from backward to the update."""
         held = self.stages[stage]
         return held.gradient if _holds_exact_gradients(plan) else held.gradient_sum
 
     def offloaded_bytes(self, activations: Sequence[Activations]) -> int:
-        """Return the bytes of activations that one micro-batch moves out."""
+        """Return the bytes of activations of all stages that one micro-batch moves off the device memory."""
         pairs = zip(self.trace.costs, activations, strict=True)
         return sum(offloaded_bytes(cost, policy) for cost, policy in pairs)
 
     def peak(self, plan: Plan) -> Peak:
-        """Return activations and gradients at the moment with the most, in the compute device's memory."""
+        """Return the bytes of activations and gradients in device memory, when their sum is largest."""
         # The key holds all that a peak depends on; the search asks for the same peak many times.
         key = plan.activations, plan.device, plan.gradient_tier, plan.num_micro_batches
         if key not in self._peaks:
@@ -275,7 +275,7 @@ class Footprint:
         return total
 
     def _passing(self, position: int, exact: bool) -> int:
-        """Return the bytes of gradients that are incomplete, or are summed and written, in one backward."""
+        """Return the bytes of a use's gradients that are incomplete, or are being summed and written."""
         total = 0
         for stage, first in self.first_use.items():
             if first <= position <= self.last_use[stage]:
@@ -343,24 +343,24 @@ def _kept(cost: StageCost) -> int:
 
 
 def offloaded_bytes(cost: StageCost, policy: Activations) -> int:
-    """Return the bytes of activations of one stage that a micro-batch moves out."""
+    """Return the bytes of activations of one stage that a micro-batch moves off the device memory."""
     return _kept(cost) if policy is Activations.OFFLOAD else 0
 
 
 def _held(cost: StageCost, policy: Activations) -> int:
-    """Return the bytes that stay in memory from a stage's forward to its backward."""
+    """Return the bytes of activations that stay in device memory from a stage's forward to its backward."""
     if policy is Activations.KEEP:
         return _kept(cost)
     return cost.input_bytes if policy is Activations.RECOMPUTE else 0
 
 
 def _moving(moved: int) -> int:
-    """Return the bytes on their way out or back, and of the writers' buffers, for `moved` bytes in all."""
+    """Return the most bytes that are in transit or in a writer's buffer if `moved` bytes are offloaded."""
     return min(moved, OFFLOAD_WINDOW_BYTES) + OFFLOAD_WRITERS * min(moved, OFFLOAD_BLOCK_BYTES)
 
 
 def _busy(cost: StageCost, policy: Activations, num_uses: int) -> int:
-    """Return the bytes alive only during a use: temporaries, and gradients of its inputs and outputs."""
+    """Return the bytes of tensors that exist only during a use, such as the gradients of its outputs."""
     passing = cost.transient_bytes + cost.input_bytes + cost.output_bytes
     if policy is Activations.RECOMPUTE:
         return passing + cost.saved_bytes // num_uses

@@ -12,7 +12,7 @@ _IN_USE: ContextVar[KnownTraces | None] = ContextVar("known_traces", default=Non
 
 
 class KnownTraces:
-    """The traces of one program, by the number of the dry run.
+    """The traces of one program, in the order of its dry runs.
 
     A trace does not depend on the plan. A program that computes the same in each run makes the same dry runs
     under each plan.
@@ -24,7 +24,7 @@ class KnownTraces:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Use these traces for one run of the program, from its beginning on."""
+        """Inside the context, which is one run of the program, its dry runs use these traces."""
         self._made = 0
         token = _IN_USE.set(self)
         try:
@@ -33,7 +33,7 @@ class KnownTraces:
             _IN_USE.reset(token)
 
     def get(self, conditions: Hashable, make: Callable[[], Trace]) -> Trace:
-        """Return the trace of the next dry run. If none is known under these conditions, make it."""
+        """Return the trace of the next dry run. Make it if no trace is known for these conditions."""
         key = (self._made, conditions)
         self._made += 1
         if key not in self._traces:

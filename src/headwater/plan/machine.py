@@ -29,7 +29,7 @@ LATE_BYTES = 48 * MIB
 logs, threads, readers of data, pictures. Measured: see docs/benchmarks.md."""
 
 WORKER_BYTES = 160 * MIB
-"""Host memory that a data worker holds privately: objects of `import torch`, and its batches."""
+"""Host memory that a data worker does not share: objects of `import torch`, and its batches."""
 
 
 def resident_bytes() -> int:
@@ -38,7 +38,7 @@ def resident_bytes() -> int:
 
 
 def held_bytes() -> int:
-    """Return the bytes of host memory that this process and its data workers hold; see the module's note."""
+    """Return the bytes of host memory that this process and its data workers occupy."""
     return resident_bytes() + sum(map(_own_bytes, psutil.Process().children()))
 
 
@@ -67,7 +67,7 @@ def free_resources(resources: Resources, device: str) -> Resources:
 
 
 def free_host_budget() -> int:
-    """Return the bytes that this process may hold in all: its own, and most of the free memory.
+    """Return the bytes of host memory that this process may hold: what it has, and most of what is free.
 
     In a control group that is at most `FREE_SHARE` of the limit. Pages of library files count here, although
     they may be charged to another group. This errs on the safe side.
@@ -96,7 +96,7 @@ class GroupMemory(NamedTuple):
         return min((self._within(level.limit, level.used) for level in self.levels), default=None)
 
     def limit_for(self, num_bytes: int) -> int | None:
-        """Return the limit with which `budget` would be `num_bytes`; `None` if `budget` suffices now."""
+        """Return the lowest group limit that allows `num_bytes`; `None` if the present limit allows them."""
         short = [level.used for level in self.levels if self._within(level.limit, level.used) < num_bytes]
         if not short:
             return None

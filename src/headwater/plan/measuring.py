@@ -25,10 +25,10 @@ from headwater.plan.probes import Measurement, measure
 from headwater.plan.types import Calibration
 
 MOST_WALL_S, MOST_CPU_S = 20.0, 10
-"""Limits of a measurement: seconds, and CPU seconds for each thread."""
+"""Limits of a measurement: seconds of wall time, and CPU seconds of each thread."""
 
 NEEDED_BYTES = 900 * MIB
-"""Host memory of a measurement, including `import torch`."""
+"""Bytes of host memory that a measurement needs, including `import torch`."""
 
 logger = logging.getLogger(__name__)
 

@@ -102,7 +102,7 @@ class DiskOptions(Protocol):
 
 
 class BackendOptions(Protocol):
-    """The options of a backend that matter for a plan, under the names of the params."""
+    """The options of a backend that matter for a plan; they have the names of the keys of a params file."""
 
     @property
     def backend_type(self) -> Literal["CSX", "CPU", "GPU"]: ...

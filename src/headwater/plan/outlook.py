@@ -11,7 +11,7 @@ from headwater.core.units import format_count, format_duration
 from headwater.plan.types import Plan, Prediction
 
 MONTH_S = 30 * 86_400.0
-"""A run that takes longer gets a warning."""
+"""Predicted seconds of a run above which the user gets a warning: 30 days."""
 
 _SMALLEST_SHOWN_S = 1e-6
 _OVERLAP = "overlap"

@@ -23,7 +23,7 @@ _LARGE_SHARE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A module that makes a stage.
+    """A module whose parameters are a stage.
 
     Attributes:
         path: its qualified name; empty for the model itself.

@@ -35,7 +35,7 @@ _FORWARD_SHARE = 1 / 3  # of the time outside of matrix products
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """A quantity in the two phases of a step: the first forward, which updates weights, and the rest."""
+    """A quantity, split into a step's two phases: the first forward, which updates weights, and the rest."""
 
     first: float = 0.0
     rest: float = 0.0
@@ -118,7 +118,7 @@ class Predictor:
         )
 
     def step_parts(self, plan: Plan) -> dict[str, float]:
-        """Return the seconds of one step by kind of work; `overlap` is negative: work done beside other work.
+        """Return the seconds of one step by kind of work; `overlap` is negative, so that the sum is the step.
 
         The update of a stage and its fetch run before its first forward. So the first forward of a step and
         the rest of the step have different bottlenecks. Computation overlaps with transfers, except for the
@@ -146,14 +146,14 @@ class Predictor:
         return Phases(forward, plan.num_micro_batches * (forward + backward) - forward)
 
     def _copy_s(self, plan: Plan) -> Phases:
-        """Return the seconds of copies from the memory tier to slabs, by the cores that compute."""
+        """Return the seconds in which CPU cores copy weights to slabs; 0 on a GPU or with the disk tier."""
         if plan.device != "cpu" or plan.tier == "disk":
             return Phases()
         fetched, rate = self._fetched_bytes(plan), self._rates.memory_bytes_per_s
         return Phases(2 * fetched.first / rate, 2 * fetched.rest / rate)
 
     def _fetched_bytes(self, plan: Plan) -> Phases:
-        """Return the bytes of weights copied to slabs. An updated stage is copied even if it was there."""
+        """Return the bytes of weights copied to slabs. After an update, a stage in a slab is copied again."""
         if plan.in_place:
             return Phases()
         schedule, stages = self.footprint.trace.schedule, self.footprint.stages

@@ -30,7 +30,7 @@ _QUICK_SHAPE = (256, 768, 3072)
 _BLOCK_SHAPE = (4, 128, 512, 8)  # sequences, their length, width, heads
 _TRIAL_SHAPE = (32, 256, 256)
 _SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE = ((64, 768, 512),), (1, 32, 256, 4)
-"""For a dtype without instructions in the processor, such as fp16 on most CPUs."""
+"""Small shapes, for a dtype that the processor only emulates, such as fp16 on most CPUs."""
 _SLOW_S = 1.0
 _COPY_BYTES = 64 * MIB
 _ADAMW_PARAMS = 4 * MIB
@@ -93,7 +93,7 @@ class _Sizes:
 
 
 def _sizes(device: str, dtype: torch.dtype) -> _Sizes:
-    """Return small sizes if a trial shows that the usual ones take more than a second."""
+    """Return the sizes of the probes: small ones if a trial shows that the usual ones take over a second."""
     trial = _matrix(device, dtype, (_TRIAL_SHAPE,))
     trial.run()  # the first product of a dtype includes one-time initialization
     start_s = time.thread_time()
@@ -208,7 +208,7 @@ def _matrix(device: str, dtype: torch.dtype, shapes: Iterable[tuple[int, int, in
 
 
 class _Block:
-    """A transformer block that trains. It shows the time beyond its matrix products."""
+    """A transformer block that is trained to measure the time that is not spent in matrix products."""
 
     def __init__(self, device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
         self._shape = sequences, length, width, heads = shape
@@ -239,7 +239,7 @@ class _Block:
         return sum(saved.values())
 
     def other_s(self, seconds: float, flops_per_s: float) -> float:
-        """Return the part of `seconds` outside of matrix products; at least a twentieth.
+        """Return how many of `seconds` were not spent in matrix products; at least a twentieth.
 
         If products take nearly all of the time, the difference of the two measurements is only noise.
         """
@@ -304,7 +304,7 @@ def _transfers(file: int, pool: ThreadPoolExecutor) -> dict[str, Probe]:
 
 def _complete(counts: Iterable[int]) -> None:
     if any(count != _DISK_CHUNK_BYTES for count in counts):
-        raise OSError(0, "a transfer came up short")
+        raise OSError(0, "fewer bytes were read or written than requested")
 
 
 def _open_direct(name: str) -> int:

@@ -10,7 +10,7 @@ from headwater.plan.partition import Unit
 
 @final
 class WeightReads:
-    """The modules whose forward runs now, and what they have read.
+    """The modules whose forward runs now, and the stages whose weights each module has read.
 
     Attributes:
         running: stages whose modules run, from the outermost inward.
@@ -28,7 +28,7 @@ class WeightReads:
         self._sites: dict[str, set[int]] = {}
 
     def enter(self, path: str, stage: int | None) -> None:
-        """Begin the forward of a module; `stage` is the stage that it makes, if it makes one."""
+        """Begin the forward of a module; `stage` is the stage that consists of this module, or `None`."""
         self._modules.append(path)
         if stage is not None:
             self.running.append(stage)
@@ -40,9 +40,9 @@ class WeightReads:
             self.running.pop()
 
     def read(self, stage: int) -> bool:
-        """Record that an operator of the forward reads a parameter; return False outside of all forwards.
+        """Record that the running module reads a parameter; return False if no module runs.
 
-        There a parameter is read from the store.
+        Outside of all forwards, a parameter is read from the store.
         """
         if not self._modules:
             return False
@@ -53,12 +53,12 @@ class WeightReads:
         return True
 
     def use(self, stage: int) -> None:
-        """Record a use of a stage."""
+        """Record a use of a stage. Reads of the same stage one after the other are one use."""
         if not self.uses or self.uses[-1] != stage:
             self.uses.append(stage)
 
     def take_over(self, stage: int, original: int) -> None:
-        """Give `stage`, which did not run, the reads of `original`, whose modules are equal."""
+        """Record for `stage`, which did not run, the reads of the equal stage `original`."""
         path, old = self._units[stage].path, self._units[original].path
         for site in [site for site, stages in self._sites.items() if original in stages]:
             self._sites.setdefault(path + site.removeprefix(old), set()).add(stage)

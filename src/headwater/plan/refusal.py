@@ -1,4 +1,4 @@
-"""The reason why no plan fits, and the nearest settings with which one fits."""
+"""The reason why no plan fits, and the nearest settings with which a plan fits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Setting:
 
 
 def refusal(request: Request) -> DoesNotFitError:
-    """Return the error for a request without a plan: which budgets are too small, and what would fit."""
+    """Return the error if no plan fits: which budgets are too small, and which settings would fit."""
     larger = enough(request)
     stories = [_story(request.budgets, setting.request.budgets) for setting in larger]
     texts = [setting.text for setting in (*larger, *other_settings(request))]
@@ -49,7 +49,7 @@ def _story(budgets: Budgets, needed: Budgets) -> str:
 
 
 def enough(request: Request) -> list[Setting]:
-    """Return all ways to raise as few budgets as possible, each as little as possible."""
+    """Return all ways to make a plan fit by raising the fewest budgets, each as little as possible."""
     needs = _needs(request)
     for count in range(1, len(Budgets._fields) + 1):
         ways = [
@@ -72,7 +72,7 @@ def _raised(request: Request, least: dict[str, int]) -> Setting:
 
 
 def _host_words(request: Request, need: int) -> list[str]:
-    """Return what must be raised for `need` bytes: the limit of the control group, `host_memory`, or both."""
+    """Return, as text, the limits to raise for `need` bytes of host memory: control group, budget or both."""
     limit = request.group.limit_for(need)
     words = [] if limit is None else [f"the memory limit of the control group {_rounded_up(limit)}"]
     if limit is None or (request.asked_host is not None and request.asked_host < need):
@@ -81,7 +81,7 @@ def _host_words(request: Request, need: int) -> list[str]:
 
 
 def other_settings(request: Request) -> Iterator[Setting]:
-    """Yield changes other than larger budgets; with each of them a plan fits."""
+    """Yield settings with which a plan fits: without one of the user's decisions, or with a disk tier."""
     for name, value in vars(request.fixed).items():
         if value is not None:
             free = _with_fixed(request, name, None)
@@ -94,7 +94,7 @@ def other_settings(request: Request) -> Iterator[Setting]:
 
 
 def _and_disk(with_disk: Request) -> Setting:
-    """Return a setting with a disk tier, and with larger budgets if the disk tier is not enough."""
+    """Return the setting that adds a disk tier, and raises budgets if the disk tier is not enough."""
     used = _least(_needs(with_disk), with_disk.budgets, ("disk_bytes",))
     if used is not None:
         return Setting(f"disk to a folder with {_rounded_up(used['disk_bytes'])} free", with_disk)
@@ -103,14 +103,14 @@ def _and_disk(with_disk: Request) -> Setting:
 
 
 def _without_decision(free: Request, name: str, plan: Plan) -> Setting:
-    """Return a setting with the plan's own value for a decision, or without the decision."""
+    """Return the setting that replaces the user's value of a decision by the plan's, or leaves it out."""
     if name in ("activations", "num_slabs"):
         return Setting(f"no {name}, so that the plan chooses", free)
     return Setting(f"{name} {getattr(plan, name)}", _with_fixed(free, name, getattr(plan, name)))
 
 
 def _needs(request: Request) -> list[Budgets]:
-    """Return what the smallest plans need, without regard to the budgets.
+    """Return the bytes that the smallest plans need, whether or not they fit the budgets.
 
     A smaller micro-batch has smaller activations, but several micro-batches may need wider gradients. So the
     smallest plan has either the smallest micro-batch or the whole batch.
@@ -124,7 +124,7 @@ def _needs(request: Request) -> list[Budgets]:
 
 
 def _least(needs: list[Budgets], budgets: Budgets, names: tuple[str, ...]) -> dict[str, int] | None:
-    """Return the smallest use of the named budgets within the others; `None` if these are too small."""
+    """Return the least bytes for the named budgets; `None` if the other budgets are too small."""
     limits = budgets._replace(**dict.fromkeys(names, UNLIMITED))
     fitting = [need for need in needs if all(used <= limit for used, limit in zip(need, limits, strict=True))]
     if not fitting:

@@ -1,4 +1,4 @@
-"""Equal stages of a dry run: the first two and the last two run, the others take over their costs.
+"""Equal stages of a dry run: the first two and the last two run, the others get the costs of the second.
 
 [Note: repeated stages]
 A model of 126 equal blocks has 126 times the operators of one block, and a dry run spends up to a millisecond
@@ -28,17 +28,17 @@ from headwater.plan.alive import has_storage, memory_key
 from headwater.plan.partition import Partition
 
 _FIRST, _LAST = 2, 2
-"""Number of equal stages that run: the first ones with the same inputs, and the last ones of all."""
+"""How many of the equal stages run: the first ones with like inputs, and the last ones of the model."""
 _SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _KNOWN_PACKAGES = ("torch.nn.modules.", "headwater.models.")
-"""Packages whose modules may be inside a marked one. No attribute may show what a user's module does."""
+"""Packages whose modules may be in a stage that is skipped. Costs of a user's own module are unknown."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A recorded call of an original: its outputs stand for those of equal modules, which do not run.
+    """A recorded call of a module. Equal modules are not run: their outputs are made like those of this one.
 
     Attributes:
         inputs: leaves of the arguments.
@@ -55,7 +55,7 @@ class Call:
     modes: Hashable
 
     def fits(self, inputs: Sequence[Any], structure: TreeSpec) -> bool:
-        """True if a call with these inputs costs the same."""
+        """True if a call with these inputs costs the same as the recorded one."""
         return (
             structure == self.structure
             and _modes() == self.modes
@@ -64,7 +64,7 @@ class Call:
         )
 
     def output(self, inputs: Sequence[Any]) -> Any:
-        """Return an output for these inputs; its tensors depend on the inputs in the graph of autograd."""
+        """Return an output like the recorded one, whose tensors autograd sees as computed from `inputs`."""
         given = list({id(leaf): leaf for leaf in inputs if _needs_gradient(leaf)}.values())
         made = iter(_Repeated.apply(self._new, *given))  # type: ignore[no-untyped-call]
         leaves = [
@@ -80,7 +80,7 @@ class Call:
 
 @final
 class Repeats:
-    """Stages that are not run because equal stages have run, and the recorded calls of those.
+    """Stages that the dry run skips because equal stages have run, and the calls of the stages that ran.
 
     Attributes:
         original: skipped stage -> the stage whose costs it has.
@@ -99,7 +99,7 @@ class Repeats:
 
     @property
     def consistent(self) -> bool:
-        """False if a stage has other costs than its original, as known at the end of the step."""
+        """True if each skipped stage has the costs of its original. This is known at the end of the step."""
         return not self.original or (
             self._as_expected
             and all(
@@ -114,7 +114,7 @@ class Repeats:
     def call_like(
         self, stage: int, inputs: Sequence[Any], structure: TreeSpec, *, may_skip: bool
     ) -> Call | None:
-        """Return the call that a call of this stage repeats, which is skipped then; `None` if it must run.
+        """Return the recorded call whose costs this stage's call can take over; `None` if the stage must run.
 
         Args:
             stage: index of the stage.
@@ -135,7 +135,7 @@ class Repeats:
     def _repeated_call(
         self, stage: int, number: int, inputs: Sequence[Any], structure: TreeSpec
     ) -> Call | None:
-        """Return a call that costs the same; the stage of the first one is the original."""
+        """Return a recorded call that costs the same, or `None`. The first one found decides the original."""
         if number > 0:
             call = self._calls.get((self.original[stage], number))
             return call if call is not None and call.fits(inputs, structure) else None
@@ -259,7 +259,7 @@ def _modes() -> Hashable:
 
 
 def _is_like(leaf: Any, original: Any) -> bool:
-    """True if an input costs the same. The values of floating-point tensors decide nothing in a dry run."""
+    """True if a call with `leaf` costs the same as with `original`. Floating-point values do not matter."""
     if not isinstance(leaf, torch.Tensor) or not isinstance(original, torch.Tensor):
         # An object may have changed since the original's call, even if both are the same object.
         return type(leaf) is type(original) and type(leaf) in _SIMPLE and bool(leaf == original)
@@ -273,7 +273,7 @@ def _tensor_key(tensor: torch.Tensor) -> Hashable:
 
 
 def _sharing(leaves: Sequence[Any]) -> list[int]:
-    """Return for each tensor the index of the first leaf with the same memory."""
+    """Return for each tensor the index of the first leaf that shares its storage."""
     first: dict[int, int] = {}
     return [
         first.setdefault(memory_key(leaf), index)
@@ -283,7 +283,7 @@ def _sharing(leaves: Sequence[Any]) -> list[int]:
 
 
 def _described(leaves: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return a description of an output; `None` if parts of it cannot be made again from the inputs."""
+    """Return how to make an output like `leaves` from other inputs; `None` if that cannot be done."""
     indices = {id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, torch.Tensor)}
     taken = {memory_key(leaf) for leaf in inputs if isinstance(leaf, torch.Tensor)}
     with_gradients = any(map(_needs_gradient, inputs))

@@ -79,7 +79,7 @@ def _shape(stage: StageSpec) -> object:
 
 
 def _joined_name(first: str, last: str) -> str:
-    """Return `blocks.0` and `blocks.11` as `blocks.0…11`. If more than one number differs, return both."""
+    """Join `blocks.0` and `blocks.11` to `blocks.0…11`, or to both names if more than one number differs."""
     first = first or "(model)"
     if first == last:
         return first
@@ -190,7 +190,7 @@ class _MemoryRow:
 
 
 def _memories(plan: Plan) -> Iterator[_MemoryRow]:
-    """Yield the kinds of memory that a plan uses."""
+    """Yield a row for each of device memory, host memory and disk that a plan uses."""
     prediction, budget = _prediction(plan), plan.budget or Resources()
     rows = (
         _MemoryRow("device", prediction.device_bytes, budget.device_memory, prediction.device_parts),
@@ -211,7 +211,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Draw the stages in slabs at each use of a step, and the use of the memories, as a PNG at `path`.
+    """Write a PNG to `path`: which stages are in slabs at each use of a step, and the peaks of memory.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -232,7 +232,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 def _draw_schedule(plan: Plan, axes: Axes) -> None:
-    """Draw stages over the uses of one micro-batch: gray if weights are ready, colored if they are used."""
+    """Draw each stage during a micro-batch: gray while its weights are ready, colored when they are used."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
@@ -259,7 +259,7 @@ def _draw_schedule(plan: Plan, axes: Axes) -> None:
 
 
 def _draw_memory(plan: Plan, axes: Axes) -> None:
-    """Draw one bar for each memory: its parts, as shares of its budget."""
+    """Draw one bar for each of device memory, host memory and disk: its contents, relative to its budget."""
     rows = list(_memories(plan))
     for height, row in enumerate(rows):
         left = 0.0

@@ -37,7 +37,7 @@ class Budgets(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Everything that a plan depends on: a `PlanRequest` in which the machine has filled in what was open.
+    """Everything that a plan depends on: a `PlanRequest`, with limits of the machine where none were set.
 
     Attributes:
         budgets: limits of the run.
@@ -67,7 +67,7 @@ class Request:
     group: GroupMemory = NO_GROUP
 
     def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
-        """Return the fewest slabs of a size class."""
+        """Return the fewest slabs of a size class with which a step can run."""
         sharers = self.ranks - self.share.store_ranks if shares_slabs(tier, self.device) else 1
         return minimum_slabs(trace, sharers)
 
@@ -85,7 +85,7 @@ def best_plan(request: Request) -> Plan | None:
 
 
 def _with_whole_masters(plan: Plan, request: Request) -> Plan:
-    """Return a plan that reads bf16 weights in place with whole fp32 masters, if these fit; else `plan`."""
+    """Return `plan` with whole fp32 masters if it reads bf16 weights in place and these fit; else `plan`."""
     # Not a dimension of the search: whole masters cost only memory, and are faster wherever they fit.
     bf16_in_place = plan.in_place and plan.precision.name == "bf16" and not plan.trace.inference
     if not bf16_in_place or request.fixed.masters == "split":
@@ -120,7 +120,7 @@ def micro_batch_sizes(request: Request) -> list[int]:
 
 
 def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterator[Plan]:
-    """Yield predicted plans with a given micro-batch size. They need not fit.
+    """Yield plans with a given micro-batch size and their predictions, even if they do not fit.
 
     Args:
         request: what to plan for.
@@ -178,7 +178,7 @@ def _frames(request: Request, trace: Trace, size: int) -> Iterator[Plan]:
 
 
 def _slab_counts(request: Request, frame: Plan) -> Sequence[int]:
-    """Return the numbers of slabs to try: in steps of about a tenth, up to a slab for each stage."""
+    """Return the numbers of slabs to try, each about a tenth more than the last, up to one for each stage."""
     if frame.in_place:
         return (frame.slabs,)
     least = request.minimum_slabs(frame.trace, frame.tier)
@@ -192,14 +192,14 @@ def _slab_counts(request: Request, frame: Plan) -> Sequence[int]:
 
 
 class Rung(NamedTuple):
-    """A policy for every stage, and its peak bytes of activations and gradients."""
+    """An activation policy for each stage, and the peak bytes of activations and gradients of all stages."""
 
     activations: tuple[Activations, ...]
     peak_bytes: int
 
 
 def activation_ladder(footprint: Footprint, frame: Plan, *, fixed: Activations | None = None) -> list[Rung]:
-    """Return policies for all stages, from the fastest to the smallest; each needs less memory than the last.
+    """Return choices of a policy for each stage; each needs less memory than the one before, and more time.
 
     Stages are recomputed one after the other, those first that free the most bytes for a FLOP. Stages that
     cannot be recomputed are offloaded next, and finally all stages.
@@ -232,14 +232,14 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
 
 
 def _uniform(trace: Trace, policy: Activations) -> tuple[Activations, ...]:
-    """Return `policy` for every stage that supports it."""
+    """Return `policy` for every stage. A stage that cannot be recomputed keeps its activations instead."""
     if policy is Activations.RECOMPUTE:
         return tuple(policy if can_be else Activations.KEEP for can_be in recomputable(trace))
     return (policy,) * len(trace.stages)
 
 
 def _promising(footprint: Footprint, frame: Plan, ladder: Sequence[Rung], request: Request) -> list[int]:
-    """Return the rungs of the ladder that may be best: the first one that fits, and the last one."""
+    """Return the indices of the rungs that may be best: the first rung that fits, and the last one."""
     memory = footprint.memory(dataclasses.replace(frame, activations=ladder[0].activations))
     used, limit = memory.device, request.budgets.device_memory
     if request.device == "cpu":

@@ -28,7 +28,7 @@ class _Cost:
 
 @final
 class StageCosts:
-    """The costs of every stage. What runs counts for the current stage.
+    """The costs of every stage. The cost of an operator is added to the current stage.
 
     Attributes:
         current: index of the current stage.
@@ -49,7 +49,7 @@ class StageCosts:
         self._saved: dict[int, torch.Tensor] = {}
 
     def leave_out(self, params: Iterable[torch.Tensor], state: Iterable[torch.Tensor]) -> None:
-        """Record memory of the model itself, so that it is not counted as a cost.
+        """Exclude the tensors of the model itself, so that their memory is not counted as a cost.
 
         Args:
             params: parameters, which are not counted if autograd saves them.
@@ -76,11 +76,11 @@ class StageCosts:
                 tensor.register_hook(functools.partial(_set_current, weakref.ref(self), stage))
 
     def save(self, tensor: torch.Tensor, inputs: set[int]) -> None:
-        """Count a tensor that autograd saves, once for each memory.
+        """Count the bytes of a tensor that autograd saves. Tensors that share a storage are counted once.
 
         Args:
             tensor: the tensor.
-            inputs: memory of the inputs of the stage, which is counted already.
+            inputs: keys of the storages of the stage's inputs, which are counted already.
         """
         key = memory_key(tensor)
         if key not in self._not_saved and key not in self._saved and key not in inputs:
@@ -100,7 +100,7 @@ class StageCosts:
         return flops
 
     def take_over(self, stage: int, original: int) -> None:
-        """Give `stage`, which did not run, the costs of `original`."""
+        """Record for `stage`, which did not run, the costs of the equal stage `original`."""
         self._costs[stage] = self._costs[original]
 
     def of(self, stage: int, *, recomputable: bool) -> StageCost:
@@ -113,7 +113,7 @@ class StageCosts:
         return StageCost(**dataclasses.asdict(self._costs[stage]), recomputable=recomputable)
 
     def _bytes_beside(self, func: Any, out: Any) -> int:
-        """Return the short-lived bytes at this operator.
+        """Return the bytes of temporary tensors while this operator runs.
 
         In inference these are the bytes of all living tensors. In training they are the bytes of the
         operator's results only, because most living tensors are saved by autograd and counted in `save`.
@@ -132,7 +132,7 @@ def operands(tree: Any) -> Sequence[torch.Tensor]:
 
 
 def _set_current(reference: weakref.ref[StageCosts], stage: int, gradient: torch.Tensor) -> None:
-    """Count the operators that follow in backward for `stage`. Called as the hook of a tensor's gradient."""
+    """Make `stage` current. Autograd calls this hook when backward reaches a tensor."""
     costs = reference()
     if costs is not None:
         costs.current = stage

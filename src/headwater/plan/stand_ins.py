@@ -23,10 +23,10 @@ from headwater.plan.writes import changed_by
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 _KNOWN_BYTES = 1 << 20
-"""Larger tensors are not computed in a dry run."""
+"""The most bytes of a tensor whose values a dry run computes."""
 
 _OVERLAPS = 1
-"""torch's answer for a tensor whose elements share memory: it cannot be written to."""
+"""What torch returns if elements of a tensor share memory. Such a tensor cannot be written to."""
 
 
 def call_operator(
@@ -35,7 +35,7 @@ def call_operator(
     kwargs: dict[str, Any],
     value: Callable[[torch.Tensor], torch.Tensor | None] = lambda fake: None,
 ) -> Any:
-    """Return `func(*args, **kwargs)` on fake tensors, even if the result depends on data that they lack.
+    """Return `func(*args, **kwargs)` on fake tensors. Results that depend on missing values are made up.
 
     A number read from a tensor is 1, and a truth value is `False` (most of them guard against bad data, or
     skip something). If a shape depends on data, the largest shape is used: every element is selected.
@@ -60,7 +60,7 @@ def call_operator(
 
 
 class Operators:
-    """Runs the operators of a dry run, and computes results that depend on known values alone.
+    """Runs the operators of a dry run. Results that depend on known values alone have real values.
 
     Known are the integers and truth values of the batch (token ids, masks, image sizes), and everything that
     a forward computes from them and from numbers in its code. So sizes and branches that depend on them are
@@ -134,7 +134,7 @@ class Operators:
 
 @contextmanager
 def python_stand_ins() -> Iterator[None]:
-    """Inside the context, Python code can read values from fake tensors in other ways than by operators."""
+    """Inside the context, `torch.tensor` and `torch.distributions` accept fake tensors."""
     checked = Distribution._validate_args
     Distribution.set_default_validate_args(False)  # it asks whether all values are valid, and raises
     try:
@@ -188,7 +188,7 @@ class _KnownValues:
         self._storages[storage._cdata] = (StorageWeakRef(storage), real)
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the values of a tensor, a view of its known storage; `None` if they are unknown."""
+        """Return a real tensor with the values of a fake one; `None` if the values are unknown."""
         if not _plain(tensor):
             return None
         if not isinstance(tensor, FakeTensor):
@@ -204,7 +204,7 @@ class _KnownValues:
             self._storages.pop(tensor.untyped_storage()._cdata, None)
 
     def _sweep(self) -> None:
-        """Forget storages that are gone. Until then the weak reference keeps the address from others."""
+        """Forget storages that were freed. Until then, their weak references reserve their addresses."""
         if len(self._storages) >= self._sweep_at:
             self._storages = {key: kept for key, kept in self._storages.items() if not kept[0].expired()}
             self._sweep_at = max(1024, 2 * len(self._storages))
@@ -230,7 +230,7 @@ def _or_ones(value: torch.Tensor | None, fake: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-    """Return the result's shape for fp32. torch 2.13 computes it, but its fake operator accepts bf16 only."""
+    """Return a fake result of a grouped product in fp32, which torch 2.13 has for bf16 only."""
     product = (left.shape[-2], right.shape[-1])
     if left.dim() != right.dim():  # the groups lie one after the other
         return left.new_empty(product)

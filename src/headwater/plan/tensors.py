@@ -21,27 +21,27 @@ from headwater.plan.writes import changed_by
 T = TypeVar("T")
 
 State = dict[str, torch.Tensor]
-"""Every parameter and buffer of a model by each of its names; parameters are in wire precision."""
+"""Name -> parameter (in wire precision) or buffer of a model. A shared tensor has several names."""
 
 
 class Tensors(Protocol):
-    """The tensors of one dry run."""
+    """Makes the tensors that replace those of model and batch in one dry run, and runs its operators."""
 
     def active(self) -> Any:
-        """Return the context of the run."""
+        """Return the context in which the dry run must take place."""
 
     def state(self, model: nn.Module, partition: Partition) -> State:
         """Return the tensors that replace the parameters and buffers of a model."""
 
     def batch(self, batch: Any) -> Any:
-        """Return the batch that replaces a batch."""
+        """Return the batch that the dry run uses: `batch` with its tensors replaced."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator."""
+        """Call an operator on tensors of the dry run; return its result."""
 
 
 class FakeTensors:
-    """Tensors with shapes but without values, except integers of batch and buffers and results from them."""
+    """Tensors without values. Only integers of batch and buffers have values, and results from them alone."""
 
     def __init__(self) -> None:
         self._operators = Operators()
@@ -65,7 +65,7 @@ class FakeTensors:
 
 
 class _WritesToModel(Exception):
-    """Raised in a forward instead of a change of the model's own weights."""
+    """Raised when a forward is about to change the model's own weights, before they are changed."""
 
 
 class RealTensors:
@@ -124,7 +124,7 @@ class RealTensors:
 
 
 def with_real_tensors(run: Callable[[RealTensors], T]) -> T:
-    """Return the result of a dry run on the model's own tensors. Tensors that it changes are copied."""
+    """Return the result of a dry run on the model's own tensors. A parameter that it writes is a copy."""
     copied: set[str] = set()
     while True:
         tensors = RealTensors(copied)

@@ -41,7 +41,7 @@ from headwater.plan.writes import ParameterWrites, changed_by
 
 @dataclasses.dataclass(frozen=True)
 class OperatorCall:
-    """One operator of the dry run, as an observer sees it.
+    """One call of an operator in the dry run, as it is passed to an observer.
 
     Attributes:
         func: the operator, an overload of `torch.ops`.
@@ -139,7 +139,7 @@ def trace_step(
 
 
 class _Step(nn.Module):
-    """A module for `functional_call` whose forward is a step, forward and backward.
+    """A module whose forward is a whole training step, so that `functional_call` encloses backward too.
 
     Backward must be inside the call: a recomputed forward runs there, and must find the same parameters.
     """
@@ -157,7 +157,7 @@ def _batch_size(batch: Any) -> int:
 
 
 def _check_output(output: object, where: str) -> None:
-    """Check that a forward has run completely when its call returns.
+    """Raise if a forward returned a generator, whose code runs only after the call has returned.
 
     Raises:
         StreamError: if it returned a generator.
@@ -225,7 +225,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Record a forward."""
+        """Inside the context, record the module calls and operators of a forward."""
         with ExitStack() as stack:
             for path, module in self._model.named_modules():
                 # Layers enclose hooks, so a hook that reads a weight is recorded with its module.
@@ -237,7 +237,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def _recording_backward(self) -> Iterator[None]:
-        """Record a backward."""
+        """Inside the context, record the operators of a backward."""
         self._costs.in_backward = True
         with self:
             yield
@@ -330,7 +330,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def _runs_again(self, unit: Unit) -> bool:
-        """True if the forward of a stage can run again; TorchScript fails inside a checkpoint."""
+        """True if the forward of a stage can be recomputed in backward: not if it is a TorchScript module."""
         parts = self._model.get_submodule(unit.path).modules()
         return not unit.direct_only and not any(isinstance(part, torch.jit.ScriptModule) for part in parts)
 

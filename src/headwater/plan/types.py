@@ -74,7 +74,7 @@ class Trace:
         return self.uses if self.inference else self.uses + self.uses[::-1]
 
     def with_whole_masters(self) -> Trace:
-        """Return the trace with masters that share no memory with weights; see `ParamSpec.split_master`."""
+        """Return a copy whose masters share no memory with weights; see `ParamSpec.split_master`."""
         stages = (
             dataclasses.replace(
                 stage, params=tuple(dataclasses.replace(p, split_master=False) for p in stage.params)
@@ -130,7 +130,7 @@ class Calibration:
     disk_write_bytes_per_s: float | None = None
 
     def flops_per_s(self, precision: PrecisionName) -> float:
-        """Rate of matrix products in `precision`."""
+        """Floating-point operations per second of matrix products in `precision`."""
         return {
             "fp32": self.fp32_flops_per_s,
             "bf16": self.bf16_flops_per_s,
@@ -148,7 +148,7 @@ class Calibration:
 
 @dataclasses.dataclass(frozen=True)
 class StoreShare:
-    """The part of the weight store that counts against one rank's budgets, in shares of the whole.
+    """The fractions of the weight store's bytes that count against one rank's budgets.
 
     Attributes:
         wire: share of the weights in wire precision.
@@ -268,7 +268,7 @@ class Plan:
 
     @property
     def memory_is_ample(self) -> bool:
-        """True if every activation is kept and the predicted memory is well below the budget.
+        """True if every activation is kept and the predicted host memory is well below the budget.
 
         An allocator that keeps its pages is then faster. Near the budget it must not keep them, since their
         number cannot be predicted to a few percent.

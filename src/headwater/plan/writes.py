@@ -26,7 +26,7 @@ def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 class ParameterWrites(TorchFunctionMode):
-    """Records which parameters a forward writes in place, and which get other memory by `param.data = ...`.
+    """Records which parameters a forward writes in place, and to which it assigns `param.data = ...`.
 
     Attributes:
         units: the stages whose modules run while a parameter is written. They cannot run a second time.
@@ -54,7 +54,7 @@ class ParameterWrites(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def note_operator(self, changed: Iterable[torch.Tensor]) -> None:
-        """Record that an operator of the forward has changed these tensors."""
+        """Record that an operator of the forward has changed these tensors in place."""
         for tensor in changed:
             name = self._name(tensor)
             if name is not None:
@@ -72,7 +72,7 @@ class ParameterWrites(TorchFunctionMode):
 
     @property
     def _assigned(self) -> set[str]:
-        """The parameters that have other memory now than at the beginning."""
+        """The parameters whose storage the forward has replaced by `param.data = ...`."""
         return {
             name
             for name, param in self._params.items()
@@ -86,12 +86,12 @@ class ParameterWrites(TorchFunctionMode):
 
     @property
     def assigned_after_use(self) -> tuple[str, ...]:
-        """The parameters that were assigned other memory after autograd had saved the old one."""
+        """The parameters whose storage was replaced after autograd had saved the old one for backward."""
         return tuple(sorted(self._assigned & self._saved))
 
 
 def refuse_assignments_after_use(names: Sequence[str]) -> None:
-    """Raise if a parameter gets other memory while backward still needs the old one.
+    """Raise if a forward replaced the storage of a parameter while backward still needs the old one.
 
     Args:
         names: these parameters; see `ParameterWrites.assigned_after_use`.

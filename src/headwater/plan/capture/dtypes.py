@@ -14,7 +14,7 @@ _ONE_DTYPE = frozenset({
     _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.convolution,
     _aten.binary_cross_entropy,
 })  # fmt: skip
-"""All tensors of a call must have the same dtype."""
+"""Operators for which all tensors of a call must have the same dtype."""
 
 _CLASSES = (torch.int64, torch.uint8)
 _INDICES = (torch.int64, torch.int32)
@@ -31,7 +31,7 @@ _INDEX_ARGUMENT = {
 
 
 def dtype_problem(call: OperatorCall) -> str | None:
-    """Return what is wrong with the dtypes of a call, and what it takes; `None` if they are right."""
+    """Return as text which dtypes an operator takes and which it got; `None` if the dtypes are right."""
     name, func = call.func._overloadpacket, call.func
     if name in _ONE_DTYPE:
         found = list(dict.fromkeys(arg.dtype for arg in call.args if isinstance(arg, torch.Tensor)))

@@ -66,7 +66,7 @@ def _fresh(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _without_state(module: nn.Module) -> Iterator[None]:
-    """Inside the context no tensor is registered in `module`, so that weights can only be arguments."""
+    """Remove parameters and buffers from `module` inside the context: weights can only be arguments then."""
     holders: list[dict[str, object]] = []
     for inner in module.modules():
         holders += [inner._parameters, inner._buffers]  # type: ignore[list-item]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from headwater.plan.capture.place import Place, module_text
 
 WHOLE_FORWARD = "forward"
-"""Stands for the operator of a finding if no single operator is the reason."""
+"""The name that a finding has for its operator if no single operator is the reason."""
 
 _SHOWN_NAMES = 3
 
@@ -72,7 +72,7 @@ class Findings:
         self._found[key] = Finding(operator, problem, captured, place, tuple(dict.fromkeys(modules)))
 
     def add_failure(self, problem: str, place: Place, modules: Iterable[str], *, captured: bool) -> None:
-        """Add a failure in a line. If operators were found there before, they are the reason."""
+        """Add a failure in a line of code: to this line's findings, or as a finding of the whole forward."""
         line = place.file, place.line
         known = [each.operator for each in self if (each.place.file, each.place.line) == line]
         for operator in known or [WHOLE_FORWARD]:

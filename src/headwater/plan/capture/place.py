@@ -17,7 +17,7 @@ from headwater.core import module_calls
 NOT_THE_USERS = tuple(
     f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent, module_calls.__file__)
 )
-"""Folders of torch, of the dry run and of `core`: other code requested the operations in their files."""
+"""Folders of torch, of the dry run and of `core`: a line in one of their files is not the user's code."""
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 

@@ -70,7 +70,7 @@ class ModuleCall:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """A training step on one micro-batch, without memory or data.
+    """The record of a training step that ran on fake tensors, with one micro-batch.
 
     Attributes:
         trace: its dry run.
@@ -157,7 +157,7 @@ def record_step(
 
 
 def _readers(trace: Trace, partition: Partition, called: set[str]) -> dict[str, tuple[int, ...]]:
-    """Return the outermost called modules that contain no stage except their own, with the stages read."""
+    """Return the outermost called modules with at most one stage in them, and the stages that each reads."""
     units = [unit.path for unit in partition.units]
     single = {path for path in called if not any(_is_inside(unit, path) for unit in units)}
     readers = {}
@@ -173,7 +173,7 @@ def _is_inside(path: str, outer: str) -> bool:
 
 
 class _Recorder:
-    """Records a dry run; `loss` and `observe` are arguments of `trace_step`."""
+    """Recorder of a dry run: `trace_step` gets its methods `loss` and `observe` as arguments."""
 
     def __init__(self, model: nn.Module, partition: Partition, loss_function: LossFunction) -> None:
         self._model = model
@@ -195,7 +195,7 @@ class _Recorder:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Trainable parameters without a gradient after the backward."""
+        """Trainable parameters that have no gradient after backward."""
         return tuple(n for n, param in self._params.items() if param.requires_grad and param.grad is None)
 
     @contextmanager
@@ -248,7 +248,7 @@ class _Recorder:
 
 
 class _Digest:
-    """A fingerprint of the operators of a call, with their shapes and the results that they use."""
+    """A fingerprint of a call: operators, shapes, and which earlier result each operator takes as input."""
 
     def __init__(self, inputs: list[torch.Tensor]) -> None:
         self._hash = hashlib.blake2b(digest_size=16)

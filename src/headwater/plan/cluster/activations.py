@@ -12,7 +12,7 @@ from headwater.plan.types import Plan
 
 @final
 class MovedActivations:
-    """Offloaded activations of every rank: on a disk for ranks on cores, else in the host's memory.
+    """Offloaded activations of every rank: on disk if ranks compute on CPU cores, else in host memory.
 
     Args:
         plan: of one rank.
@@ -41,7 +41,7 @@ class MovedActivations:
         self._out[stage, rank] = task
 
     def bring_back(self, stage: int, rank: int) -> list[int]:
-        """Add the task that moves a stage's activations back; return the tasks its backward waits for."""
+        """Add the task that moves a stage's activations back, if they were moved out; return a list of it."""
         if (stage, rank) not in self._out:
             return []
         moved, host, after = self._bytes(stage), self._host, [self._out.pop((stage, rank))]

@@ -14,9 +14,9 @@ from headwater.plan.cluster.timeline import Kind, Timeline
 from headwater.plan.cluster.types import Network, Placement
 
 PIECE_BYTES = 8 << 20
-"""The largest piece that a switch forwards at once."""
+"""The most bytes that a switch receives before it forwards them."""
 MOST_PIECES = 16
-"""Maximum number of simulated pieces of a stage. More would change the result by less than a sixteenth."""
+"""Maximum number of pieces into which a stage's transfer is divided in the simulation."""
 
 
 class Links(abc.ABC):
@@ -57,7 +57,7 @@ class Links(abc.ABC):
 
 
 class Peers(Links):
-    """Every compute host owns a share: it receives gradients for its share, and sends the updated weights."""
+    """Links of compute hosts that each own a share: they receive its gradients and send its new weights."""
 
     def __init__(self, timeline: Timeline, network: Network, hosts: int) -> None:
         super().__init__(timeline, network)
@@ -81,7 +81,7 @@ class Peers(Links):
 
 
 class Dedicated(Links):
-    """The hosts of the weight store own the shares. Switches only forward."""
+    """Links between compute hosts and the hosts of a weight store, through switches that only forward."""
 
     def __init__(self, timeline: Timeline, network: Network, placement: Placement) -> None:
         super().__init__(timeline, network)
@@ -99,7 +99,7 @@ class Dedicated(Links):
     def _exchange(
         self, kind: Kind, name: str, stage: int, num_bytes: int, links: tuple[int, int], after: Sequence[int]
     ) -> int:
-        """Add the transfer of a stage: all of it for a compute host, its share to every host for an owner."""
+        """Add a stage's transfer. A compute host moves the whole stage, an owner its share for every host."""
         both = [
             self._timeline.add(kind, name, stage, self._seconds(moved), (link,), after, moved)
             for link, moved in zip(links, (float(num_bytes), self._each * num_bytes), strict=True)
@@ -138,7 +138,7 @@ class Switches(Links):
     def _pass(
         self, kind: Kind, name: str, stage: int, num_bytes: int, path: list[int], after: Sequence[int]
     ) -> int:
-        """Add a transfer piece by piece from link to link. The links of the owners carry a share each."""
+        """Add a transfer, piece by piece from link to link. An owner's link carries only its own share."""
         pieces = max(1, min(ceil(num_bytes / PIECE_BYTES), MOST_PIECES))
         piece, last = num_bytes / pieces, -1
         for _ in range(pieces):

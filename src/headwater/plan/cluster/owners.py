@@ -41,10 +41,10 @@ class Owners:
             self._slowness = predictor.adamw_params_per_s / store.memory.adamw_params_per_s
         self._on_disk = tier == "disk"
         self.need_slabs = self._on_disk and host.network is None
-        """True if updated weights must be put in a slab, as they are nowhere else in memory."""
+        """True if an update writes the new weights to a slab, as host memory has no other place for them."""
 
     def update(self, stage: int, after: Sequence[int]) -> int:
-        """Add the tasks that update a stage and send it to every host; return the last of them, or -1."""
+        """Add the tasks that update a stage and send it to every host; return the last task, -1 if frozen."""
         held = self._predictor.footprint.stages[stage]
         if not held.trained:
             return -1
@@ -69,7 +69,7 @@ class Owners:
         return self._host_disk.write("weights written", stage, others, [arrived])
 
     def _compute(self, stage: int, after: Sequence[int]) -> list[int]:
-        """Add the update. On cores, each rank updates its part of the host's shares."""
+        """Add the tasks of the update. If cores compute, each rank updates its part of the host's share."""
         seconds = (
             self._part * self._slowness * self._predictor.update_s(self._predictor.footprint.stages[stage])
         )
@@ -105,7 +105,7 @@ def store_tier(footprint: Footprint, placement: Placement) -> Tier:
     if store.disk is not None and needed <= store.disk.size_bytes:
         return "disk"
     raise DoesNotFitError(
-        f"each of {store.count} hosts of the weight store needs {format_bytes(needed)}",
+        f"each of {store.count} hosts of the weight store needs {format_bytes(needed)} of memory or disk",
         where=placement.cluster.name,
         remedy="give the store more hosts, memory or disk",
     )

@@ -13,7 +13,7 @@ PARTS = (*(kind.value for kind in Kind), IDLE)
 
 
 def rank_parts(timeline: Timeline, rank: int) -> dict[str, float]:
-    """Return the seconds of a step by kind of work. Their sum is the whole step.
+    """Return how many seconds of a step one rank spends on each kind of work, or waits for that kind.
 
     The time of a rank's own tasks counts by their kind. While the rank waits, the chain of tasks that led to
     its next task counts. Each task of the chain began when the one before it ended.
@@ -34,7 +34,7 @@ def rank_parts(timeline: Timeline, rank: int) -> dict[str, float]:
 
 
 def mean_parts(timeline: Timeline, ranks: Iterable[int]) -> dict[str, float]:
-    """Return the seconds of a step by kind of work, as the mean over `ranks`."""
+    """Return the mean of `rank_parts` over `ranks`: seconds of a step by kind of work."""
     every = [rank_parts(timeline, rank) for rank in ranks]
     return {name: sum(parts[name] for parts in every) / len(every) for name in PARTS}
 
@@ -42,7 +42,7 @@ def mean_parts(timeline: Timeline, ranks: Iterable[int]) -> dict[str, float]:
 def _add_waiting(
     timeline: Timeline, task: int, start_s: float, end_s: float, parts: dict[str, float]
 ) -> None:
-    """Divide the time from `start_s` to `end_s` among `task` and the tasks that led to it."""
+    """Add the time from `start_s` to `end_s` to the kinds of `task` and of the tasks that it waited for."""
     while task >= 0 and end_s > start_s:
         cause = timeline.tasks[task]
         if cause.start_s < end_s:

@@ -85,7 +85,7 @@ def simulate_point(asked: PlanRequest, placement: Placement) -> Point:
 
 
 def _resources(most_device_memory: int | None, placement: Placement) -> Resources:
-    """Return one rank's part of its host."""
+    """Return the memory and disk space that one rank may use: its part of what the host has."""
     host, accelerator = placement.cluster.host, placement.cluster.host.accelerator
     device_memory = None
     if accelerator is not None:
@@ -100,5 +100,5 @@ def _resources(most_device_memory: int | None, placement: Placement) -> Resource
 
 
 def efficiency(first: Point, point: Point) -> float:
-    """Return the samples per second of each device, relative to the smallest of the simulated runs."""
+    """Return samples per second and device, divided by those of `first`, the smallest simulated run."""
     return (point.samples_per_s / first.samples_per_s) / (point.placement.devices / first.placement.devices)

@@ -105,7 +105,7 @@ class Timeline:
 
     @property
     def last(self) -> int:
-        """The task that ends last; -1 without tasks."""
+        """The task that ends last; -1 before the first task was added."""
         return max(range(len(self.tasks)), key=lambda number: self.tasks[number].end_s, default=-1)
 
     def of(self, resource: int) -> list[int]:

@@ -150,7 +150,7 @@ class Placement:
 
     @property
     def devices(self) -> int:
-        """Number of accelerators, or of hosts if cores compute: all cores of a host compute for its ranks."""
+        """Number of accelerators. If the cores of hosts compute, the number of hosts."""
         return self.hosts if self.cluster.host.accelerator is None else self.num_csx
 
     @property
@@ -161,7 +161,7 @@ class Placement:
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """Rate at which weights come to an accelerator."""
+        """Bytes per second at which an accelerator receives weights; `None` if cores compute."""
         host, network = self.cluster.host, self.cluster.network
         if host.accelerator is None:
             return None
@@ -179,7 +179,7 @@ class Placement:
 
     @property
     def rates(self) -> Calibration:
-        """The rates of one rank. Ranks on cores have a part of the cores each, and share memory and disk."""
+        """The rates of one rank. If cores compute, the ranks divide them; they share memory and disk."""
         host = self.cluster.host
         part = 1.0 if host.accelerator is not None else 1.0 / self.ranks
         flops = {f"{name}_flops_per_s": rate * part for name, rate in host.flops_per_s.items()}
@@ -196,7 +196,7 @@ class Placement:
 
 
 def place(cluster: Cluster, num_csx: int) -> Placement:
-    """Return a placement on as few hosts as possible, with the same number of ranks on each.
+    """Divide ranks evenly among the fewest hosts that have room for them; raise if they cannot be.
 
     Raises:
         ConfigError: if the cluster has too few ranks, or they cannot be divided evenly.
@@ -206,7 +206,7 @@ def place(cluster: Cluster, num_csx: int) -> Placement:
     if num_csx % hosts:
         full = num_csx // cluster.host.ranks * cluster.host.ranks
         raise ConfigError(
-            f"{num_csx} CSXs cannot be divided evenly among {hosts} hosts of {cluster.host.ranks}",
+            f"{num_csx} CSXs cannot be divided evenly among {hosts} hosts of at most {cluster.host.ranks}",
             remedy=f"write {full} or {full + cluster.host.ranks}",
         )
     return Placement(cluster, hosts, num_csx // hosts)

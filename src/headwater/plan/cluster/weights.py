@@ -16,7 +16,7 @@ from headwater.plan.types import Plan
 
 @final
 class WeightsIn:
-    """Adds the tasks that fetch weights; a fetch begins as soon as the slab that it needs is free.
+    """Tasks that fetch weights. A fetch begins as soon as the slab that it needs is free.
 
     Args:
         plan: of one rank.
@@ -37,7 +37,7 @@ class WeightsIn:
         self._whole: dict[int, int] = {}  # by stage: the task after which the host has its updated weights
 
     def supply(self, use: int) -> None:
-        """Add the update of a stage before its first use, unless the update needs a slab; queue the fetch."""
+        """Queue the fetch for a use. For a stage's first use, add its update too, if that needs no slab."""
         stage = self._stage(use)
         if self._is_first(use) and not self._owners.need_slabs:
             self._whole[stage] = self._owners.update(stage, after=[])
@@ -51,15 +51,15 @@ class WeightsIn:
         return self._arrived.pop(use)
 
     def release(self, computed: list[int]) -> None:
-        """Free the slab of the next use after its computation.
+        """Record that a use has been computed, so that its slab is free for a later fetch.
 
         Args:
-            computed: the task of each rank.
+            computed: the task that computes the use, by rank.
         """
         self._used.append(computed)
 
     def last_use(self, rank: int) -> list[int]:
-        """Return the task that computes the previous use on a rank; an empty list before the first use."""
+        """Return the task of a rank's last use so far, in a list; an empty list before the first use."""
         return [self._used[-1][rank]] if self._used else []
 
     def _stage(self, use: int) -> int:
@@ -70,7 +70,7 @@ class WeightsIn:
         return use < len(self._plan.trace.uses) and self._footprint.first_use[stage] == use
 
     def _begin_fetches(self) -> None:
-        """Add the tasks of the next fetches, as far as the uses that free their slabs are already added."""
+        """Add queued fetches in order, until one needs a slab whose last use has not been added yet."""
         while self._fetches:
             use = self._fetches[0]
             before = self._use_that_frees(use)
@@ -130,7 +130,7 @@ class WeightsIn:
 
 
 def freed_by(plan: Plan) -> dict[int, int]:
-    """Return for each position how many uses earlier the stage was used whose slab it takes."""
+    """Return, for each use that evicts a stage, how many uses earlier that stage was last used."""
     schedule = plan.trace.schedule
     sizes = [stage.slab_bytes for stage in plan.trace.stages]
     policy = CachePolicy(schedule, sizes, slab_capacity(sizes, plan.slabs))
