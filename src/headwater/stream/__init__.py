@@ -1,1 +1,1 @@
-"""The executor: weights in, gradients out, while the model computes."""
+"""The executor: brings weights to the device and gradients to the store while the model computes."""

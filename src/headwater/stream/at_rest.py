@@ -1,4 +1,4 @@
-"""Operations on tensors whose values are in the weight store: values are read before, and written back after.
+"""Operations on tensors whose values are in the weight store. They read the store, and write changes back.
 
 [Note: parameters at rest]
 Inside the forward of its module a parameter is a plain `nn.Parameter` over a slab. Between forwards the same
@@ -51,7 +51,7 @@ DATA: Any = torch.Tensor.data
 """The attribute `data`; its getter and setter are functions that `__torch_function__` sees."""
 
 LAYOUT = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
-"""Functions whose result is wrong for the expanded single element of a tensor at rest."""
+"""Functions that ask for strides. A tensor at rest is one expanded element, whose strides are others."""
 
 View = Callable[[torch.Tensor], torch.Tensor]
 T = TypeVar("T", bound=torch.Tensor)
@@ -131,7 +131,7 @@ class PartAtRest(AtRest, torch.Tensor):
         return found
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to take other memory, unless the parameter has become a plain one."""
+        """Raise `StreamError`: a tensor at rest cannot get other memory. A plain one can."""
         view = _plain_view(self)
         if view is self:
             raise moved(self.home, "set_")
@@ -155,7 +155,7 @@ class PartAtRest(AtRest, torch.Tensor):
 
 
 class DetachedAtRest(AtRest, StoredTensor):
-    """A detached parameter: a stored tensor that can be written, also through its views.
+    """The result of `detach` of a parameter at rest. Writes to it, or to its views, reach the store.
 
     Attributes:
         source: the memory of the parameter.
@@ -193,9 +193,9 @@ class DetachedAtRest(AtRest, StoredTensor):
         self._is_param = value
 
     def _become_lazy(self) -> None:
-        """Become a read-only lazy tensor, because a tensor that requires a gradient must not be written.
+        """Change the class to `LazyTensor`, which is read-only, because the tensor will require a gradient.
 
-        The tensor that it was detached from becomes one too, as `nn.Parameter(tensor)` expects one class.
+        The tensor on which `detach` was called changes too: `nn.Parameter(tensor)` expects one class.
         """
         made_of = self.again_of
         self.__class__ = LazyTensor  # type: ignore[assignment]
@@ -228,18 +228,18 @@ class DetachedAtRest(AtRest, StoredTensor):
         return found
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to take other memory."""
+        """Raise `StreamError`: a tensor at rest cannot get other memory."""
         raise moved(self.home, "set_")
 
 
 def values_of(value: object) -> torch.Tensor | None:
-    """Return the parameter whose values a stored tensor reads; `None` for another tensor."""
+    """Return the parameter whose values a stored tensor reads. Return `None` for any other object."""
     read = value.read_pieces if isinstance(value, StoredTensor) else None
     return read.memory.param if isinstance(read, Values) and read.memory.kept is None else None
 
 
 def home_of(value: object) -> Home | None:
-    """Return the home of a parameter in a store, given the parameter or a view of it; else `None`."""
+    """Return the place in the store of a parameter at rest, or of its view. `None` for other objects."""
     if isinstance(value, AtRest):
         home = getattr(value, "home", None)
         return home if isinstance(home, Home) else None
@@ -247,7 +247,7 @@ def home_of(value: object) -> Home | None:
 
 
 def tied_by_data(name: str, other: str) -> StreamError:
-    """Return the error for two parameters that are to share memory."""
+    """Return the error for an assignment after which two streamed parameters would share memory."""
     return StreamError(
         "two parameters would share memory, and each streamed parameter has its own",
         where=f"{name}.data = {other}.data",
@@ -257,7 +257,9 @@ def tied_by_data(name: str, other: str) -> StreamError:
 
 
 def new_parameter(value: Any, source: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the class of `value` that becomes a plain parameter; see [Note: new parameters].
+    """Return a copy of `value` which `nn.Parameter(value)`, the caller, turns into a plain parameter.
+
+    The copy has the class of `value`; see [Note: new parameters].
 
     Args:
         value: a parameter at rest, or a view of one.
@@ -270,7 +272,7 @@ def new_parameter(value: Any, source: torch.Tensor) -> torch.Tensor:
 
 
 def read_copy(value: Any) -> torch.Tensor:
-    """Return a copy of the values that a tensor at rest, or a stored tensor, has in the store."""
+    """Read the values of a tensor at rest, or of a stored tensor, from the store, and return a copy."""
     if isinstance(value, StoredTensor):
         # It reads piece by piece, without a second copy of the whole.
         return value.materialize()
@@ -284,7 +286,7 @@ def becomes_parameter(caller: FrameType) -> bool:
 
 
 def changed_while_recording(home: Home) -> StreamError:
-    """Return the error for a change that plain PyTorch refuses too."""
+    """Return the error for a parameter that is changed in place outside of `torch.no_grad()`."""
     return StreamError(
         "a parameter that requires a gradient is changed in place",
         where=home.spec.name,
@@ -293,7 +295,7 @@ def changed_while_recording(home: Home) -> StreamError:
 
 
 def moved(home: Home, name: str) -> StreamError:
-    """Return the error for an operation that moves a tensor to other memory."""
+    """Return the error for an operation `name` after which a streamed parameter would have other memory."""
     return StreamError(
         f"{name} would give a streamed parameter other memory, which the weight store does not see",
         where=home.spec.name,
@@ -302,7 +304,7 @@ def moved(home: Home, name: str) -> StreamError:
 
 
 def is_metadata(func: Any) -> bool:
-    """True if a function of tensors needs no values."""
+    """True if a torch function needs only the shape, dtype and the like of a tensor, not its values."""
     if func in _METADATA:
         return True
     is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
@@ -310,7 +312,7 @@ def is_metadata(func: Any) -> bool:
 
 
 def stand_in(kind: type[T], shape: Sequence[int], like: torch.Tensor) -> T:
-    """Return a tensor of class `kind` that shows NaN everywhere (integers: 0) and has one element of memory.
+    """Return a placeholder of class `kind`: every element is NaN (integers: 0), in the memory of one element.
 
     Args:
         kind: the class.
@@ -322,7 +324,7 @@ def stand_in(kind: type[T], shape: Sequence[int], like: torch.Tensor) -> T:
 
 
 class _Read(torch.autograd.Function):
-    """A read from the store as an autograd function: its gradient is the gradient of the tensor at rest.
+    """A read from the store that autograd records, so that a gradient reaches the tensor at rest.
 
     A parameter is read in its wire dtype, a view of a parameter in the dtype of the master.
     """
@@ -338,7 +340,7 @@ class _Read(torch.autograd.Function):
 
 
 def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` with values from the store, and write values that it changes in place back to the store.
+    """Run `func` on values from the store. Write values that `func` changes in place back to the store.
 
     Raises:
         StreamError: if it changes a parameter that requires a gradient while gradients are recorded.
@@ -350,13 +352,13 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _plain_view(leaf: Any) -> Any:
-    """Return a tensor at rest that has left the store as a plain view; return any other value unchanged."""
+    """Return a plain view if the values of a tensor at rest have left the store, otherwise `leaf` itself."""
     home: Any = getattr(leaf, "home", None) if isinstance(leaf, AtRest) else None
     return leaf.selection(home.read()) if isinstance(home, KeptHome) else leaf
 
 
 def whole_memory(value: object, param: Any) -> Memory | None:
-    """Return the memory of a view that has all elements and the layout of a parameter; else `None`.
+    """Return the memory of a view that has all elements of `param` in the same layout, otherwise `None`.
 
     It may be the present memory of the parameter or a former one.
     """
@@ -369,7 +371,7 @@ def whole_memory(value: object, param: Any) -> Memory | None:
 
 
 def plain_value(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor at rest that has left the store as a plain tensor; any other tensor unchanged."""
+    """Return a plain tensor if the values of a tensor at rest have left the store, else `value` itself."""
     found: torch.Tensor = _plain_view(value)
     return found
 
@@ -429,7 +431,7 @@ class _Operation:
             home.write(self._wholes[home])
 
     def _part(self, index: int, result: Any) -> Any:
-        """Return a `PartAtRest` for a result that is a view of the only home; any other result unchanged."""
+        """Return a `PartAtRest` for a result that is a view of the parameter; any other result itself."""
         if isinstance(result, numpy.ndarray) and self._at_rest:
             result.flags.writeable = False  # a write to a copy would be lost
         if type(result) is not torch.Tensor or _is_recorded(result) or len(self._wholes) != 1:

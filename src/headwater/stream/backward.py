@@ -1,4 +1,4 @@
-"""The backward that autograd runs now. Its end is noticed, even if the user has started it."""
+"""Detection of the backward that autograd runs now, and of its end, even if the user has started it."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ class BackwardWatch:
         self._at_end()
 
     def forget(self) -> None:
-        """Forget a backward that an error ended: autograd does not call back then."""
+        """Forget a backward that an error has ended, because autograd does not report its end."""
         self._task = _NO_TASK

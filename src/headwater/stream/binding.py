@@ -1,4 +1,4 @@
-"""The parameters of the user's model: bound to weights while they are used, and at rest otherwise."""
+"""Binding of the user's parameters: views of a slab while their module runs, parameters at rest otherwise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @final
 class Binder:
-    """The owner of a model's `nn.Parameter` objects, which binds them to weights and unbinds them.
+    """Binds a model's `nn.Parameter` objects to weights on the device, and unbinds them.
 
     Attributes:
         stages: the parameters of each stage that was adopted.
@@ -71,7 +71,7 @@ class Binder:
         self.stages[stage].adopt(self.let_go)
 
     def let_go(self, key: ParamKey) -> None:
-        """Turn one parameter into a plain one, with its values, gradient and optimizer state.
+        """Turn a parameter into a plain parameter that takes its values, gradient and optimizer state along.
 
         A dummy parameter replaces it here until the model is planned again.
         """
@@ -121,5 +121,5 @@ class Binder:
         return None if stage is None else stage.handle_of(tensor)
 
     def forget_saved(self) -> None:
-        """Make backward fail in every graph that has saved a parameter object: it will not be bound again."""
+        """Make backward raise in every graph that has saved a parameter: its memory will be overwritten."""
         torch.autograd.graph.increment_version([param for _, param in self.parameters()])

@@ -1,4 +1,4 @@
-"""Weights in slabs that another rank fills: the leader of the host."""
+"""Weights in slabs that the leader of the host fills for the host's other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BorrowedWeights(Weights):
-    """Weights in the slabs that the ranks of a host share. The host's leader fetches missing stages.
+    """Weights on a rank that is not its host's leader: the leader fetches them into shared slabs.
 
     See [Note: shared slabs].
 
@@ -57,7 +57,7 @@ class BorrowedWeights(Weights):
         self._directory.move_to(position)
 
     def _let_go(self) -> None:
-        """Release every slab that has no views."""
+        """Release every slab that this rank has no view of."""
         for slab in self._pool.slabs:
             if slab.stage not in (None, self._wanted) and not slab.in_use:
                 slab.stage = None
@@ -79,7 +79,7 @@ class BorrowedWeights(Weights):
         return slab.buffer
 
     def _take(self, want: Want) -> Slab | None:
-        """Hold and return the slab with a stage. If it is in no slab, ask for it and return `None`."""
+        """Hold and return the slab of a stage. If the stage is in no slab, ask the leader; return `None`."""
         with self._directory.exclusive():
             # The former stage has its views by now, so `_let_go` may judge it by them.
             self._wanted = NOTHING

@@ -1,4 +1,4 @@
-"""Buffers of the model: they stay on the device, and a failed step does not change them."""
+"""The model's buffers: they stay on the device, and keep their values if a step fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwater.core.errors import StreamError
 
 
 class Buffers:
-    """The buffers of a model, moved to the device.
+    """Moves the buffers of a model to the device, and can restore their values.
 
     Args:
         model: the model.
@@ -46,7 +46,7 @@ class Buffers:
 
     @contextmanager
     def transaction(self) -> Iterator[Callable[[], None]]:
-        """Yield a function that restores the buffers. It also runs if the context raises an exception."""
+        """Yield a function that restores the buffers; it is called if the context raises."""
         undo = self.remember()
         with on_failure(undo):
             yield undo

@@ -1,4 +1,4 @@
-"""`torch.compile` of stages, beneath the hooks that bind their weights."""
+"""`torch.compile` of the modules of stages, inside the hooks that bind their weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _cache_folder() -> Path:
 
 
 def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> None:
-    """Compile the forward of the module of every stage whose shapes occur more than once.
+    """Compile the forward of each stage's module, if several stages have the same shapes.
 
     Modules of one class with equal shapes share a compilation: weights are its inputs, not constants. Other
     stages run only once a step and are not compiled.

@@ -31,7 +31,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def allocate_slab(self, num_bytes: int) -> torch.Tensor:
-        """Return memory for one stage on the device, a uint8 tensor."""
+        """Allocate memory for one slab on the device, as a uint8 tensor."""
 
     @abc.abstractmethod
     def page_lock(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
@@ -43,19 +43,19 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def compute_mark(self) -> object:
-        """Return a mark after the work that the compute thread has queued, for `copying`."""
+        """Return a mark for `copying`: it is reached when the work queued by the compute thread is done."""
 
     @abc.abstractmethod
     @contextmanager
     def copying(self, after: object) -> Iterator[None]:
-        """Enter a context for copies of the fetch thread. They start after the mark `after`.
+        """Enter a context in which the fetch thread copies. Copies start once the mark `after` is reached.
 
         All of them are complete at the end of the context.
         """
 
 
 class CpuDevice(Device):
-    """The CPU: host memory is device memory, and every operation is complete when its call returns."""
+    """The CPU as compute device: its memory is host memory, and operations end before their call returns."""
 
     torch_device = torch.device("cpu")
     reads_host = True

@@ -35,7 +35,7 @@ from headwater.stream.storage import make_store, make_weights
 
 
 class Engine:
-    """An engine that trains one model by weight streaming.
+    """Trains one model by weight streaming: weights stay in the store and come to the device by stage.
 
     Args:
         model: any module; parameters may be on the meta device if `initial` is given. The engine owns its
@@ -129,7 +129,7 @@ class Engine:
         amend: Callable[[Update], None] = lambda update: None,
         shares: Sequence[float] | None = None,
     ) -> StepReport:
-        """Run one optimizer step; the loss is the weighted mean over its micro-batches.
+        """Run one optimizer step. Its loss is the weighted mean of the losses of the micro-batches.
 
         Args:
             micro_batches: the arguments of the loss function, one for each micro-batch. A store rank passes
@@ -163,7 +163,7 @@ class Engine:
             yield
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, master) of every parameter, up to date, one stage at a time; without aliases."""
+        """Yield (name, master) of every parameter, with pending updates applied; shared ones once."""
         for stage in self.store.stages:
             masters = [torch.empty(spec.shape, dtype=spec.dtype) for spec in stage.params]
             # Read all pieces before the first yield: the stage's lock is held while it is read.
@@ -174,30 +174,33 @@ class Engine:
 
     @property
     def departed(self) -> dict[ParamKey, nn.Parameter]:
-        """The parameters that have become plain ones since this engine was created."""
+        """The parameters that have become plain parameters since this engine was made."""
         return self._binder.departed
 
     def when_departed(self, action: Callable[[ParamKey, nn.Parameter], None]) -> None:
-        """Call `action` with each parameter that becomes a plain one; `action` copies its values."""
+        """Set a function that copies the values of each parameter that becomes a plain parameter."""
         self._binder.on_leave = action
 
     def parameters(self) -> Iterator[tuple[ParamKey, nn.Parameter]]:
-        """Yield every parameter with its place in the store, even if it is no longer in the model."""
+        """Yield ((stage, index), parameter) for every streamed parameter, even if the model lacks it now."""
         yield from self._binder.parameters()
 
     def master(self, name: str) -> torch.Tensor:
-        """Return the master of a parameter, up to date."""
+        """Return a copy of the master of a parameter, with pending updates applied."""
         return self.store.parameters.read_param(keys_by_name(self.store.stages)[name])
 
     def detach(self) -> None:
-        """Leave the model, whose parameters then hold NaN. The store and offloaded activations stay."""
+        """Remove all hooks, and turn the parameters into plain parameters that hold NaN.
+
+        The store and offloaded activations stay.
+        """
         self._detached = True
         # The executor first: its hooks bind the parameters that are released next.
         self.executor.leave()
         self._binder.release()
 
     def hand_over(self, successor: Engine, *, unchanged: bool) -> None:
-        """Make `successor` provide the weights for backward graphs of forwards that ran here before `detach`.
+        """Make `successor` provide the weights for the backward of forwards that ran before `detach`.
 
         Args:
             successor: the engine that has the model now.
@@ -208,7 +211,7 @@ class Engine:
         self.store.close()
 
     def close(self) -> None:
-        """Leave the model, and free memory, threads and files."""
+        """Call `detach`, then release memory, threads and files."""
         if not self._detached:
             self.detach()
         # Before the store, which threads of the executor read.

@@ -26,7 +26,7 @@ from headwater.stream.weights import StreamStatistics, Weights
 
 
 class Executor:
-    """The execution of one model with one plan, by hooks in the model.
+    """Runs one model as its plan says: hooks in the model bind weights and take gradients.
 
     In a forward of the model, or of a part of it, hooks fetch the weights, and autograd saves handles instead
     of weights. In a backward, the first use of a weight or a gradient shows that it runs; autograd calls back
@@ -84,7 +84,7 @@ class Executor:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside the context, calls of the model are ignored: no weights are bound."""
+        """Enter a context in which calls of the model bind no weights."""
         self._forwards.are_followed = False
         self._recomputed.unhook()
         try:
@@ -96,7 +96,7 @@ class Executor:
     # a forward or backward, called by the parts
 
     def _open(self) -> None:
-        """Prepare a forward that is not part of another one."""
+        """Prepare an outermost forward. Called when it begins."""
         # Transforms read weights later, so only weights that never move are safe.
         if not self._weights.stable:
             refuse_moving_weights()
@@ -108,7 +108,7 @@ class Executor:
             self._forwards_expected = 0
 
     def _require(self, stage: int) -> torch.Tensor:
-        """Return the image of a stage, for a forward or a backward."""
+        """Fetch a stage for a forward or a backward, and return its wire image on the device."""
         # A fetch may be the first sign of a backward; its end must unbind what is bound here.
         self._backward.notice()
         start = time.perf_counter()
@@ -117,7 +117,7 @@ class Executor:
         return image
 
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
-        """Return a weight that autograd has saved."""
+        """Fetch the stage of a weight that autograd has saved as a handle, and return the weight."""
         heir = self._heir
         # Before the fetch: after an update the slab would hold values of another step.
         heir._binder.stages[handle.stage].check_unchanged(handle)
@@ -171,7 +171,7 @@ class Executor:
             self._let_go()
 
     def reset(self) -> None:
-        """Forget a forward or backward that an error ended."""
+        """Forget a forward or backward that an error has ended, and unbind all weights."""
         self._let_go()
         self._forwards.reset()
         self._backward.forget()
@@ -209,7 +209,7 @@ class Executor:
         return heir
 
     def hand_over(self, successor: Executor, *, unchanged: bool) -> None:
-        """Make `successor` provide the weights for backward graphs of forwards that ran here.
+        """Make `successor` provide the weights for the backward of forwards that ran here.
 
         Args:
             successor: the executor that has the model now.
@@ -230,7 +230,7 @@ class Executor:
 
 
 def _recomputed_modules(model: nn.Module, plan: Plan) -> dict[int, nn.Module]:
-    """Return the module of each stage whose activations the plan computes again."""
+    """Return stage -> module, for the stages with the activation policy `recompute`."""
     policies = zip(plan.trace.stages, plan.activations, strict=True)
     return {
         stage.index: model.get_submodule(stage.name)

@@ -1,4 +1,4 @@
-"""The state with which a forward begins, for a second run of that forward in backward."""
+"""The random and tensor state at the beginning of a forward. Backward restores it to repeat the forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwater.core.effects import PythonState
 
 
 class ForwardState:
-    """The state that a forward finds beside its arguments and parameters, at the time this object is made.
+    """A record of what a forward reads beside its arguments and parameters, as it is now.
 
     It consists of attributes, variables, lists and dictionaries, buffers, and random generators other than
     torch's default one. Between a forward and its backward all of these may change: another forward sets
@@ -29,7 +29,7 @@ class ForwardState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Enter a context with this state. The present state returns at its end; may be entered again."""
+        """Enter a context with the recorded state. The state before is restored at the end."""
         python = self._present_python()
         values = _copies([*_tensors_of(self._module), *(tensor for tensor, _ in self._values)])
         if python is not self._python:
@@ -50,7 +50,7 @@ class ForwardState:
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that a forward may change in place without autograd: buffers and attributes."""
+    """Return the tensors of a module that a forward may change in place: buffers and attributes."""
     return [
         tensor
         for part in module.modules()
@@ -75,7 +75,7 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.T
 
 @torch.no_grad()
 def _put(values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give tensors their former values, without a trace in their version counters.
+    """Restore the values of tensors, and their version counters, so that autograd sees no change.
 
     The values of the second run are those of the first, so a tensor that autograd has saved for another
     backward is as it was.

@@ -1,4 +1,4 @@
-"""The forwards that run now: of the model, or of any part of it that the user calls."""
+"""Tracks which forwards run now, of the model or of a module that the user calls, and binds their stages."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Forwards:
             self._packing.begin_forward()
 
     def look_ahead(self, stages: Sequence[int]) -> None:
-        """Bind stages whose modules will be called next; leaving these modules unbinds them."""
+        """Bind stages whose modules will be called next. `leave` of those modules unbinds them."""
         if self.are_followed:
             for stage in stages:
                 self._binder.bind(stage, self._require)
@@ -113,7 +113,7 @@ class Forwards:
             self._binder.stages[stage].unbind()
 
     def reset(self) -> None:
-        """Forget the forwards that an error ended."""
+        """Forget the forwards that an error has ended."""
         self._depth.clear()
         self._nesting = 0
         self._packing.reset()

@@ -79,7 +79,7 @@ class GradientHooks:
 
 
 def _register_first(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Register a hook before those of the user, which must see the sum in the store."""
+    """Register a hook that runs before the user's hooks, so that these see the sum in the store."""
     earlier = dict(param._post_accumulate_grad_hooks or {})
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
     hooks = param._post_accumulate_grad_hooks
@@ -90,7 +90,7 @@ def _register_first(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
 
 
 def _taken_gradient(param: torch.Tensor) -> torch.Tensor:
-    """Return the gradient that autograd has just accumulated, and leave the parameter without it."""
+    """Remove the gradient that autograd has just accumulated from the parameter, and return it."""
     # `param.grad` of a parameter at rest reads the store; here torch's own field is meant.
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _GRAD.__get__(param)

@@ -48,12 +48,12 @@ class Home:
             return self.spec.like_the_parameter(torch.empty(self.spec.shape, device="meta"))
 
     def read(self) -> torch.Tensor:
-        """Return a copy of the master that can be trained, even if it is read in inference mode."""
+        """Return a copy of the master on `device`, as a normal tensor even in inference mode."""
         with torch.inference_mode(False):
             return self.store.parameters.read_param(self.key).to(self.device)
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Yield the master in pieces; each is valid until the next one is read."""
+        """Yield the master piece by piece. A piece is valid until the next is yielded."""
         with closing(
             self.store.parameters.read(self.stage, with_states=False, params={self.index})
         ) as pieces:
@@ -61,13 +61,13 @@ class Home:
                 yield piece.master
 
     def fits(self, value: torch.Tensor) -> bool:
-        """True if the parameter can have this value without becoming another kind of tensor."""
+        """True if the store can keep `value`: it has the parameter's shape, dtype and strides."""
         spec = self.spec
         alike = tuple(value.shape) == spec.shape and dense_strides(value) == spec.strides
         return alike and value.dtype in (spec.dtype, spec.wire_dtype)
 
     def leave(self) -> None:
-        """Turn the parameter into a plain one."""
+        """Turn the parameter into a plain parameter, with its values copied from the store."""
         let_go = self.let_go()
         assert let_go is not None, "a parameter at rest has an engine"
         let_go(self.key)
@@ -78,7 +78,7 @@ class Home:
 
     @property
     def gradient_is_spent(self) -> bool:
-        """True if a step has consumed the gradient and it has not been dropped since."""
+        """True if a step has consumed the gradient, and the gradient was not dropped since then."""
         return self.key in self.store.gradients.status.consumed
 
     def gradient(self) -> torch.Tensor | None:
@@ -86,7 +86,7 @@ class Home:
         return self.store.gradients.borrow(self.key)
 
     def zero_gradient(self) -> None:
-        """Replace the gradient by zeros; a sparse gradient by a sparse one without entries."""
+        """Set the gradient to zeros. A sparse gradient is replaced by a sparse tensor that has no entries."""
         spec = self.spec
         # A norm adds up in the order of the memory.
         zeros = spec.like_the_parameter(torch.zeros(spec.shape, dtype=spec.wire_dtype))

@@ -1,4 +1,4 @@
-"""Copies from the weight store to parameters that leave it and become plain ones."""
+"""Copies from the weight store to parameters that leave the store and become plain parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def give_back(
     store: WeightStore, key: ParamKey, param: nn.Parameter, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Copy the values, the gradient and the optimizer state of a parameter out of the store.
+    """Copy values and gradient from the store to the parameter, and state to the optimizer.
 
     Args:
         store: the weight store.

@@ -1,4 +1,4 @@
-"""Matrix products in fp32 by the faster of two libraries, MKL and oneDNN.
+"""Matrix products in fp32 on the CPU, computed by MKL or oneDNN, whichever is faster.
 
 torch computes fp32 products with MKL. On processors that are not Intel's, MKL has about half the speed of
 oneDNN, and the results differ by rounding (about 1e-6). A measurement, made once, decides which library is
@@ -22,7 +22,7 @@ _SMALLEST_FLOPS = 1 << 24  # below this, the Python overhead exceeds the gain
 
 
 class Product(enum.Enum):
-    """The products of a linear layer, distinguished by the factor that is transposed in memory."""
+    """The kinds of matrix product in a linear layer. They differ in which factor is transposed in memory."""
 
     FORWARD = "x @ w.T"
     INPUT_GRADIENT = "g @ w"
@@ -99,7 +99,7 @@ def faster_products() -> frozenset[Product]:
 
 
 def _gain(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Return the speed of oneDNN relative to torch's default, by the best of alternating timings."""
+    """Time both libraries in turn. Return the speed of oneDNN divided by that of torch's default."""
     # In turn: a change of the clock rate then affects both.
     times = [(_seconds(torch.mm, left, right), _seconds(onednn_product, left, right)) for _ in range(6)]
     return min(default for default, _ in times) / min(onednn for _, onednn in times)

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from headwater.stream.executor import Executor
 
 IN_LOSS = "in the loss itself"
-"""The place of the error if the output of every stage was finite. Another rank may know a stage."""
+"""The `where` of a non-finite loss if every stage's output was finite here. Another rank may know more."""
 
 
 class MicroBatches:
-    """Computes losses of a model on this rank.
+    """Runs forward and backward of micro-batches on this rank.
 
     Attributes:
         matmul: returns a context for matrix products.
@@ -67,7 +67,7 @@ class MicroBatches:
         self._asks_for_whole = False  # true once the model has asked for values of all ranks' parts
 
     def train(self, batch: Any, update: Update, index: int, count: int, share: float | None) -> float:
-        """Run forward and backward of a micro-batch; gradients go to the store.
+        """Run forward and backward of a micro-batch. Its gradients are added in the store.
 
         Args:
             batch: the argument of the loss function.
@@ -99,13 +99,13 @@ class MicroBatches:
         return value
 
     def take_part(self, batch: Any, update: Update, index: int) -> None:
-        """Compute the values that other ranks need of the whole batch, after this rank refused the step."""
+        """Run a forward only for other ranks, which need values of this rank's rows. Its loss is not used."""
         if self._asks_for_whole:
             with torch.no_grad(), self._part(), self.matmul():
                 self._forward(batch, update.step, index)
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch. The caller has entered the contexts of precision and products."""
+        """Return the loss of a batch. The caller must be in the contexts `precision` and `matmul`."""
         return self._loss_function(self._model, self._on_device(batch))
 
     def precision(self) -> AbstractContextManager[Any]:

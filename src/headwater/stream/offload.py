@@ -1,4 +1,4 @@
-"""Offloading of activations until backward needs them: to disk, or to page-locked host memory.
+"""Offloading: activations are moved to disk or to page-locked host memory until backward needs them.
 
 A whole storage is moved, and only once, even if autograd saves several views of it: any view would keep the
 whole storage in memory. A view is restored as the same view of the restored storage.
@@ -26,17 +26,17 @@ from headwater.store.files import BlockFile
 from headwater.stream.saved_tensors import changed_in_place
 
 _SMALLEST_BYTES = 64 << 10
-"""Smaller storages stay: moving them costs more than it saves."""
+"""Smaller storages are not offloaded: moving them costs more than it saves."""
 
 
 class Moved(abc.ABC):
-    """A storage whose bytes are offloaded and can be brought back."""
+    """The storage of an activation whose bytes are offloaded, and how to read them again."""
 
     def __init__(self) -> None:
         self._returned: weakref.ref[torch.UntypedStorage] | None = None
 
     def bring_back(self) -> torch.Tensor:
-        """Return the bytes on the device; the same memory while a reference to it exists."""
+        """Return the bytes on the device, in memory that later calls share while it is referenced."""
         storage = None if self._returned is None else self._returned()
         if storage is not None:
             return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -47,7 +47,7 @@ class Moved(abc.ABC):
 
     @abc.abstractmethod
     def _fetch(self) -> torch.Tensor:
-        """Return the bytes in separate memory."""
+        """Read the bytes into new memory on the device."""
 
 
 class SavedView:
@@ -65,7 +65,7 @@ class SavedView:
 
 
 class Offload(abc.ABC):
-    """A function that offloads activations."""
+    """Offloads activations: call it with a tensor that autograd saves."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, weakref.ref[Moved]]] = (
@@ -73,7 +73,7 @@ class Offload(abc.ABC):
         )
 
     def __call__(self, tensor: torch.Tensor) -> SavedView | None:
-        """Start to offload the storage of a tensor, unless its present version is offloaded already.
+        """Start to offload the storage of a tensor, unless that was done and it has not changed since.
 
         Returns:
             A function that returns the tensor again; `None` if the tensor stays, because it is too small or
@@ -101,7 +101,7 @@ class Offload(abc.ABC):
 
 
 class HostOffload(Offload):
-    """Offloading to page-locked host memory, on the compute stream, whose order makes waiting unnecessary."""
+    """Offloads to page-locked host memory. Copies run on the compute stream, so no thread must wait."""
 
     def move(self, tensor: torch.Tensor) -> Moved:
         return _OnHost(tensor)
@@ -123,7 +123,7 @@ class _OnHost(Moved):
 
 
 class DiskOffload(Offload):
-    """Offloading to files, for a device that computes in host memory.
+    """Offloads to files, for a device whose memory is host memory.
 
     Storages are read ahead in the reverse of the order in which they were written, because backward needs
     them in that order.
@@ -181,7 +181,7 @@ class DiskOffload(Offload):
         return moved.back
 
     def _has_room(self, moved: _OnDisk) -> bool:
-        """Return true if one more storage may be read; drop used ones if there is too little room."""
+        """True if the window has room to read one more storage. May drop used storages to make room."""
         if not self._fits(moved):
             for other in [other for other in self._back if other.was_used]:
                 other.back = None
@@ -199,7 +199,7 @@ class DiskOffload(Offload):
 
 
 class _OnDisk(Moved):
-    """A storage in a separate file, or being written or read.
+    """The storage of an activation that is in a file, or that is being written or read.
 
     Attributes:
         num_bytes: size of the storage.
@@ -241,7 +241,7 @@ class _OnDisk(Moved):
         return _bytes_of(tensor)
 
     def read(self) -> torch.Tensor:
-        """Return the bytes; runs on the reader's thread."""
+        """Return the bytes, from the file if they are written. Runs on the thread that reads."""
         if self.written.cancel():
             return self._source()
         buffer = aligned_empty(self.num_bytes)
@@ -258,7 +258,7 @@ class _OnDisk(Moved):
 
 
 class _Window:
-    """A limit on the sum of bytes that are inside at a time; a larger item may be inside alone."""
+    """A limit on the bytes that are being written at a time. A larger item waits until it is alone."""
 
     def __init__(self, num_bytes: int) -> None:
         self._limit = num_bytes
@@ -266,7 +266,7 @@ class _Window:
         self._changed = threading.Condition()
 
     def enter(self, num_bytes: int) -> None:
-        """Block until there is room, and add the bytes."""
+        """Block until `num_bytes` fit below the limit, and count them."""
         with self._changed:
             self._changed.wait_for(lambda: not self._inside or self._inside + num_bytes <= self._limit)
             self._inside += num_bytes

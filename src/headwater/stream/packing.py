@@ -1,4 +1,4 @@
-"""The replacement of tensors that autograd saves: around forwards, and inside hooks of the user."""
+"""Hooks for the tensors that autograd saves: set around forwards, and inside the user's own such hooks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Packing:
         self._around_forward.close()
 
     def begin_module(self) -> None:
-        """Replace saved tensors before hooks that the user has set around this module get them.
+        """Replace saved tensors before the user's hooks, which may be set around this module, get them.
 
         In backward, where a checkpoint runs a module again, there may be no hooks at all.
         """
@@ -80,12 +80,12 @@ class Packing:
         self._around_modules.append(around)
 
     def end_module(self) -> None:
-        """Undo `begin_module`, unless `reset` has."""
+        """Undo `begin_module`, unless `reset` has done so."""
         if self._around_modules:
             self._around_modules.pop().close()
 
     def reset(self) -> None:
-        """Undo everything, the innermost module first."""
+        """Undo all calls of `begin_module`, the innermost first, then `begin_forward`."""
         while self._around_modules:
             self._around_modules.pop().close()
         self._around_forward.close()

@@ -1,4 +1,4 @@
-"""The memory to which a parameter points, which tensors at rest share with it.
+"""The memory to which a parameter points. Tensors at rest that are views of the parameter share it.
 
 [Note: other memory]
 `p.data = other` makes `p` point to other memory. Views that were taken of `p` before keep the former memory
@@ -24,7 +24,7 @@ class _Named:
 
 @final
 class KeptHome:
-    """A home whose values are in memory; `read` returns that memory, not a copy.
+    """The place of values that have left the store and are in memory. `read` returns that memory, not a copy.
 
     Attributes:
         spec: has the name of the parameter to which the values belonged.
@@ -56,7 +56,7 @@ class KeptHome:
 
 @final
 class Memory:
-    """The memory to which a parameter points; it lives while a tensor at rest shares it.
+    """The memory to which a parameter points, in the store or outside. Views of the parameter share it.
 
     See [Note: other memory].
 
@@ -87,7 +87,7 @@ _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionar
 
 
 def leave_memory(param: Any) -> None:
-    """Give a parameter of a store other memory; tensors that share the present memory keep its values."""
+    """Prepare `param` for other memory: copy its values from the store for views of the present memory."""
     memory = _memories.pop(id(param), None)
     if memory is not None and memory.kept is None:
         # Before the new values are written: former views keep the old ones.
@@ -95,20 +95,20 @@ def leave_memory(param: Any) -> None:
 
 
 def return_to_memory(memory: Memory) -> None:
-    """Give a parameter a former memory again. The store has the values of that memory already."""
+    """Make a former memory the present one of its parameter. The store must have its values already."""
     memory.kept = None
     _memories[id(memory.param)] = memory
 
 
 def leave_store(param: torch.Tensor) -> None:
-    """Make tensors at rest share the memory of a parameter that has become a plain one."""
+    """Make tensors at rest that are views of a parameter share its memory: it is a plain parameter now."""
     memory = _memories.get(id(param))
     if memory is not None:
         memory.kept = param.data
 
 
 def enter_store(param: torch.Tensor) -> None:
-    """Make tensors at rest that share the memory of a plain parameter follow it into the store."""
+    """Make tensors at rest that are views of a parameter read and write the store: it is streamed now."""
     memory = _memories.get(id(param))
     if memory is None or memory.kept is None:
         return
@@ -125,7 +125,7 @@ def present_memory(param: torch.Tensor) -> Memory | None:
 
 @final
 class Values:
-    """A function that reads the values of a parameter in pieces, from the place where they are at that time.
+    """A function that yields the values of a parameter in pieces, from wherever they are when it is called.
 
     Two of these objects are equal if they read the same parameter.
 

@@ -1,4 +1,4 @@
-"""Parameters while their weights are in the store; see [Note: parameters at rest]."""
+"""Parameters at rest: the class of a parameter between forwards; see [Note: parameters at rest]."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from headwater.stream.home import Home
 from headwater.stream.parameter_memory import Memory, leave_memory, present_memory, return_to_memory
 
 _BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward})
-"""Functions that use parameters as nodes of a graph and do not read their values."""
+"""Functions that identify parameters in an autograd graph and do not read their values."""
 
 _ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 
@@ -94,7 +94,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
             return on_values(func, args, kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Self:
-        """Take the values of a tensor, as `torch.nn.utils.parametrize` needs it."""
+        """Assign the values of a tensor; the only use is by `torch.nn.utils.parametrize`."""
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
             raise moved(self.home, "set_")
         if torch.is_grad_enabled() and self.requires_grad:
@@ -157,7 +157,7 @@ def _is_replaced(param: object, value: torch.Tensor) -> bool:
 
 
 class SpentGradient(torch.Tensor):
-    """The gradient of a parameter after a step has consumed it. It can only be dropped or set to zeros.
+    """The `grad` of a parameter after a step has consumed the gradient. It can only be dropped or zeroed.
 
     Attributes:
         home: the place of the parameter in the store.

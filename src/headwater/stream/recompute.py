@@ -21,7 +21,7 @@ from headwater.stream.transforms import in_transform
 
 
 class RecomputedForwards:
-    """The stages of a model whose forwards run again in backward.
+    """Makes the forwards of some stages run again in backward, instead of keeping their activations.
 
     Args:
         modules: the module of each of these stages.
@@ -42,7 +42,7 @@ class RecomputedForwards:
         self.hook()
 
     def hook(self) -> None:
-        """Replace the forwards by recomputed ones, until `unhook`."""
+        """Replace the forwards of these modules by recomputed ones, until `unhook`."""
         for stage, module in self._modules.items():
             enter, leave = functools.partial(self._enter, stage), functools.partial(self._leave, stage)
             self._hooked.callback(_recompute_forward(module, enter, leave))
@@ -113,7 +113,7 @@ def _recompute_forward(
 
 
 class _Tensor:
-    """A mark for the place of a tensor among other arguments."""
+    """A mark that stands for a tensor among the arguments of a call."""
 
 
 class _RepeatedCall:

@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from headwater.core.errors import StreamError
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""A function that packs a tensor that autograd saves, and a function that unpacks it."""
+"""Two functions: one packs a tensor when autograd saves it, the other unpacks it in backward."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightHandle:
-    """A description of a view of a weight, without the values.
+    """The description of a view of a weight: stage, offset, shape and strides, but not the values.
 
     Attributes:
         stage: the weight's stage.
@@ -49,7 +49,7 @@ class WeightHandle:
         return cls(stage, param, version, view.dtype, *layout)
 
     def resolve(self, image: torch.Tensor) -> torch.Tensor:
-        """Return the view in `image`, the memory that holds the stage now."""
+        """Return the described view of `image`, the memory that holds the stage now."""
         whole = image[: image.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
         return whole.as_strided(self.shape, self.stride, self.storage_offset)
 
@@ -75,7 +75,7 @@ def without_weights(
 
 
 class _WithoutWeights:
-    """A pair of hooks; see `without_weights`."""
+    """The pair of saved-tensor hooks that `without_weights` sets."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _PackedByUser:
 
 
 def changed_in_place(tensor: torch.Tensor) -> StreamError:
-    """Return the error for a tensor that has changed since autograd saved it."""
+    """Return the error for a tensor that was changed in place after autograd saved it."""
     return StreamError(
         f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place",
         remedy="as in plain PyTorch: use the operator that gives a new tensor",
@@ -133,7 +133,7 @@ def changed_in_place(tensor: torch.Tensor) -> StreamError:
 
 
 class _OwnCheckpoints(threading.local):
-    """A record of the checkpoints made here, which distinguishes them from the user's checkpoints.
+    """Tells checkpoints that this project makes (for `recompute`) from those that the user makes.
 
     [Note: checkpoints in a model]
     A module inside a checkpoint of the user keeps nothing for backward, and runs again there. A second
@@ -146,7 +146,7 @@ class _OwnCheckpoints(threading.local):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter a context that marks the code in it as run by a checkpoint made here."""
+        """Enter a context that marks its code as run by a checkpoint of this project."""
         self._entered.append(_innermost_hooks())
         try:
             yield
@@ -154,7 +154,7 @@ class _OwnCheckpoints(threading.local):
             self._entered.pop()
 
     def is_in_another(self) -> bool:
-        """True if the innermost checkpoint around the caller is one of the user."""
+        """True if the innermost checkpoint around the caller is one that the user has made."""
         hooks = _innermost_hooks()
         if hooks is None or self._is_own(hooks):
             return False
@@ -164,7 +164,7 @@ class _OwnCheckpoints(threading.local):
         return hooks[0].__module__ == checkpoint.__module__
 
     def are_innermost(self) -> bool:
-        """True if the innermost hooks for saved tensors are those of a checkpoint made here."""
+        """True if the innermost hooks for saved tensors are those of a checkpoint of this project."""
         hooks = _innermost_hooks()
         return hooks is not None and self._is_own(hooks)
 

@@ -69,7 +69,7 @@ def _ahead_of(
     look_ahead: Callable[[Stages], None],
     leave: Callable[[Stages], None],
 ) -> Layer:
-    """Return a hook that provides the weights of an encoder's first layer before that layer is called.
+    """Return a hook that binds the weights of an encoder's first layer before the encoder's own forward.
 
     In evaluation torch's encoder uses a fast path, with zeros at padded positions, only if these weights are
     plain tensors.

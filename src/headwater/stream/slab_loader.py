@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 class SlabLoader:
-    """Copies stages to slabs on a thread, one after the other, and tells the directory.
+    """Copies stages to slabs on a thread, one after another, and records them in the slab directory.
 
     Args:
         store: the weight store.
@@ -53,7 +53,7 @@ class SlabLoader:
         self._thread = make_pool(1, "headwater-fetch")
 
     def start(self, index: int, want: Want) -> Future[None]:
-        """Start to copy a stage to the slab with this index, with all updates committed until now.
+        """Start to copy a stage to slab number `index`, with all updates that are committed now.
 
         The copy begins after the work that the compute thread has queued on the device, which may still read
         the slab.
@@ -67,7 +67,7 @@ class SlabLoader:
 
     # The slab is an index: the thread keeps its last arguments, and a view of a slab would make it in use.
     def _load(self, index: int, want: Want, up_to: int, mark: object) -> None:
-        """Copy a stage to a slab, with the updates up to the commit `up_to`.
+        """Copy a stage to slab number `index`, with the updates of commits up to number `up_to`.
 
         Later commits are not applied, so that they can still be rolled back.
         """
@@ -87,7 +87,7 @@ class SlabLoader:
         self._directory.publish(index, want)
 
     def close(self) -> None:
-        """End the thread; copies that have not begun are left out."""
+        """End the thread. Copies that have not begun are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         # The thread has ended, so no copy reads the staging buffer.
         self._unlock()

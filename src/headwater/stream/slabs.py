@@ -1,4 +1,4 @@
-"""Slabs, which are memory for one stage at a time, and the directory of slabs that ranks share."""
+"""Slabs (device memory for one stage each), and the directory of slabs that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TEXT_BYTES = 2000
 
 
 class Slab:
-    """Memory for one stage of a size class, with a count of the views that this process has of it."""
+    """Device memory for one stage at a time, of a certain size class. Counts the views that exist of it."""
 
     def __init__(self, buffer: torch.Tensor, index: int, slab_class: int) -> None:
         self.buffer = buffer
@@ -49,7 +49,7 @@ class Slab:
 
 
 class SlabPool:
-    """The slabs of each size class.
+    """All slabs of a device, in size classes: stages of equal size share slabs.
 
     Attributes:
         slabs: all slabs, in the same order on every rank that shares them.
@@ -79,7 +79,7 @@ class SlabPool:
 
 @dataclasses.dataclass(frozen=True)
 class Want:
-    """A stage in a certain version, for which a rank waits.
+    """A request of a rank for a stage in a certain version.
 
     Attributes:
         stage: the stage.
@@ -115,13 +115,13 @@ class SlabDirectory:
         self._text = fabric.allocate(_TEXT_BYTES).numpy()
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Return the lock of the host for changes of the slabs' stages and holders."""
+        """Return the host's lock. Changes of the table are made while it is held."""
         return self._fabric.exclusive()
 
     # the leader
 
     def publish(self, slab: int, want: Want) -> None:
-        """Record the stage and the version in a slab."""
+        """Record that a slab now has the stage and version of `want`."""
         with self.exclusive():
             self._content[slab] = want.stage, want.version
 
@@ -135,7 +135,7 @@ class SlabDirectory:
         return bool(self._holds[slab].any())
 
     def wants(self) -> list[Want]:
-        """Return the stages for which ranks wait."""
+        """Return the requests of all ranks that wait for a stage."""
         return [Want(int(stage), int(version)) for stage, version, _ in self._wants if version]
 
     def positions(self) -> list[int]:
@@ -152,7 +152,7 @@ class SlabDirectory:
     # the others
 
     def find(self, want: Want) -> int | None:
-        """Return the slab that holds a stage in this version, or `None`."""
+        """Return the index of the slab that has this stage and version, or `None`."""
         found = np.flatnonzero((self._content == (want.stage, want.version)).all(1))
         return int(found[0]) if len(found) else None
 
@@ -169,7 +169,7 @@ class SlabDirectory:
         self._holds[slab, self._rank] = 0
 
     def want(self, want: Want | None) -> None:
-        """Record the stage for which this rank waits; `None` if it waits for no stage."""
+        """Record the request for which this rank waits, or `None` if it does not wait."""
         self._wants[self._rank, :2] = (0, 0) if want is None else (want.stage, want.version)
 
     def move_to(self, position: int) -> None:

@@ -1,4 +1,4 @@
-"""The parameters of one stage: views of its weights while they are bound, and at rest otherwise."""
+"""The parameters of one stage: views of a wire image while they are bound, parameters at rest otherwise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
-    """Return the tensor of an unbound parameter: its shape and wire dtype, NaN, one element of memory."""
+    """Return a placeholder for an unbound parameter: NaN in its shape, in the memory of one element."""
     dtype = param.wire_dtype
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(param.shape)
@@ -72,7 +72,7 @@ class StageParameters:
     # life of a parameter
 
     def adopt(self, let_go: Callable[[ParamKey], None]) -> None:
-        """Make the parameters parameters at rest, and drop their values from memory.
+        """Turn plain parameters into parameters at rest, and free the memory of their values.
 
         The objects stay the same. A gradient that a parameter has already moves to the store.
 
@@ -96,7 +96,7 @@ class StageParameters:
             param.__class__ = ParameterAtRest
 
     def _adopt(self, index: int, param: nn.Parameter) -> None:
-        """Point a parameter to its placeholder, and move its gradient to the store."""
+        """Replace a parameter's values by its placeholder, and move its gradient to the store."""
         # Before `param.data` changes: it compares the old memory.
         enter_store(param)
         gradient, param.grad = param.grad, None
@@ -111,7 +111,7 @@ class StageParameters:
             param.data = value
 
     def let_go(self, index: int) -> nn.Parameter:
-        """Return one parameter as a plain one, without values; a dummy replaces it here."""
+        """Turn a parameter into a plain parameter whose values the caller sets. A dummy replaces it here."""
         param = self.params[index]
         requires_grad = self._spec.params[index].requires_grad
         self.params[index] = nn.Parameter(self._placeholders[index], requires_grad)
@@ -121,7 +121,7 @@ class StageParameters:
         return param
 
     def release(self) -> None:
-        """Turn every parameter, which is unbound, into a plain one that holds NaN."""
+        """Turn every parameter into a plain parameter that holds NaN. All of them must be unbound."""
         self._set_classes()
         self._point_to_placeholders()
         for param in self.params:
@@ -139,7 +139,7 @@ class StageParameters:
         return self._versions is not None
 
     def bind(self, image: torch.Tensor) -> None:
-        """Make the parameters, which are at rest, plain parameters that are views of `image`."""
+        """Bind the parameters: they become ordinary `nn.Parameter` objects that are views of `image`."""
         self._set_classes()
         address = image.data_ptr()
         if self._address != address:
@@ -150,7 +150,7 @@ class StageParameters:
         self._versions = self._present_versions()
 
     def rest(self) -> None:
-        """Make the parameters parameters at rest. Their memory stays for autograd's saved tensors.
+        """Turn bound parameters into parameters at rest that still point to their slab, for saved tensors.
 
         Raises:
             StreamError: if the model wrote into one of them where the dry run did not.
@@ -158,7 +158,7 @@ class StageParameters:
         self._rest(self._values_to_keep())
 
     def unbind(self) -> None:
-        """Make the parameters parameters at rest. They keep their memory only if it is permanent.
+        """Turn bound parameters into parameters at rest. Release their slab, unless it is only theirs.
 
         Raises:
             StreamError: see `rest`.
@@ -179,7 +179,7 @@ class StageParameters:
                 param.data = value
 
     def _values_to_keep(self) -> dict[int, torch.Tensor]:
-        """Return the values that the forward has assigned to parameters and that the store does not have.
+        """Return the values that the forward has written to parameters, and that must go to the store.
 
         A parameter that got other memory by `param.data = ...` gets the memory of the stage again.
         """
@@ -196,7 +196,7 @@ class StageParameters:
         return values
 
     def _rest(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Make bound parameters parameters at rest, and write these values to the store."""
+        """Turn bound parameters into parameters at rest, and write `values` to the store."""
         before, self._versions = self._versions, None
         if before is None:
             return
@@ -217,7 +217,7 @@ class StageParameters:
             self._keep(index, value)
 
     def _keep(self, index: int, value: torch.Tensor) -> None:
-        """Write the value that the forward has given to a parameter to the store.
+        """Write a value that the forward has assigned to a parameter to the store.
 
         Raises:
             StreamError: if its shape or dtype is not that of the parameter.
@@ -235,14 +235,14 @@ class StageParameters:
     # what autograd saves
 
     def handle_of(self, view: torch.Tensor) -> WeightHandle:
-        """Return the handle of a view of the image to which the parameters point, or have pointed."""
+        """Return a handle of `view`, which is a view of the image that this stage has or had."""
         offset_bytes = int(view.storage_offset()) * view.element_size()
         # A view may begin anywhere inside a parameter.
         index = bisect_right(self._spec.offsets, offset_bytes) - 1
         return WeightHandle.of(view, self._spec.index, index, self._version(index))
 
     def check_unchanged(self, handle: WeightHandle) -> None:
-        """Check that a weight has not changed since autograd saved it.
+        """Raise if a weight was changed after autograd saved it.
 
         Raises:
             StreamError: if it was updated or written to since then.

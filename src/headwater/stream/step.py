@@ -40,7 +40,7 @@ class StepReport:
 
 
 class TrainStep:
-    """Runs training steps on this rank; all ranks run the same steps.
+    """Runs training steps on this rank. All ranks run the same steps together.
 
     Args:
         store: sums the gradients and commits the update.
@@ -129,7 +129,7 @@ class TrainStep:
         return (total / count if refusal is None else math.nan), refusal
 
     def _agree(self, loss: float, refusal: NonFiniteError | None, update: Update) -> list[float]:
-        """Return the losses of all ranks.
+        """Gather and return the losses of all ranks. Raise on every rank if one of the losses is not finite.
 
         Raises:
             NonFiniteError: the same on every rank, if the loss of one of them is not finite.

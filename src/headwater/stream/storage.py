@@ -1,4 +1,4 @@
-"""Construction of the weight store and of the weights on the device, from a plan."""
+"""Builds the weight store, and the object that brings weights to the device, as a plan says."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_store(
     fabric: Fabric,
     options: EngineOptions,
 ) -> WeightStore:
-    """Return the weight store of this rank, with its tiers.
+    """Build the weight store of this rank, with the tier and gradients that the plan has chosen.
 
     Args:
         plan: the plan.
@@ -66,7 +66,7 @@ def make_store(
 
 
 def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric) -> Weights:
-    """Return the object that provides weights on the device of this rank.
+    """Build the object that brings weights to the device of this rank.
 
     Args:
         plan: the plan.
@@ -84,7 +84,7 @@ def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric)
 
 
 def _disk_tier(ownership: Ownership, plan: Plan, fabric: Fabric, options: EngineOptions) -> Tier:
-    """Return the disk tier of this host. Its first rank creates the files; ranks that use them open them.
+    """Build the disk tier. The host's first rank creates the files, and other ranks that use them open them.
 
     A rank uses the files if it updates stages or reads weights. In the user's loop every rank may read
     weights at any time, so updates are then written to the files at once.

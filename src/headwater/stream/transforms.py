@@ -23,7 +23,7 @@ def in_derivative() -> bool:
 
 
 def refuse_first_call() -> None:
-    """Check that the first call of a model, which makes its plan, is not inside a transform.
+    """Raise if the first call of a model, which makes its plan, is inside `grad`, `vjp` or `jvp`.
 
     Raises:
         StreamError: if the call is inside a transform.
@@ -36,7 +36,7 @@ def refuse_first_call() -> None:
 
 
 def refuse_moving_weights() -> None:
-    """Check that a model with fewer slabs than stages is not called inside a transform.
+    """Raise if a model with fewer slabs than stages is called inside `grad`, `vjp` or `jvp`.
 
     A transform wraps the weights and reads them later, when their memory holds other weights.
 

@@ -1,4 +1,4 @@
-"""Weights on the device: in slabs that are filled ahead of use, or in the memory of the store."""
+"""Weights on the device: in slabs that are filled before use, or in the host memory of the store."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from headwater.store.store import WeightStore
 
 NOTHING = -1
-"""The index of no stage."""
+"""A number that is used instead of a stage's index if there is no stage."""
 
 _SERVE_EVERY_S = 5e-4
 
 
 @dataclasses.dataclass
 class StreamStatistics:
-    """Counts of the data that a step has moved.
+    """Statistics of one step: how many weights were fetched, and how long the computation waited.
 
     Attributes:
         bytes_in: wire bytes of weights copied to slabs.
@@ -49,13 +49,13 @@ class StreamStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """The fraction of uses that were hits; 1 without any use."""
+        """The fraction of uses whose stage was on the device or being fetched; 1 if no stage was used."""
         uses = self.hits + self.misses
         return self.hits / uses if uses else 1.0
 
 
 class Weights(abc.ABC):
-    """The weights on the device, which are fetched when they are used. Called by the compute thread only.
+    """Interface: provides the weights of a stage on the device. Only the compute thread calls it.
 
     Attributes:
         stable: true if `require` always returns the same memory for a stage, so that views which autograd
@@ -69,7 +69,7 @@ class Weights(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
-        """Set the order in which stages are used from now on; weights include all committed updates.
+        """Set the order in which stages will be used. Their weights include all updates committed now.
 
         Args:
             schedule: stage at each use.
@@ -78,19 +78,19 @@ class Weights(abc.ABC):
 
     @abc.abstractmethod
     def rest(self) -> None:
-        """Record that the caller of `require` has a view of the last stage now, or does not need one."""
+        """Allow the last stage of `require` to be evicted: its caller has made views, or needs no weights."""
 
     @abc.abstractmethod
     def require(self, stage: int) -> torch.Tensor:
-        """Return the wire image of a stage on the device, up to date. Blocks until it is there."""
+        """Fetch a stage if necessary, block until it is on the device, and return its wire image."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free memory and stop threads."""
+        """Release memory, and end threads."""
 
 
 class InPlaceWeights(Weights):
-    """Weights in the store's own memory: nothing is copied, and updates run when a stage is used."""
+    """Weights that are used in the store's memory, without a copy. `require` applies pending updates."""
 
     stable = True
 
@@ -116,7 +116,7 @@ class InPlaceWeights(Weights):
 
 
 class SlabWeights(Weights):
-    """Weights in a pool of slabs per size class, filled in the order of the schedule.
+    """Weights in a fixed number of slabs per size class, filled in the order of the schedule.
 
     Belady's rule selects the stage that is evicted: the one whose next use is farthest away. A slab is given
     to another stage only when no view of it exists, so weights that the model still uses are never
@@ -175,7 +175,7 @@ class SlabWeights(Weights):
         return slab is not None and slab.version == self._store.version(stage)
 
     def _drop_if_stale(self, stage: int) -> None:
-        """Evict a stage with an old version, unless it has a separate slab that can be filled again."""
+        """Evict a stage whose slab has an old version. If every stage has its slab, keep it for a refill."""
         if stage in self._resident and not self._is_current(stage) and not self.stable:
             self._resident.pop(stage).stage = None
 
@@ -195,7 +195,7 @@ class SlabWeights(Weights):
         return slab.buffer
 
     def _arrived(self, slab: Slab) -> None:
-        """Block until a fetch is complete. After a failed fetch, the next use fetches again."""
+        """Block until the fetch into a slab has ended. If it failed, raise; the next use fetches again."""
         assert slab.ready is not None, "a resident stage has been asked for"
         # The slab has undefined bytes: it must not count as current.
         if slab.ready.exception() is not None:
@@ -204,7 +204,7 @@ class SlabWeights(Weights):
         slab.ready.result()
 
     def _prefetch(self) -> None:
-        """Fetch the next stages of this step into slabs that are free or hold stages with a later use."""
+        """Start to fetch the next stages of the schedule, into slabs that are free or needed later."""
         start = self._fetched_to = max(self._fetched_to, self._position)
         last = len(self._policy.schedule) - 1  # the weights change at the end of the step
         if self._repeats:
@@ -215,7 +215,7 @@ class SlabWeights(Weights):
             self._fetched_to = start + distance
 
     def _bring(self, stage: int, use_at: int | None) -> Slab | None:
-        """Return the slab of a stage and start a fetch if necessary; `None` if no slab is available."""
+        """Find a slab for a stage, start the fetch if needed, and return the slab; `None` if none is free."""
         self._drop_if_stale(stage)
         slab = self._resident.get(stage)
         if not self._is_current(stage):
@@ -226,9 +226,9 @@ class SlabWeights(Weights):
         return slab
 
     def _available_slab(self, stage: int, use_at: int | None) -> Slab | None:
-        """Return a slab that can be given to `stage` now; `None` if no slab is free.
+        """Choose a slab to which `stage` may be fetched now: an empty one, or one whose stage is evicted.
 
-        A stage that is used before `use_at` is not evicted.
+        A stage that is used before `use_at` is not evicted. Return `None` if no slab can be chosen.
         """
         # A stage in a slab without views is still wanted until its caller has made one.
         wanted = {self._wanted, *(want.stage for want in self._directory.wants())}
@@ -249,12 +249,15 @@ class SlabWeights(Weights):
         return not slab.busy and not slab.in_use and not self._directory.is_held(slab.index)
 
     def _place(self, stage: int) -> Slab | None:
-        """Return the slab of a stage that is needed now, or `None` if no slab is free."""
+        """Find a slab for the stage that the computation waits for, and start the fetch if needed.
+
+        Return the slab, or `None` if all are in use.
+        """
         with self._directory.exclusive():
             return self._bring(stage, None)
 
     def _wait_for_slab(self, stage: int) -> Slab:
-        """Return the slab of a stage that is needed now, after a slab has become free.
+        """Block until a slab is free, start to fetch `stage` into it, and return the slab.
 
         Raises:
             StreamError: if no slab becomes free.
@@ -312,5 +315,5 @@ class SlabWeights(Weights):
 
 
 def shared_slab(fabric: Fabric, device: Device) -> Callable[[int], torch.Tensor]:
-    """Return the allocator of slabs: in shared memory if the host has several ranks, else on the device."""
+    """Return the function that allocates slabs: in shared memory if the host has several ranks."""
     return device.allocate_slab if fabric.local_size == 1 else fabric.allocate
