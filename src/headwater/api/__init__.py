@@ -1,1 +1,1 @@
-"""The torch-mirroring API: compile, trace, closures, checkpoints, on top of the streaming engine."""
+"""The API for a user's training loop: compile, trace, closures and checkpoints. It mirrors torch's."""

@@ -22,10 +22,10 @@ D = TypeVar("D", float, float | None)
 
 _HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _STATE = ("value", "good_steps", "steps", "overflows")
-"""The attributes of a `LossScale` that a checkpoint holds; the script sets the others."""
+"""The attributes of a `LossScale` that a checkpoint holds. All others are set by the script."""
 
 _half_dtype = ProcessValue(torch.bfloat16)
-"""Shared by the process: `autocast` has no argument, and `set_half_dtype` chooses its dtype."""
+"""The dtype of `autocast`, chosen by `set_half_dtype`. Global, because `autocast` has no argument for it."""
 
 
 def set_half_dtype(dtype: Literal["bfloat16", "float16"] | torch.dtype) -> torch.dtype:
@@ -58,7 +58,7 @@ def autocast() -> torch.autocast:
 
 
 class GradScaler:
-    """A loss scale. It scales the loss, so that small fp16 gradients do not vanish, and unscales gradients.
+    """Multiplies the loss by a scale, so that small fp16 gradients do not vanish, and unscales gradients.
 
     Args:
         loss_scale: a constant scale, or `"dynamic"`. A dynamic scale skips a step with a non-finite gradient
@@ -110,7 +110,7 @@ class GradScaler:
         self._applied: list[bool] = []
 
     def get_scale(self) -> float:
-        """Return the factor on the loss."""
+        """Return the scale: the factor by which the loss is multiplied."""
         return self._scale.value
 
     def scale(self, outputs: Any) -> Any:
@@ -145,7 +145,9 @@ class GradScaler:
         max_gradient_norm: float | None = None,
         max_gradient_value: float | None = None,
     ) -> bool:
-        """Unscale and clip the gradients and step the optimizer; a dynamic scale skips a non-finite step.
+        """Unscale and clip the gradients, then step the optimizer.
+
+        With a dynamic scale, a step whose gradients are not finite is skipped.
 
         Args:
             optimizer: the optimizer to step.

@@ -1,4 +1,4 @@
-"""Backends, on which a script computes: the streaming engine, or plain PyTorch on the CPU or a GPU."""
+"""Backends: a script computes with the streaming engine, or with plain PyTorch on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NUM_CSX = "backend, option num_csx"
 logger = logging.getLogger(__name__)
 
 _current = ProcessValue["Backend | None"](None)
-"""Shared by the process: a script chooses a backend with one call, and later calls do not name it."""
+"""The backend that the script has chosen. Global, so that later calls need not name it."""
 
 
 class Backend:
@@ -156,7 +156,7 @@ def backend(
 
 
 def start_ranks(num_csx: int, kind: Kind, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Run the rest of this script on several ranks.
+    """Run the rest of this script on `num_csx` ranks, each of them a process.
 
     Args:
         num_csx: number of ranks, at least 2.

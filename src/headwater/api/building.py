@@ -1,4 +1,4 @@
-"""Construction of a model that is larger than memory: its large tensors are in files.
+"""Construction of a model that is larger than host memory: its large tensors are in files.
 
 The constructor initialises the parameters in the usual order and with the usual random numbers. Only the
 memory of the parameters differs: it is a mapped file without a name. Written pages are dropped from the
@@ -22,7 +22,7 @@ from headwater.core.files import disk_errors
 
 _LARGE_BYTES = 1 << 20
 _TOUCHED_BYTES = 128 << 20
-"""Number of bytes that are written before pages are dropped."""
+"""Bytes that may be written to tensors in files before their pages are removed from memory."""
 
 _Fill = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]
 _FACTORIES: dict[Any, _Fill] = {
@@ -78,7 +78,7 @@ class BuildInFiles(TorchFunctionMode):
         return torch.frombuffer(pages, dtype=dtype).view(shape)
 
     def _note(self, num_bytes: int) -> None:
-        """Count bytes that may have been written, and drop the pages of this process when there are many."""
+        """Count bytes that may have been written. Above a limit, remove their pages from memory."""
         self._touched += num_bytes
         if self._touched >= _TOUCHED_BYTES:
             for pages in self._mappings:
@@ -87,7 +87,7 @@ class BuildInFiles(TorchFunctionMode):
 
 
 def _wanted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of the tensor that a call creates, if the tensor belongs in a file; else `None`."""
+    """Return the shape of the tensor that a call creates if it is to be in a file, otherwise `None`."""
     if func not in _FACTORIES or kwargs.keys() - {"dtype", "device", "requires_grad", "size", "layout"}:
         return None
     if torch.device(kwargs.get("device") or torch.get_default_device()).type != "cpu":

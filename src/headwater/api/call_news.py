@@ -1,4 +1,4 @@
-"""The reasons for a new plan that a call of a model may bring, on one rank or on any of several."""
+"""Differences between a call of a model and the calls before it, which may require a new plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CallNews:
     precision: bool
 
     def of_any_rank(self, fabric: Fabric) -> Self:
-        """Return the news of all ranks: the largest size, and each flag that is true on any of them.
+        """Combine the differences of all ranks: the largest size, and each flag that is true on any rank.
 
         All ranks must call this. All plan if one of them must: a rank that planned alone would wait for the
         others.

@@ -21,7 +21,7 @@ from headwater.fabric.membership import current
 
 _PRECISION_OF = {torch.bfloat16: Precision("bf16"), torch.float16: Precision("fp16")}
 _NO_HOOKS = "don't yet support saved tensor hooks"
-"""Part of torch's message in a transform of torch.func."""
+"""A part of the message that torch raises if a hook is set inside a transform of torch.func."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call of the model."""
@@ -33,7 +33,7 @@ def guard_call(
     surroundings: Callable[[], AbstractContextManager[None]],
     clean_up: Callable[[], None],
 ) -> Callable[[], None]:
-    """Guard every later call of a model, outside of its hooks and of everything else around it.
+    """Wrap every later call of a model. `before` runs before the call and before all of the model's hooks.
 
     Args:
         model: the model.
@@ -111,14 +111,14 @@ def own_randomness(rank: int) -> Iterator[None]:
 
 
 def asked_precision(device: str) -> Precision:
-    """Return the precision of autocast: under autocast, weights are streamed in its dtype."""
+    """Return the precision that the caller's autocast context asks for; fp32 outside of autocast."""
     if not torch.is_autocast_enabled(device):
         return Precision()
     return _PRECISION_OF.get(torch.get_autocast_dtype(device), Precision())
 
 
 def serves_call(planned: Precision, device: str) -> bool:
-    """True if weights that are streamed in a precision can be used by a call here.
+    """True if a call of the model here, in or outside of autocast, can use weights of this precision.
 
     Weights in fp32 serve every call, because autocast casts them. Others serve calls under autocast to them.
 

@@ -1,4 +1,4 @@
-"""The queue of closure calls. Each call runs once and in order, when its values are in host memory."""
+"""The queue of calls of step closures. They run in order, each once its tensors are in host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_QUEUE = 16
 
 
 class Event(Protocol):
-    """An event that is complete when a copy is complete."""
+    """Interface: tells whether a copy from the device is complete."""
 
     def query(self) -> bool:
         """Return true if the copy is complete."""
@@ -50,7 +50,10 @@ class Call:
         return all(event.query() for event in self.copied)
 
     def run(self) -> None:
-        """Wait for the values and call the function; an exception gets a note with the closure's name."""
+        """Block until the values are in host memory, then call the function.
+        
+        An exception of the function gets a note with the closure's name.
+        """
         for event in self.copied:
             event.synchronize()
         try:
@@ -75,7 +78,7 @@ class ClosureQueue:
 
     @property
     def is_running(self) -> bool:
-        """True while a closure runs: a closure that is called now is called by that closure."""
+        """True while a closure runs. A closure that is called now is called from inside of it."""
         return self._running
 
     def add(self, call: Call) -> None:
@@ -98,7 +101,7 @@ class ClosureQueue:
             self._run_next()
 
     def run_all(self) -> None:
-        """Run every call, waiting for its values, even if an earlier call fails; then raise its exception."""
+        """Run every queued call, even if an earlier one fails. Then raise the first exception."""
         if self._running or not self._waiting:
             return
         try:
@@ -125,7 +128,7 @@ class ClosureQueue:
 
 
 def host_call(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return a call with detached copies of its tensors, in host memory or being copied to it.
+    """Start to copy a call's tensors to host memory. Return a `Call` that waits for the copies.
 
     The device does not wait for the copies, and later changes of the originals do not reach the copies.
     With several ranks, the values are those of the whole batch: all ranks must call this.

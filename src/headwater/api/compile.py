@@ -67,7 +67,7 @@ def streamed(model: nn.Module) -> StreamedModel | None:
 
 
 def release(model: Module) -> Module:
-    """Undo `compile`: the module has its weights in host memory again.
+    """Undo `compile`: copy the weights back to host memory, and end the streaming.
 
     Args:
         model: a compiled module; its weights must fit into host memory.

@@ -1,4 +1,4 @@
-"""Mappings that are instances of `dict` and have their entries elsewhere."""
+"""A base class for mappings that pass as `dict` and keep their entries elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Dictionary(_Base):
 
     @abc.abstractmethod
     def copy(self) -> dict[Any, Any]:
-        """Return an ordinary dictionary with the present entries."""
+        """Return an ordinary dictionary with the entries that the mapping has now."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         if key not in self:

@@ -92,7 +92,7 @@ class ValidateReport:
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-    """The report of a backend that compiles or validates a model instead of training it.
+    """The report on a model that a backend has compiled or validated instead of training it.
 
     Attributes:
         record: the training step on fake tensors.
@@ -222,7 +222,7 @@ def compile_only(
 def check(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: EarlyOptions
 ) -> CompileReport | ValidateReport | None:
-    """Compile or validate a model at its first forward, before it has a plan, as `options` say.
+    """Compile or validate a model, as `options` say, at its first forward. Return a report, or `None`.
 
     The user's loss is not known at that time; a loss is computed from the model's output.
 
@@ -259,7 +259,7 @@ def _on_batch(loss_function: LossFunction) -> LossFunction:
 
 
 def _on_arguments(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the loss that the model returns, alone or as `loss`; else a scalar of all trained outputs."""
+    """Call the model and return its loss, or else a scalar made from all outputs that are trained."""
     args, kwargs = batch
     output = model(*(args if isinstance(args, tuple) else (args,)), **kwargs)
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -277,7 +277,7 @@ def _on_arguments(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Module) -> OptimizerSpec | None:
-    """Return the optimizer as plain data.
+    """Return the class and the options of an optimizer as plain data.
 
     Raises:
         ModelError: if it has parameters that are not the model's.
@@ -300,7 +300,7 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
 def _plan(
     record: StepRecord, optimizer: OptimizerSpec, resources: Resources, device: str, fixed: Fixed
 ) -> Plan | DoesNotFitError:
-    """Return the plan of a step with one micro-batch of this size, or the error that says why none fits."""
+    """Plan a step with one micro-batch. Return the plan, or the error if no plan fits the limits."""
     params = [param for stage in record.trace.stages for param in stage.params]
     trained = sum(param.numel for param in params if param.requires_grad)
     size = record.trace.micro_batch_size

@@ -1,4 +1,4 @@
-"""The engine that a user's model has at present, and its replacement by another one."""
+"""The engine of a user's model, and its replacement by another engine during training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headwater.stream.options import Initial
 
 @final
 class CurrentEngine:
-    """The engine that streams a model at present, with the facts for which it was made.
+    """Holds the engine that streams a model, and replaces it when the model or its optimizers change.
 
     Attributes:
         model: the user's module.
@@ -59,7 +59,7 @@ class CurrentEngine:
 
     @property
     def present(self) -> Engine:
-        """The engine of a model that is streamed."""
+        """The engine. The model must be streamed already."""
         assert self.engine is not None, "streamed parameters have an engine"
         return self.engine
 
@@ -73,7 +73,7 @@ class CurrentEngine:
         return not has_lent_parameters(self.model)
 
     def old_names(self) -> dict[str, str]:
-        """Return the present name -> the name in `structure`, of each parameter that is in both."""
+        """Return name now -> name when the engine was made, of each parameter that exists in both."""
         return self.structure.old_names(Structure(self.model))
 
     def still_streamed(self, old_names: Mapping[str, str]) -> dict[str, str]:
@@ -86,7 +86,7 @@ class CurrentEngine:
     def replace(
         self, plan: Plan, updaters: Updaters, old_names: Mapping[str, str], *, unchanged: bool
     ) -> None:
-        """Replace the engine by one with this plan and these optimizers; keep weights and optimizer state.
+        """Replace the engine by one with this plan and these optimizers. Weights and optimizer state stay.
 
         Args:
             plan: the plan.
@@ -154,12 +154,12 @@ class CurrentEngine:
         return value
 
     def _give_back(self, key: ParamKey, param: nn.Parameter) -> None:
-        """Copy value, gradient and optimizer state from the store to a parameter that leaves it."""
+        """Copy value, gradient and optimizer state of a parameter that leaves the store out of the store."""
         store = self.present.store
         give_back(store, key, param, self.updaters.state_owner_of(store.spec(key).name))
 
     def give_states_back(self, names: Collection[str]) -> None:
-        """Copy the states of parameters from the store to their optimizers, before others take over.
+        """Copy optimizer state from the store to the optimizers. Called before others update the parameters.
 
         Args:
             names: names of the parameters.

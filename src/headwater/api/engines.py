@@ -21,7 +21,7 @@ from headwater.stream.options import EngineOptions, Initial
 
 @dataclasses.dataclass(frozen=True)
 class EngineSteps:
-    """The settings of steps that the engine takes itself, instead of the user's loop.
+    """The settings of training steps if the engine runs them, not a user's loop.
 
     Attributes:
         loss_function: returns the loss of a batch; the model itself if not given.
@@ -33,7 +33,7 @@ class EngineSteps:
 
 
 def disk_folder(backend: BackendConfig) -> Path | None:
-    """Return the folder of the disk tier, which exists. Its files have no names, so runs may share it."""
+    """Return the folder of the disk tier; create it if missing. Several runs may share the folder."""
     if backend.disk is None:
         return None
     folder = backend.disk.path
@@ -52,7 +52,7 @@ def build_engine(
     fabric: Fabric = ALONE,
     steps: EngineSteps | None = None,
 ) -> Engine:
-    """Return an engine for a plan.
+    """Build an engine that trains `model` as `plan` says.
 
     Args:
         model: any module. The engine owns its parameters from now on.

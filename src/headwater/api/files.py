@@ -35,10 +35,10 @@ _STATE, _CHECKSUMS, _SEAL, _VERSION = (
 _FORMAT_VERSION = "1"
 _CHECKSUM_DIGITS = 8
 _READ_AT_ONCE_BYTES = 1 << 16
-"""Tensors up to this size are not lazy. Step counters must not be: optimizers change them in place."""
+"""Tensors up to this many bytes are read at once. Optimizers change step counts in place: not lazy."""
 
 _LEGACY_PICKLE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""The first bytes of files that `torch.save` wrote before it wrote zip archives."""
+"""The first bytes of a file in the old format of `torch.save`, before zip archives."""
 
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
@@ -137,7 +137,7 @@ def _is_pickled(path: Path) -> bool:
 
 
 def _checked_structure(file: TensorFile) -> Any:
-    """Return the structure of the state in a file of `save`; reads of its tensors are checked from now on."""
+    """Return the structure of the state in a file of `save`. Later reads of its tensors are checked."""
     try:
         if file.metadata[_SEAL] != _seal(file.metadata, file.places):
             raise ValueError("its checksum does not match")
@@ -158,7 +158,7 @@ def _checked_structure(file: TensorFile) -> Any:
 
 
 def _chunks(file: TensorFile) -> list[Chunk]:
-    """Return the checksums in the metadata, each with the offset and length of its bytes."""
+    """Return (offset, length, checksum) for each chunk of a file, from its metadata."""
     spans = [
         (place.offset + first, min(CHUNK_BYTES, place.num_bytes - first))
         for place in sorted(file.places.values(), key=lambda place: place.offset)
@@ -171,7 +171,7 @@ def _chunks(file: TensorFile) -> list[Chunk]:
 
 
 def _seal(metadata: Mapping[str, str], places: Mapping[str, TensorPlace]) -> str:
-    """Return the checksum of a header."""
+    """Return the checksum of a file's header."""
     tensors = [[n, DTYPE_CODES[p.dtype], p.shape, p.offset] for n, p in sorted(places.items())]
     entries = [metadata[key] for key in (_VERSION, _STATE, _CHECKSUMS)]
     return _digits(zlib.crc32(json.dumps([entries, tensors]).encode()))
@@ -183,7 +183,7 @@ def _digits(checksum: int) -> str:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a file beside `path`. It replaces `path` at the end; if anything fails it is removed.
+    """Yield a new file beside `path`. At the end it replaces `path`; if the context raises it is removed.
 
     Only one process can have the file at a time. A file that a killed process has left is used again.
     """

@@ -1,4 +1,4 @@
-"""The gradients of an optimizer: unscaling, and a search for numbers that are not finite."""
+"""Functions on the gradients of an optimizer: unscale them, and test whether all are finite."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def unscale(gradients: Iterable[torch.Tensor], scale: float) -> None:
 
 
 def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
-    """Return true if every element is finite."""
+    """Return true if every element of every gradient is finite."""
     return all(bool(gradient.isfinite().all()) for gradient in gradients)

@@ -31,7 +31,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def named_by_model(model: Any, tensors: Tensors, own: Iterable[str]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by the model's names, which are found as in `from_pretrained`.
+    """Rename and convert the tensors of a checkpoint to those of the model, as `from_pretrained` does.
 
     Args:
         model: the model.
@@ -99,14 +99,14 @@ class _Source(NamedTuple):
 
 @dataclasses.dataclass
 class _Group:
-    """Tensors that one converter turns into others; without a converter, a tensor that only gets a name."""
+    """Tensors that one converter combines or splits, or a single tensor that is only renamed."""
 
     converter: Any
     sources: list[_Source]
 
 
 class _Groups:
-    """Tensors that get other names, grouped by the (first) new name."""
+    """Tensors to be renamed or converted, grouped by their first new name."""
 
     def __init__(self, model: Any, converters: Iterable[Any]) -> None:
         self._model = model
@@ -135,7 +135,7 @@ class _Groups:
         return results
 
     def _converted(self, name: str, group: _Group) -> dict[str, Tensor]:
-        """Return the converted tensors of a group; each is computed when it is read."""
+        """Return the converted tensors of a group. They are lazy: each is computed when it is read."""
 
         def convert(form: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
             converter = copy.deepcopy(group.converter)
@@ -167,7 +167,7 @@ def without_ignored(model: Any, missing: set[str], unexpected: set[str]) -> tupl
 
 
 def names_to_save(model: nn.Module, groups: Iterable[list[str]]) -> list[str]:
-    """Return the names that a checkpoint holds.
+    """Return the names of the tensors that are to be saved in a checkpoint.
 
     If the model declares the names of a tensor as tied, at least one of them is kept. Ties that the model
     does not declare would be lost when the checkpoint is loaded, so all of their names are kept.

@@ -1,4 +1,4 @@
-"""Tensors of an optimizer's state whose values are in the weight store."""
+"""Tensors of an optimizer's state, such as `exp_avg`, whose values are in the weight store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from headwater.stream.parameters import ParameterAtRest
 
 @dataclasses.dataclass(frozen=True)
 class _MomentHome:
-    """The place of a state tensor that is in the store."""
+    """The place in the store of one optimizer state tensor."""
 
     home: Home
     name: str
@@ -48,7 +48,7 @@ class _MomentHome:
 
 
 class Moment:
-    """A tensor of the state of one parameter, in a store or not. It lives while something refers to it.
+    """One optimizer state tensor of a parameter, wherever its values are now: in a store or in the optimizer.
 
     Attributes:
         kept: the values, after another tensor has replaced this one in the state; `None` before.
@@ -77,7 +77,7 @@ class Moment:
 
     @classmethod
     def keep(cls, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> None:
-        """Give tensors that were read from the state a copy of the present values, before these change.
+        """Copy a state tensor's values for the program that has read it, before the state is replaced.
 
         Args:
             optimizer: see `of`.
@@ -102,7 +102,7 @@ class Moment:
         return _MomentHome(param.home, self._name)
 
     def _plain(self) -> torch.Tensor:
-        """Return the tensor that the optimizer itself has."""
+        """Return the tensor from the optimizer's own state, which is not in a store."""
         state = self._optimizer.state.get(self._param, {})
         if self._name not in state:
             raise StreamError(
@@ -116,7 +116,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """Reads a moment in one piece."""
+    """A function that yields all values of an optimizer state tensor as one piece."""
 
     moment: Moment
 
@@ -144,7 +144,7 @@ class MomentAtRest(AtRest, torch.Tensor):
 
     @classmethod
     def of(cls, optimizer: Optimizer, param: ParameterAtRest, name: str, scalars: Scalars) -> MomentAtRest:
-        """Return the tensor with this name of the state of a parameter.
+        """Return the optimizer state tensor called `name` of a parameter, without reading its values.
 
         Args:
             optimizer: the optimizer that has the state in the store.
@@ -183,7 +183,7 @@ class MomentAtRest(AtRest, torch.Tensor):
 
 
 def lazy_state(optimizer: Optimizer, param: ParameterAtRest) -> dict[str, Any]:
-    """Return the state of a parameter, with tensors that are read when they are used."""
+    """Return the optimizer state of a parameter. Its tensors are read from the store when they are used."""
     scalars = stored_scalars(param, optimizer)
     if scalars is None:
         return {}
@@ -197,7 +197,7 @@ def lazy_state(optimizer: Optimizer, param: ParameterAtRest) -> dict[str, Any]:
 
 
 def is_present(state: Mapping[str, Any], optimizer: Optimizer, param: ParameterAtRest) -> bool:
-    """Return true if the tensors of a state are those that the store has for this parameter now.
+    """Return true if all tensors of `state` are the ones that the store has for this parameter now.
 
     Args:
         state: a state, such as one of a `state_dict`.
@@ -213,7 +213,7 @@ def is_present(state: Mapping[str, Any], optimizer: Optimizer, param: ParameterA
 
 
 def drop_stored(optimizer: Optimizer, param: ParameterAtRest) -> None:
-    """Drop the state that a store has for a parameter; the next update begins a new one."""
+    """Discard the optimizer state that a store has for a parameter. The next update begins a new state."""
     scalars = stored_scalars(param, optimizer)
     if scalars is not None:
         for name in [*scalars, *layouts_of(param.home)]:

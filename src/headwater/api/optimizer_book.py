@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @final
 class OptimizerBook:
-    """Keeps the store of a streamed model in line with the optimizers that the user's loop steps.
+    """Tracks which optimizers update a streamed model, and changes the store if their state needs it.
 
     If the states need another layout, the engine is replaced by one with the same plan.
 
@@ -33,11 +33,11 @@ class OptimizerBook:
         self._steps = steps
 
     def is_updated_by(self, param: ParameterAtRest, optimizer: torch.optim.Optimizer) -> bool:
-        """True if the state that the store has for a parameter is this optimizer's."""
+        """True if the optimizer state that the store has for a parameter belongs to `optimizer`."""
         return self._current.updaters.updater_of(param.home.spec.name) is optimizer
 
     def update_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that this optimizer updates its parameters that are in this model.
+        """Record that `optimizer` updates those of its parameters that are in this model.
 
         If another optimizer has updated a parameter before, the parameter begins without state. Otherwise its
         state is adapted to the options of its group.
@@ -59,12 +59,12 @@ class OptimizerBook:
         self._follow_options(optimizer, names)
 
     def _settle(self) -> None:
-        """Apply all updates and exchange scalars, so that this rank can move or judge all states."""
+        """Apply all pending updates, and copy all optimizer scalars to this rank."""
         self._current.present.store.flush()
         self._steps.share_scalars()
 
     def _follow_options(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-        """Adapt the state of the parameters if the options of their groups have changed.
+        """Adapt the optimizer state of parameters whose parameter group has other options than before.
 
         A parameter without state so far begins a new one. The decision is the same on all ranks.
 
@@ -90,7 +90,7 @@ class OptimizerBook:
         self._update_by(updaters, began, rebuild=self._has_other_layouts(updaters, began))
 
     def expect_states(self, loaded: Mapping[ParamKey, tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
-        """Change the layout of the store for states that are about to be loaded.
+        """Change the layout of the store so that optimizer states that are about to be loaded fit in.
 
         If the layout of a parameter's state changes, its present state is dropped.
 
@@ -118,7 +118,7 @@ class OptimizerBook:
         return any(rule.state_layout(spec) != store.rule.state_layout(spec) for spec in specs)
 
     def _update_by(self, updaters: Updaters, fresh: Collection[str], *, rebuild: bool) -> None:
-        """Replace the optimizers of the parameters.
+        """Use `updaters` from now on, and begin the state of the parameters `fresh`.
 
         Args:
             updaters: the optimizers.

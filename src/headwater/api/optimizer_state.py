@@ -1,4 +1,4 @@
-"""The mapping `optimizer.state`, which reads and writes the states in weight stores.
+"""The mapping that replaces `optimizer.state`: it reads and writes optimizer state in weight stores.
 
 [Note: optimizer state]
 `optimizer.state` is an ordinary dictionary until the optimizer's first step over streamed parameters. Then it
@@ -47,7 +47,7 @@ class OptimizerState(Dictionary):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer; `None` after the optimizer got another mapping."""
+        """The optimizer whose state this is. `None` after `optimizer.state` was set to another mapping."""
         return self._reference() if self._is_installed else None
 
     def stored(self, key: object) -> Scalars | None:
@@ -109,12 +109,12 @@ class OptimizerState(Dictionary):
             drop_stored(self.optimizer, param)
 
     def take_out(self, view: ParamState) -> None:
-        """Move the state of one parameter from the store into its mapping."""
+        """Move the state of one parameter from the store to host memory, into `view`."""
         view.take_out()
         self._own[view.param] = view
 
     def retire(self) -> None:
-        """Move all states from stores into this mapping, because the optimizer now uses another mapping."""
+        """Move all states from stores into this mapping. Called when the optimizer gets another mapping."""
         for param in [key for key in self if isinstance(key, ParameterAtRest)]:
             if self.stored(param) is not None:
                 view = self._view(param)
@@ -145,7 +145,7 @@ class OptimizerState(Dictionary):
                 self._own.pop(param, None)
 
     def receive(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Keep the state of a parameter that leaves the store: this mapping holds it from now on."""
+        """Hold the state of a parameter that leaves the store."""
         view = self._views.get(id(param))
         if view is not None:
             view.put(state)
@@ -186,7 +186,7 @@ def install(optimizer: Optimizer) -> OptimizerState:
 
 
 def reinstall(optimizer: Optimizer) -> None:
-    """Make `optimizer.state`, which torch has replaced, one that reads and writes the same stores."""
+    """Set `optimizer.state`, which torch has replaced, to a mapping that reads and writes stores again."""
     if is_state_replaced(optimizer):
         _installed(optimizer)
 

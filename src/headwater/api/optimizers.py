@@ -1,4 +1,4 @@
-"""Torch optimizers over streamed parameters: their steps and their state go to the weight store."""
+"""Makes torch's optimizers work with streamed parameters: the weight store runs steps and keeps state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class Amendment(Protocol):
-    """An object that changes gradients before an optimizer uses them."""
+    """Interface: changes gradients before an optimizer uses them."""
 
     def before_step(self, optimizer: Optimizer, /) -> None:
         """Change the gradients that `optimizer` is about to use; called before each of its steps."""
@@ -67,10 +67,10 @@ class _StepOptions:
 
 
 _options = ProcessValue(_StepOptions())
-"""Options of the present step. Shared by the process: `torch.optim` calls `step` without these arguments."""
+"""Options of the step that runs now. Global, because `optimizer.step()` has no arguments for them."""
 _adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _used: weakref.WeakKeyDictionary[Optimizer, list[ParameterAtRest]] = weakref.WeakKeyDictionary()
-"""Optimizer -> the parameters that its present step has updated."""
+"""Optimizer -> the parameters that its step, which runs now, has updated."""
 
 
 def step(
@@ -257,18 +257,18 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _scaler_found_overflow(optimizer: Optimizer) -> bool:
-    """Return true if torch's `GradScaler` found an overflow and leaves the skip to a fused optimizer."""
+    """True if torch's `GradScaler` found an overflow, and expects a fused optimizer to skip the step."""
     return bool(getattr(optimizer, "found_inf", 0))
 
 
 def _scale_left_by_scaler(optimizer: Optimizer) -> float:
-    """Return the loss scale by which torch's `GradScaler` leaves a fused optimizer to divide; else 1."""
+    """Return the loss scale if torch's `GradScaler` expects a fused optimizer to unscale; otherwise 1."""
     scale = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else float(scale)
 
 
 def _parts(optimizer: Optimizer) -> dict[StreamedModel, dict[ParamKey, dict[str, Any]]]:
-    """Return the options of each streamed parameter, by model."""
+    """Return, for each streamed model, parameter -> the options with which `optimizer` updates it."""
     parts: dict[StreamedModel, dict[ParamKey, dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         options = group_options(optimizer, group)
@@ -297,7 +297,7 @@ def adopt(optimizer: Optimizer) -> None:
 
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Add the state that is in stores to a `state_dict` of the optimizer."""
+    """Add optimizer state that is in stores to a `state_dict` of the optimizer."""
     states = {key: dict(state) for key, state in state_dict["state"].items()}
     if not is_state_replaced(optimizer):
         for number, param in enumerate(params_of(optimizer)):
@@ -336,7 +336,7 @@ def _with_dtypes(
 
 
 def _expect(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Prepare the layout of stores for the tensors of a state that is being loaded."""
+    """Change the layout of stores so that the optimizer state that is being loaded fits in."""
     groups = [(group, number) for group in state_dict["param_groups"] for number in group["params"]]
     loaded: dict[StreamedModel, dict[ParamKey, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
     for (group, number), param in zip(groups, params_of(optimizer), strict=False):

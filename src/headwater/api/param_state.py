@@ -15,17 +15,17 @@ from headwater.stream.parameters import ParameterAtRest
 
 
 class States(Protocol):
-    """The mapping of all states of an optimizer, as the state of one parameter needs it."""
+    """Interface: the part of `OptimizerState` that `ParamState` uses."""
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer; `None` after the optimizer got another mapping."""
+        """The optimizer whose state this is. `None` after `optimizer.state` was set to another mapping."""
 
     def stored(self, key: object) -> Scalars | None:
         """Return the scalars of a parameter whose state is in a store; `None` for any other key."""
 
     def take_out(self, view: ParamState) -> None:
-        """Move the state of one parameter from the store into its mapping."""
+        """Move the state of one parameter from the store to host memory, into `view`."""
 
 
 @final
@@ -43,7 +43,7 @@ class ParamState(Dictionary):
         self._is_removed = False
 
     def _stored(self) -> Scalars | None:
-        """Return the scalars if the store has this state."""
+        """Return the scalars of this state if the store has it, otherwise `None`."""
         return None if self._is_removed else self._states.stored(self._param)
 
     def _in_store(self) -> tuple[Optimizer, ParameterAtRest]:
@@ -125,7 +125,7 @@ class ParamState(Dictionary):
         return moment.kept
 
     def remove(self) -> None:
-        """Move the state into this mapping and detach it: the optimizer gets another for the parameter."""
+        """Move the state into this mapping, and end the link to the optimizer. Called when it is replaced."""
         self.take_out()
         self._is_removed = True
 
@@ -134,7 +134,7 @@ class ParamState(Dictionary):
         self._own = dict(state.items())
 
     def own(self) -> dict[str, Any]:
-        """Return the state of the parameter as far as this mapping holds it; empty if the store holds it."""
+        """Return the entries that this mapping itself holds. It is empty while the store holds the state."""
         return dict(self._own)
 
     def copy(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 
 
 class Planner:
-    """A planner for one model, within the resource limits of a backend.
+    """Decides how a model is streamed (see `Plan`), so that it fits the memory limits of a backend.
 
     Args:
         backend: the backend.
@@ -63,7 +63,7 @@ class Planner:
         raise SystemExit(0)
 
     def plan(self, trace: Trace, precision: Precision, state_bytes: int, fabric: Fabric) -> Plan:
-        """Return the plan, the same on every rank.
+        """Make a plan for the model of a dry run. Every rank returns the same plan.
 
         Args:
             trace: the dry run.
@@ -93,7 +93,7 @@ class Planner:
 
 
 def _share(fabric: Fabric) -> StoreShare:
-    """Return the part of the store that is on this host: all of it, for each rank to read."""
+    """Return how the ranks share the weight store: each host has all of it, and each rank reads it."""
     if fabric.size == 1:
         return WHOLE_STORE
     return StoreShare(

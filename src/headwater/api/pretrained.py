@@ -41,7 +41,7 @@ _LISTED = 12
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """The names that are only in a model or only in a checkpoint.
+    """The result of loading: names that are only in the model, and names that are only in the checkpoint.
 
     Attributes:
         missing: names in the model that the checkpoint lacks. They keep their values, or get initial values
@@ -86,7 +86,7 @@ def load_pretrained(
 
 
 def record_pretrained(model: nn.Module, directory: Path, *, strict: bool = True) -> LoadReport:
-    """Load a checkpoint as `load_pretrained` does, but leave missing empty parameters without values.
+    """Load a checkpoint as `load_pretrained` does, but do not initialise parameters that it lacks.
 
     Args:
         model: see `load_pretrained`.
@@ -106,7 +106,7 @@ def record_pretrained(model: nn.Module, directory: Path, *, strict: bool = True)
 
 @dataclasses.dataclass(frozen=True)
 class _Loading:
-    """A checkpoint that fits a model and is not assigned to it yet.
+    """A checkpoint that was compared with a model and fits it. `assign` loads it.
 
     Attributes:
         report: the names that are only in one of the two.
@@ -117,7 +117,7 @@ class _Loading:
     values: Sequence[tuple[Tensor, Tensor]]
 
     def assign(self) -> None:
-        """Give parameters and buffers their values; empty parameters record where these are."""
+        """Copy values to parameters and buffers. Empty parameters only record where their values are."""
         with torch.no_grad():
             for place, values in self.values:
                 if place.is_meta and isinstance(place, nn.Parameter):
@@ -194,7 +194,7 @@ def _require_shapes(found: Mapping[str, Tensor], places: Mapping[str, Tensor], d
 def _one_of_each(
     found: Mapping[str, Tensor], places: Mapping[str, Tensor], directory: Path
 ) -> dict[str, Tensor]:
-    """Return one tensor for each parameter or buffer of the model that the checkpoint has.
+    """Return one checkpoint tensor per parameter or buffer, even if it has several names.
 
     Raises:
         CheckpointError: if the checkpoint has different values for names that are one weight in the model.
@@ -217,7 +217,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _initialize_rest(model: nn.Module, loading: _Loading, directory: Path) -> None:
-    """Give initial values to empty parameters that neither this nor an earlier checkpoint fills.
+    """Set initial values of empty parameters that are in neither this checkpoint nor an earlier one.
 
     All other parameters keep their values.
 
@@ -254,7 +254,7 @@ def _empty(params: Iterable[nn.Parameter]) -> None:
 
 
 def _require_values(params: Mapping[str, nn.Parameter], directory: Path) -> None:
-    """Raise an error if a parameter still has the NaN with which it was filled before its initialisation."""
+    """Raise an error if a parameter is still NaN: it was filled with NaN, and no initialisation set it."""
     untouched = [name for name, param in params.items() if param.isnan().any()]
     if untouched:
         raise CheckpointError(

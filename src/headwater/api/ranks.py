@@ -1,4 +1,4 @@
-"""The user's loop on several ranks: parts of batches, values of the whole batch, accelerators."""
+"""Functions for a user's loop on several ranks: divide batches, combine values, choose accelerators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Shared by the process: a data loader divides batches, and the step that uses the
 
 
 def take_part(batch: Batch, *, equal: bool = True) -> Batch:
-    """Return this rank's part of a batch that all ranks have: consecutive samples, the same number on each.
+    """Return this rank's part of a batch that all ranks have. The parts are consecutive, of equal size.
 
     A tensor whose first dimension is not the number of samples is whole in each part.
 
@@ -70,7 +70,7 @@ def is_divided() -> bool:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """Return the value of the whole batch, given the value of this rank's part. All ranks must call this.
+    """Combine the values of all ranks' parts to the value of the whole batch. All ranks must call this.
 
     A floating-point number is averaged over ranks. An integer is a count, and is summed over ranks. A tensor
     whose first dimension is the number of samples of the part is concatenated. Any other floating-point or
@@ -106,7 +106,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_restarts(cluster: ClusterConfig, *, where: str) -> None:
-    """Check that the options do not ask for automatic restarts: a user's script cannot be restarted.
+    """Raise if the options ask for automatic restarts, because a user's script cannot be restarted.
 
     Args:
         cluster: the options.

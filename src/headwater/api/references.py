@@ -1,4 +1,4 @@
-"""Tensors that shared memory with a parameter before its weights were streamed.
+"""Warnings of tensors that share memory with a parameter when streaming of its weights begins.
 
 In plain PyTorch `weight.detach()` shares the memory of the weight. Streaming moves the weight to the store,
 so a tensor that was made from it before keeps the values of that moment.
@@ -20,7 +20,7 @@ _SHOWN = 3
 
 
 class StaleTensorWarning(UserWarning):
-    """A tensor shared memory with a parameter before streaming, and does not change with it any more."""
+    """Warns of a tensor that shared memory with a parameter, and stays as it is now that streaming begins."""
 
 
 def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _model_of: weakref.WeakKeyDictionary[WeightStore, weakref.ref[StreamedModel]] = weakref.WeakKeyDictionary()
 _kept: dict[int, StreamedModel] = {}
-"""The models of several ranks, by identity. Ranks must not free a model at different times."""
+"""With several ranks: all models, so that none is freed at another time than on the other ranks."""
 
 
 def register(store: WeightStore, model: StreamedModel) -> None:
@@ -39,7 +39,7 @@ def unregister(model: StreamedModel) -> None:
 
 
 def find_model(store: WeightStore) -> StreamedModel | None:
-    """Return the model whose weights are in `store`, or `None` if an engine without a user's loop has it."""
+    """Return the model whose weights are in `store`. `None` if the store is not of a user's loop."""
     reference = _model_of.get(store)
     return None if reference is None else reference()
 

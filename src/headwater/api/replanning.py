@@ -1,4 +1,4 @@
-"""New plans for a model that the user's loop trains: a dry run, a plan, and an engine for it."""
+"""Makes a new plan for a model in a user's loop: runs a dry run, plans, and builds an engine."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class PrecisionWarning(UserWarning):
-    """A call of a model needs weights in fp32 that were streamed in bf16 or fp16."""
+    """Warns that weights change from bf16 or fp16 to fp32, because a call of the model was not autocast."""
 
 
 @final
 class Replanning:
-    """Plans for a model and a call of it, and moves the weights to an engine with that plan.
+    """Makes plans that serve a call of a model, and moves the weights to an engine with the plan.
 
     Attributes:
         is_running: true during a dry run.
@@ -70,7 +70,7 @@ class Replanning:
     def plan(
         self, call: Call, precision: Precision | None, *, only_look: bool, in_fp32: bool = False
     ) -> None:
-        """Plan for a call of the model, and move the weights to a store of that plan.
+        """Make a plan that serves a call of the model, and move the weights to a new engine.
 
         Args:
             call: the arguments of the call.
@@ -137,7 +137,7 @@ class Replanning:
     def _trace(
         self, call: Call, precision: Precision, old_names: Mapping[str, str], *, inference: bool
     ) -> Trace:
-        """Return the trace of a dry run of the model."""
+        """Run the model on fake tensors, and return the trace."""
         model, engine = self._current.model, self._current.engine
 
         def run(partition: Partition) -> Trace:
@@ -187,7 +187,7 @@ def _note_live(model: nn.Module, updaters: Updaters) -> None:
 def _with_masters_of(
     engine: Engine, partition: Partition, old_names: Mapping[str, str], *, in_fp32: bool
 ) -> Partition:
-    """Return the stages with the dtypes of the masters. A streamed parameter itself shows the wire dtype."""
+    """Return the stages with the dtypes of masters, which differ from those that streamed parameters show."""
     known = {param.name: param for stage in engine.plan.trace.stages for param in stage.params}
 
     def corrected(param: ParamSpec) -> ParamSpec:

@@ -1,4 +1,4 @@
-"""Check that all ranks have the same model and the same options of optimizers."""
+"""Checks that all ranks have the same model, and step optimizers with the same options."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _checksum(value: Sequence[object]) -> int:
 
 
 def _difference(every: Sequence[Mapping[str, str]]) -> str | None:
-    """Return the first name at which the ranks differ, with both descriptions; `None` if none do."""
+    """Return the first name whose descriptions differ between ranks, with two of them, or `None`."""
     first, *others = every
     for rank, other in enumerate(others, start=1):
         for name in dict.fromkeys([*first, *other]):

@@ -1,4 +1,4 @@
-"""Sparse weights in the user's training loop: sparsity optimizers, which apply and change masks."""
+"""Sparse training in a user's loop: sparsity optimizers apply masks to weights, and change the masks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class SparsityOptimizer:
-    """A set of masks that keep weights at zero while any elementwise optimizer of torch trains the others.
+    """Keeps masked weights at zero, while any elementwise optimizer of torch trains the others.
 
     After the first `apply_sparsity`, every optimizer step sets the gradients of masked weights to zero.
     At the steps of `schedule` the mask changes. This happens at the beginning of the optimizer's step, when
@@ -94,7 +94,7 @@ class SparsityOptimizer:
         transaction.register(self, undone_last=True)
 
     def apply_sparsity(self) -> None:
-        """Mask the weights at the first call. They stay masked from then on."""
+        """Make the first masks and set masked weights to zero. Later calls do nothing."""
         if not self._begun:
             weights = self._weights(None)
             for name in self._sparsifier.names:
@@ -187,11 +187,11 @@ class SparsityOptimizer:
 
 
 class StaticSparsityOptimizer(SparsityOptimizer):
-    """A sparsity optimizer whose first mask stays."""
+    """A sparsity optimizer that never changes its first masks."""
 
 
 class GMPSparsityOptimizer(SparsityOptimizer):
-    """A sparsity optimizer that drops the smallest weights as the sparsity grows (arXiv:1710.01878)."""
+    """A sparsity optimizer that masks more of the smallest weights over time (arXiv:1710.01878)."""
 
     algorithm = "gmp"
 
@@ -212,7 +212,7 @@ class RigLSparsityOptimizer(SparsityOptimizer):
 
 
 class _Parameters:
-    """Parameters of a model, plain or streamed.
+    """Reads and writes parameters of a model, whether it is streamed or not.
 
     Attributes:
         before: the weights before the first change, by name, if they are remembered.

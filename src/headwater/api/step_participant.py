@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @final
 class StreamedSteps:
-    """A participant of steps: it commits or undoes what a step changes in a streamed model.
+    """Commits or undoes what a traced step changes in a streamed model.
 
     Args:
         current_engine: the engine of the model.
@@ -54,7 +54,7 @@ class StreamedSteps:
         self.end_step()
 
     def apply_updates(self) -> None:
-        """With several ranks, apply all waiting updates. Then each rank can read weights without the others.
+        """With several ranks, apply all pending updates. Then a rank can read weights without the others.
 
         All ranks must call this.
         """

@@ -23,7 +23,7 @@ def params_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 
 def is_served(param: object, optimizer: Optimizer) -> TypeGuard[ParameterAtRest]:
-    """True if the state that a store has for a parameter is this optimizer's."""
+    """True if the optimizer state that a store has for a parameter belongs to `optimizer`."""
     if not isinstance(param, ParameterAtRest):
         return False
     model = find_model(param.home.store)
@@ -31,7 +31,7 @@ def is_served(param: object, optimizer: Optimizer) -> TypeGuard[ParameterAtRest]
 
 
 def stored_scalars(param: object, optimizer: Optimizer) -> Scalars | None:
-    """Return the scalars of a state that is in a store, or None if no store has a state."""
+    """Return the scalars of a parameter's optimizer state if it is in a store, otherwise `None`."""
     if not is_served(param, optimizer):
         return None
     home = param.home

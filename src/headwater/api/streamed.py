@@ -31,7 +31,7 @@ from headwater.stream.transforms import refuse_first_call
 
 @final
 class StreamedModel:
-    """The streaming of one module. It begins at the first forward, whose shapes decide the plan.
+    """Streams the weights of one module. Streaming begins at the first forward, whose shapes decide the plan.
 
     Attributes:
         model: the user's module.
@@ -133,7 +133,7 @@ class StreamedModel:
         return self.precision is not None or serves_call(self.engine.plan.precision, self.engine.plan.device)
 
     def _plan(self, call: Call, *, only_look: bool, in_fp32: bool) -> Exception | None:
-        """Plan for a call; return the error if nothing is streamed yet and the call can run without a plan.
+        """Make a plan that serves a call. Return the error of a failed plan if the call can run without one.
 
         Args:
             call: the arguments of the call.
@@ -170,7 +170,7 @@ class StreamedModel:
         self._last_trained = trained
 
     def _check_not_alone(self) -> None:
-        """Check that every rank plans.
+        """Raise if only this rank makes a new plan: all ranks must call a model that has changed.
 
         Raises:
             StreamError: if this rank alone calls a model whose structure has changed.
@@ -184,7 +184,7 @@ class StreamedModel:
             )
 
     def _randomness(self) -> AbstractContextManager[None]:
-        """Return the context of a call of the model, in which each rank draws different random numbers."""
+        """Return a context for a call of the model. In it, each rank draws different random numbers."""
         fabric = current()
         if fabric.size == 1 or self._replanning.is_running or not self.model.training:
             return nullcontext()

@@ -14,11 +14,11 @@ from headwater.core.lazy import StoredTensor
 from headwater.core.safetensors import DTYPE_CODES
 
 KeyPath = tuple[object, ...]
-"""Keys and indices that lead to a value."""
+"""The keys and indices that lead to a value in a nested state."""
 
 
 def encode(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return a state as JSON, and its tensors; the inverse of `decode`.
+    """Split a state into a JSON structure and its tensors by name; the inverse of `decode`.
 
     Returns:
         The structure, and the tensors by name. In the structure, plain values are unchanged, and any other

@@ -1,4 +1,4 @@
-"""Steps as transactions: every object with state that a step changes commits the changes or undoes them."""
+"""Steps as transactions: models, optimizers and scalers keep all changes of a step, or undo all."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from headwater.core.process_value import ProcessValue
 
 
 class Participant(Protocol):
-    """An object with state that steps change. Each `begin_step` is followed by `end_step` or `abort_step`."""
+    """Interface of an object that steps change. After `begin_step` comes `end_step` or `abort_step`."""
 
     def begin_step(self) -> None:
-        """Remember the present state."""
+        """Save the state that the object has before the step."""
 
     def end_step(self) -> None:
         """Keep the changes of the step."""
 
     def abort_step(self) -> None:
-        """Restore the state that `begin_step` remembered."""
+        """Restore the state that `begin_step` has saved."""
 
 
 class _Transaction:

@@ -23,7 +23,7 @@ from headwater.store.rules import UpdateRules
 Options = Mapping[str, Any]
 
 _STATEFUL = {"momentum": 0.5, "amsgrad": True, "centered": True}
-"""Options of torch's optimizers that add tensors to the state, each with a value that adds them."""
+"""Option of a torch optimizer that adds state tensors (such as `momentum`) -> a value that does so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Updaters:
         return fresh
 
     def changed(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Options]:
-        """Return the parameters whose group now has options that may need another state.
+        """Return the parameters whose group has new options that may need other state tensors.
 
         Args:
             optimizer: an optimizer that `note` has recorded for all of its parameters.
@@ -107,7 +107,7 @@ class Updaters:
         )
 
     def expect_state(self, name: str, options: Options, state: Mapping[str, Any]) -> None:
-        """Record that the state of a parameter is replaced by a loaded one.
+        """Record that the optimizer state of a parameter will be replaced by a loaded one.
 
         Args:
             name: the name of the parameter.
@@ -121,7 +121,7 @@ class Updaters:
         self._entries[name] = dataclasses.replace(entry, options=its, known=known)
 
     def keep_state(self, param: ParamSpec, options: Options) -> None:
-        """Record that the state of a parameter is updated with other options than it began with.
+        """Accept new options for a parameter's state. Raise if they need state tensors that it lacks.
 
         Raises:
             ConfigError: if the optimizer needs a state tensor that the parameter does not have.
@@ -140,16 +140,16 @@ class Updaters:
         self._entries[param.name] = dataclasses.replace(entry, known=known)
 
     def updater_of(self, name: str) -> torch.optim.Optimizer | None:
-        """Return the optimizer of a parameter, or None if no optimizer that lives has updated it."""
+        """Return the optimizer that updates a parameter. `None` if none has yet, or if it was deleted."""
         return self._entries[name].by() if name in self._entries else None
 
     def state_owner_of(self, name: str) -> torch.optim.Optimizer | None:
-        """Return the optimizer that receives the state of a parameter which leaves the store, or None."""
+        """Return the optimizer to which the state of a parameter goes when it leaves the store, or `None`."""
         optimizer = self.updater_of(name)
         return None if optimizer is None or is_state_replaced(optimizer) else optimizer
 
     def renamed(self, old_names: Mapping[str, str]) -> Updaters:
-        """Return these updaters for a model whose parameters have new names.
+        """Return a copy for a model whose parameters have new names.
 
         Args:
             old_names: new name -> old name, of the parameters that the model still has.
@@ -158,7 +158,7 @@ class Updaters:
         return Updaters(self._device, {new: entries[old] for new, old in old_names.items() if old in entries})
 
     def copy(self) -> Updaters:
-        """Return a copy that can be changed alone."""
+        """Return an independent copy."""
         return Updaters(self._device, self._entries)
 
     @property
@@ -175,7 +175,7 @@ class Updaters:
 
     @property
     def state_bytes(self) -> int:
-        """The most bytes of optimizer state that a parameter element has."""
+        """The largest number of bytes of optimizer state per parameter element."""
         kinds = {(id(each.spec), state_signature(each.options)): each for each in self._entries.values()}
         return max((optimizer_state_bytes(each.spec, each.options) for each in kinds.values()), default=0)
 
@@ -205,7 +205,7 @@ class _Fitting:
         self._found: dict[tuple[Hashable, frozenset[str]], Options] = {}
 
     def options(self, options: Options, state: Mapping[str, Any]) -> Options:
-        """Return `options`, or others if the state has more tensors than they ask for."""
+        """Return options with which the optimizer keeps the tensors of `state`: if possible `options`."""
         tensors = frozenset(state_tensors(state))
         if not tensors or not self._spec.elementwise:
             return options
@@ -222,7 +222,7 @@ class _Fitting:
 
 
 def _variants(options: Options) -> Iterator[Options]:
-    """Yield the options, and then variants of them that keep less or more state."""
+    """Yield the options, then variants with which the optimizer keeps fewer or more state tensors."""
     yield options
     names = [name for name in _STATEFUL if name in options]
     for values in itertools.product((False, True), repeat=len(names)):

@@ -24,18 +24,18 @@ _READS = {
     torch.Tensor.is_nonzero, torch.Tensor.equal, torch.Tensor.allclose,
     torch.is_nonzero, torch.equal, torch.allclose,
 }  # fmt: skip
-"""Functions that need a tensor's values on the host."""
+"""Tensor functions that need values in host memory, such as `item`."""
 
 _UNTRACED = {torch.Tensor.__reduce_ex__, torch.Tensor.__deepcopy__}
-"""Functions that get a plain tensor, so that pickles do not need this module."""
+"""Tensor functions that get a plain tensor, so that a pickle can be loaded without this module."""
 
 _reading_is_free: ContextVar[bool] = ContextVar("_reading_is_free", default=False)
 _has_warned = ProcessValue(False)
-"""Shared by the process: the warning is printed once, whichever tensor is read."""
+"""True after the warning was given. Global: it is given once for all tensors."""
 
 
 class TracedValueWarning(UserWarning):
-    """A value of a step was read outside a closure, so the program waited for the device."""
+    """Warns that a value of a step was read outside a closure, so that the program waited for the device."""
 
 
 class TracedValue(torch.Tensor):
@@ -63,7 +63,7 @@ class TracedValue(torch.Tensor):
 
 
 def traced(value: torch.Tensor) -> TracedValue:
-    """Return the tensor as a result of a step: the same memory, without the graph."""
+    """Return a `TracedValue` of a tensor: detached, in the same memory."""
     return value.detach().as_subclass(TracedValue)
 
 
@@ -79,7 +79,7 @@ def untraced(value: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def reading_is_free() -> Iterator[None]:
-    """Enter a context in which traced values are read without a warning, as the device has finished."""
+    """Enter a context in which traced values may be read without a warning."""
     token = _reading_is_free.set(True)
     try:
         yield

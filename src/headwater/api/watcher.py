@@ -1,4 +1,4 @@
-"""The structure of a model at one moment: its modules, its parameters and the forwards set on instances."""
+"""Records of a model's structure, to notice when modules, parameters or replaced forwards change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headwater.core.overlap import overlapping
 from headwater.stream.at_rest import values_of
 
 _LENDER = getattr(getattr(stateless, "_functional_call", None), "__code__", None)
-"""The code of `functional_call`. While it runs, modules have parameters that are lent to them."""
+"""The code of torch's `functional_call`, which replaces parameters while the model runs."""
 
 _FORWARD = "forward"
 
@@ -26,7 +26,7 @@ _Registry = dict[str, Any]
 
 
 class Structure:
-    """The modules, parameters and instance forwards that a model has when this object is made.
+    """A record of the modules, parameters and replaced forwards of a model at the time when it is made.
 
     It holds references to all of them, so that no new object can have the identity of an old one.
 
@@ -60,7 +60,7 @@ class Structure:
         return [attributes.get(_FORWARD) for attributes in self._attributes]
 
     def _look(self) -> tuple[object, ...]:
-        """Return the identities to compare, with few Python statements, as this runs before every forward."""
+        """Return the identities of all recorded objects now. Kept fast, as it runs before every forward."""
         return (
             any(self._empty),
             list(map(len, self._filled)),
@@ -80,7 +80,7 @@ class Structure:
         return {name: self.names[key] for key, name in now.names.items() if key in self.names}
 
     def difference(self, now: Structure) -> str:
-        """Return a phrase that names the first difference."""
+        """Return a phrase that names the first difference between this structure and `now`."""
         before, after = self._paths, now._paths
         replaced = {name for name in before.keys() & after.keys() if before[name] is not after[name]}
         for what, names in (
@@ -94,7 +94,7 @@ class Structure:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore this structure of the model for the duration of the context."""
+        """Enter a context in which the model has this structure again."""
         contents, forwards = self._copies(), self._own_forwards()
         self._put(self._contents, self._forwards)
         try:
@@ -129,7 +129,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Check that no two parameters of the model lie in the same memory.
+    """Raise if two parameters of the model share memory.
 
     Raises:
         StreamError: if they do: the memory of each streamed parameter is separate.
@@ -147,7 +147,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _taken(params: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
-    """Return the names of a parameter and of another made from it by `nn.Parameter(model.weight)`."""
+    """Return the names of a parameter and of one that was made by `nn.Parameter(model.weight)`, or `None`."""
     names = {id(param): name for name, param in params.items()}
     for name, param in params.items():
         taken = values_of(param)

@@ -10,7 +10,7 @@ import torch
 from headwater.core.stage import ParamSpec
 
 Initial = Callable[[ParamSpec], torch.Tensor]
-"""Returns the initial value of a parameter."""
+"""Function that returns the initial value of a parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
