@@ -51,7 +51,7 @@ class Call:
 
     def run(self) -> None:
         """Block until the values are in host memory, then call the function.
-        
+
         An exception of the function gets a note with the closure's name.
         """
         for event in self.copied:
