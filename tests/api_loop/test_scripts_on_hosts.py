@@ -41,8 +41,9 @@ def run(folder, before="", within="", seed="0", num_csx=2, end=""):
     [
         ("if rank and number == 2: raise ValueError('a bug')", "ValueError: a bug"),
         ("if rank and number == 2: os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        ("if rank and number == 2: os.abort()", "Fatal Python error: Aborted"),
     ],
-    ids=["raises", "killed"],
+    ids=["raises", "killed", "aborts"],
 )
 def test_an_error_of_a_rank_ends_other_hosts_and_names_the_rank(tmp_path, within, told):
     codes, logs = run(tmp_path, within=within)

@@ -106,10 +106,11 @@ class Connection:
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def close(self) -> None:
-        """Close the connection. Calls that wait for the other end fail."""
+        """Close the connection, and end its threads. Calls that wait for the other end fail."""
         with contextlib.suppress(OSError):  # the other end has closed it already
-            # This wakes a thread that is inside a receive; `close` alone would not.
+            # This ends a send or receive of a thread; `close` alone would not.
             self._socket.shutdown(socket.SHUT_RDWR)
+        # Before the socket is closed: another file could get its number while a thread still uses it.
         self._out.close()
         self._in.close()
         self._socket.close()
@@ -196,15 +197,31 @@ class _Lane:
         return future
 
     def close(self) -> None:
-        """End the thread after the jobs that were submitted."""
+        """Run the jobs that were submitted, and end the thread. No job may wait for the caller."""
         self._jobs.put(None)
+        if self._thread is not None:
+            # Joined: a daemon thread that frees a tensor aborts a process that ends; see `_run_next`.
+            self._thread.join()
 
     def _work(self) -> None:
-        while (entry := self._jobs.get()) is not None:
-            job, future = entry
-            try:
-                job()
-            except OSError as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run the next job; return false after the last one.
+
+        A job refers to tensors. It is dropped at once: the thread would keep them until the next job comes.
+        Torch frees a tensor without Python's lock, and then takes the lock again. Python ends daemon threads
+        that do so after the main thread has ended, and in torch's C++ code this aborts the process.
+        """
+        entry = self._jobs.get()
+        if entry is None:
+            return False
+        job, future = entry
+        try:
+            job()
+        except OSError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        return True

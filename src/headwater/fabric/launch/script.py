@@ -8,11 +8,13 @@ and the other ranks never do. A rank that fails reports its error to the launche
 ends the other ranks.
 
 A script that `torchrun` or `srun` has started, on one host or several, is a rank already. At the call it
-joins the other ranks, and from then on only rank 0 prints.
+joins the other ranks, and from then on only rank 0 prints. Other ranks print a traceback if they
+crash.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -147,6 +149,8 @@ def _speak(fabric: Fabric) -> None:
         _stderr.value = os.dup(STDERR)
         sys.excepthook = _report
         if fabric.rank > 0:
+            # A crash must not be silent: it ends the rank without an exception.
+            faulthandler.enable(_stderr.value)
             silence(STDERR)
     silence(STDIN)
     # The script may have drawn different numbers before, for example from the time.
