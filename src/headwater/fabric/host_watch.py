@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import final
 
 from headwater.core.errors import RankError
+from headwater.core.recorder import COLLECTIVE, RECORDER
 from headwater.fabric.meeting import Process
 from headwater.fabric.parent import is_alive, is_stopped
 
@@ -39,6 +40,11 @@ class HostWatch:
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Block until `condition()` is true; see `Fabric.wait_until`."""
+        if not condition():
+            with RECORDER.span(COLLECTIVE):
+                self._wait(condition, what)
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
         start = time.monotonic()
         pause, looked = _FIRST_PAUSE_S, start
         while not condition():

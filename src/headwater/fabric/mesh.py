@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 
+from headwater.core.recorder import COLLECTIVE, RECORDER
 from headwater.fabric.connection import Connection
 from headwater.fabric.switchboard import Switchboard
 
@@ -43,6 +44,10 @@ class Mesh:
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes | bytearray]:
         """Send each member its message, and return what each member sends to this one."""
+        with RECORDER.span(COLLECTIVE, num_bytes=sum(map(len, messages))):
+            return self._exchange(messages)
+
+    def _exchange(self, messages: Sequence[bytes]) -> list[bytes | bytearray]:
         others = self._others()
         # All sends begin before the first receive. Otherwise members with long messages wait for each other.
         sending = [self._to(other).send_message(messages[other]) for other in others]
@@ -56,6 +61,12 @@ class Mesh:
 
     def broadcast(self, message: bytes | None, source: int) -> bytes | bytearray:
         """Return the message of the member `source`; the other members pass `None`."""
+        with RECORDER.span(COLLECTIVE) as span:
+            whole = self._broadcast(message, source)
+            span.num_bytes = len(whole)
+        return whole
+
+    def _broadcast(self, message: bytes | None, source: int) -> bytes | bytearray:
         if self.own != source:
             return self._to(source).receive_message()
         assert message is not None, "the source of a broadcast has a message"
@@ -78,7 +89,13 @@ class Mesh:
             self._to(other).receive(_bytes(each)) for other, pieces in into.items() for each in pieces
         ]
         sending = [self._to(other).send(_bytes(each)) for other, pieces in out.items() for each in pieces]
-        return lambda: _finish([*receiving, *sending])
+        num_bytes = sum(each.nbytes for pieces in (*out.values(), *into.values()) for each in pieces)
+
+        def finish() -> None:
+            with RECORDER.span(COLLECTIVE, num_bytes=num_bytes):
+                _finish([*receiving, *sending])
+
+        return finish
 
     def close(self) -> None:
         """Close the connections. Calls that wait for other members fail."""

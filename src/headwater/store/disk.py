@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import final
 
@@ -13,6 +13,7 @@ import torch
 
 from headwater.core.buffers import aligned_empty
 from headwater.core.files import disk_errors
+from headwater.core.recorder import RECORDER, WAIT
 from headwater.store.files import open_files
 from headwater.store.layout import Group, StageLayout
 from headwater.store.tier import WHOLE, Tier
@@ -73,6 +74,7 @@ class DiskTier(Tier):
             contents=[f"stage {layout.stage.name!r}" for layout in layouts] if verify else None,
             sums=sums,
             origins=origins,
+            stages=[layout.stage.name for layout in layouts],
         )
         self.origins = [file.origin for file in self._files]
         self._threads = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="headwater-disk")
@@ -107,8 +109,9 @@ class DiskTier(Tier):
             transfer(start, blocks.pop(start))
 
         futures = [self._threads.submit(one, start) for start in starts]
-        for future in futures:
-            future.result()
+        with RECORDER.span(WAIT):
+            for future in futures:
+                future.result()
 
     def groups(
         self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
@@ -119,13 +122,15 @@ class DiskTier(Tier):
         try:
             while todo or waiting:
                 while todo and len(waiting) < _READ_AHEAD:
-                    buffer = self._free_buffer(wait=not waiting)
+                    with RECORDER.span(WAIT, self.layouts[stage].stage.name):
+                        buffer = self._free_buffer(wait=not waiting)
                     if buffer is None:
                         break
                     waiting.append(self._begin(stage, todo.popleft(), buffer, read))
                 group, buffer, reading = waiting[0]
                 if reading is not None:
-                    reading.result()
+                    with RECORDER.span(WAIT, self.layouts[stage].stage.name):
+                        reading.result()
                 yield group, buffer[: group.num_bytes]
                 # After the yield: if the caller fails, `finally` returns this buffer too.
                 waiting.popleft()
@@ -173,6 +178,9 @@ class DiskTier(Tier):
         writes = self._writes[stage]
         while writes:
             writing = writes.popleft()
+            if not writing.done():
+                with RECORDER.span(WAIT, self.layouts[stage].stage.name):
+                    wait([writing])
             if writing.exception() is not None:
                 writes.appendleft(writing)  # the error stays, because the file stays wrong
             writing.result()

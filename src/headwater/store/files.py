@@ -14,6 +14,7 @@ import torch
 from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.errors import CorruptError
 from headwater.core.files import disk_errors
+from headwater.core.recorder import DISK_READ, DISK_WRITE, RECORDER
 from headwater.core.scratch import open_unnamed
 
 
@@ -67,6 +68,7 @@ class BlockFile:
         direct: bypass the page cache (O_DIRECT); ignored where the file system refuses it.
         checksums: compare what is read with what was written.
         origin: of a file that another process has created; then it is opened, not created.
+        stage: name of the stage to which its contents belong, for the recorder.
 
     Raises:
         DiskFullError: if there is no room.
@@ -80,10 +82,12 @@ class BlockFile:
         direct: bool = True,
         checksums: Checksums | None = None,
         origin: Path | None = None,
+        stage: str = "",
     ) -> None:
         self.path = path
         self.num_bytes = num_bytes
         self._checksums = checksums
+        self._stage = stage
         with disk_errors(path):
             if origin is None:
                 self._fd, self.direct = open_unnamed(path.parent, direct=direct)
@@ -104,7 +108,7 @@ class BlockFile:
             CorruptError: if the file ends early, or these are not the bytes that were written.
         """
         view, done = _bytes_of(into), 0
-        with disk_errors(self.path):
+        with RECORDER.span(DISK_READ, self._stage, len(view)), disk_errors(self.path):
             while done < len(view):
                 count = os.preadv(self._fd, [view[done:]], offset + done)
                 # The rest of a read past the page cache must begin on a page.
@@ -121,7 +125,7 @@ class BlockFile:
     def write(self, offset: int, data: torch.Tensor) -> None:
         """Write `data` (uint8) at `offset`."""
         view, done = _bytes_of(data), 0
-        with disk_errors(self.path):
+        with RECORDER.span(DISK_WRITE, self._stage, len(view)), disk_errors(self.path):
             while done < len(view):
                 done += os.pwritev(self._fd, [view[done:]], offset + done)
         if self._checksums is not None:
@@ -129,7 +133,7 @@ class BlockFile:
 
     def leave_cache(self) -> None:
         """Write all data to the disk, and remove it from the page cache."""
-        with disk_errors(self.path):
+        with RECORDER.span(DISK_WRITE, self._stage), disk_errors(self.path):
             # Pages that are not written yet would stay in the cache.
             os.fdatasync(self._fd)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -150,6 +154,7 @@ def open_files(
     contents: Sequence[str] | None = None,
     sums: Sequence[torch.Tensor] | None = None,
     origins: Sequence[Path] | None = None,
+    stages: Sequence[str] | None = None,
 ) -> list[BlockFile]:
     """Open a file for each path. If one cannot be opened, close those that are open, and raise.
 
@@ -159,6 +164,7 @@ def open_files(
         contents: what each file holds, for errors; given to compare what is read with checksums.
         sums: memory for the checksums, shared by the processes that share the files; see `sums_bytes`.
         origins: of files that another process has created.
+        stages: name of the stage of each file, for the recorder.
 
     Raises:
         DiskFullError: if there is no room for all of them.
@@ -171,7 +177,10 @@ def open_files(
                 own = aligned_empty(sums_bytes(num_bytes)) if sums is None else sums[index]
                 checksums = Checksums(path, contents[index], own)
             origin = None if origins is None else origins[index]
-            files.append(BlockFile(path, num_bytes, direct=direct, checksums=checksums, origin=origin))
+            stage = "" if stages is None else stages[index]
+            files.append(
+                BlockFile(path, num_bytes, direct=direct, checksums=checksums, origin=origin, stage=stage)
+            )
             opened.callback(files[-1].close)
         # All are open: the caller closes them.
         opened.pop_all()

@@ -6,6 +6,7 @@ from typing import final
 
 import torch
 
+from headwater.core.recorder import RECORDER, UPDATE
 from headwater.store.gradients.port import GradientSink
 from headwater.store.ownership import Ownership
 from headwater.store.rules import UpdateRules
@@ -50,6 +51,11 @@ class StageUpdate:
             buffer: page-aligned memory for the wire image; it holds this host's part of the new image
                 afterwards. Not used where the image is resident.
         """
+        layout = self._tier.layouts[stage]
+        with RECORDER.span(UPDATE, layout.stage.name, layout.wire_bytes + layout.rest_bytes):
+            self._apply(stage, pending, buffer)
+
+    def _apply(self, stage: int, pending: Pending, buffer: torch.Tensor | None) -> None:
         # Inside the torn section: gradients that are taken here cannot be used again.
         gradients = self._gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"

@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from headwater.core.recorder import COMPUTE, RECORDER, Lane, Work
+
 _NO_TASK = -1
+_COMPUTE: Work = (COMPUTE, "")
 
 
 class BackwardWatch:
@@ -15,6 +18,9 @@ class BackwardWatch:
     A user may call `backward` on any tensor, so nothing announces that a backward begins. The first hook or
     fetch inside it calls `notice`.
 
+    Attributes:
+        lane: of the thread that has begun the last forward. Autograd may continue on another thread.
+
     Args:
         at_end: called once at the end of each backward that was noticed.
     """
@@ -22,6 +28,8 @@ class BackwardWatch:
     def __init__(self, at_end: Callable[[], None]) -> None:
         self._at_end = at_end
         self._task = _NO_TASK
+        self.lane: Lane = RECORDER.lane()
+        self._outer: Work | None = None  # what the thread did before the backward
 
     @property
     def is_running(self) -> bool:
@@ -33,12 +41,18 @@ class BackwardWatch:
         task = torch._C._current_graph_task_id()
         if task not in (_NO_TASK, self._task):
             self._task = task
+            RECORDER.use(self.lane)
+            self._outer = self.lane.work
+            if self._outer is None:
+                self.lane.switch(_COMPUTE)
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        self._task = _NO_TASK
+        self.forget()
         self._at_end()
 
     def forget(self) -> None:
         """Forget a backward that an error has ended, because autograd does not report its end."""
-        self._task = _NO_TASK
+        if self._task != _NO_TASK:
+            self._task = _NO_TASK
+            self.lane.switch(self._outer)

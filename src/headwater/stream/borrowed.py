@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.core.errors import StreamError
+from headwater.core.recorder import RECORDER, WAIT
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import Fabric
 from headwater.plan.belady import CachePolicy
@@ -64,6 +65,10 @@ class BorrowedWeights(Weights):
                 self._directory.let_go(slab.index)
 
     def require(self, stage: int) -> torch.Tensor:
+        with RECORDER.span(WAIT, self._stages[stage].name):
+            return self._require(stage)
+
+    def _require(self, stage: int) -> torch.Tensor:
         want = Want(stage, self._store.version(stage))
         self._move_to(self._policy.position_of(stage, self._position))
         slab = self._take(want)

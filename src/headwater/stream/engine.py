@@ -106,7 +106,14 @@ class Engine:
             seed=seed,
             matmul=FastMatmul if options.fast_matmul and plan.device == "cpu" else nullcontext,
         )
-        self._step = TrainStep(self.store, self.executor, self.buffers, self._micro_batches, fabric)
+        self._step = TrainStep(
+            self.store,
+            self.executor,
+            self.buffers,
+            self._micro_batches,
+            fabric,
+            fetch_bound="memory" if plan.device == "cpu" else "link",
+        )
         self._detached = False
         return_pages()  # initial values took more memory than a step is allowed to take
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from headwater.core.errors import StreamError
+from headwater.core.recorder import COMPUTE, RECORDER, Work
 from headwater.plan.types import Activations, Plan
 from headwater.store.store import WeightStore
 from headwater.stream.backward import BackwardWatch
@@ -57,8 +58,15 @@ class Executor:
         self._backward = BackwardWatch(self._end_backward)
         self._packing = Packing(binder, weights.stable, self._resolve, plan.activations, make_offload(plan))
         self._forwards = Forwards(
-            binder, self._require, self._packing, self._backward, self._open, self._let_go
+            binder,
+            self._require,
+            self._packing,
+            self._backward,
+            self._open,
+            self._let_go,
+            [stage.name for stage in plan.trace.stages],
         )
+        self._work: list[Work] = [(COMPUTE, stage.name) for stage in plan.trace.stages]
         self._sites = Sites(
             model,
             {"": (), **plan.trace.sites},
@@ -97,6 +105,7 @@ class Executor:
 
     def _open(self) -> None:
         """Prepare an outermost forward. Called when it begins."""
+        self._backward.lane = RECORDER.lane()
         # Transforms read weights later, so only weights that never move are safe.
         if not self._weights.stable:
             refuse_moving_weights()
@@ -121,7 +130,10 @@ class Executor:
         heir = self._heir
         # Before the fetch: after an update the slab would hold values of another step.
         heir._binder.stages[handle.stage].check_unchanged(handle)
-        return handle.resolve(heir._require(handle.stage))
+        image = heir._require(handle.stage)
+        if heir._backward.is_running:  # from here on it computes the gradients of this stage
+            RECORDER.lane().switch(heir._work[handle.stage])
+        return handle.resolve(image)
 
     def _end_backward(self) -> None:
         self._let_go()

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headwater.core.recorder import COMPUTE, RECORDER, Work
 from headwater.stream.backward import BackwardWatch
 from headwater.stream.packing import Packing
 from headwater.stream.saved_tensors import own_checkpoints
 
 if TYPE_CHECKING:
     from headwater.stream.binding import Binder
+
+_COMPUTE: Work = (COMPUTE, "")
 
 
 class Forwards:
@@ -32,6 +35,7 @@ class Forwards:
         backward: the backward that runs now, if one does.
         opened: called when a forward begins outside of a backward.
         closed: called when it has ended.
+        names: name of each stage.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Forwards:
         backward: BackwardWatch,
         opened: Callable[[], None],
         closed: Callable[[], None],
+        names: Sequence[str],
     ) -> None:
         self._binder = binder
         self._require = require
@@ -50,6 +55,8 @@ class Forwards:
         self._opened = opened
         self._closed = closed
         self._nesting = 0  # calls of modules that run
+        self._work: list[Work] = [(COMPUTE, name) for name in names]
+        self._outer: list[Work | None] = []  # what the thread did before each of these calls
         self._depth: Counter[int] = Counter()  # by stage, how many of these calls use it
         self.are_followed = True
 
@@ -65,6 +72,12 @@ class Forwards:
         if not self._nesting:
             self._begin()
         self._nesting += 1
+        lane = RECORDER.lane()
+        self._outer.append(lane.work)
+        if stages:
+            lane.switch(self._work[stages[-1]])
+        elif lane.work is None:
+            lane.switch(_COMPUTE)
         self._packing.begin_module()
         for stage in stages:
             self._depth[stage] += 1
@@ -100,6 +113,8 @@ class Forwards:
         finally:
             # In `finally`: a stage that refuses a changed weight must not leave the forward open.
             self._nesting -= 1
+            if self._outer:
+                RECORDER.lane().switch(self._outer.pop())
             self._packing.end_module()
             # A recomputed forward ends inside a backward, which still needs the bound weights.
             if not self._nesting and not self._backward.is_running:
@@ -115,5 +130,8 @@ class Forwards:
     def reset(self) -> None:
         """Forget the forwards that an error has ended."""
         self._depth.clear()
+        if self._outer:
+            RECORDER.lane().switch(self._outer[0])
+            self._outer.clear()
         self._nesting = 0
         self._packing.reset()

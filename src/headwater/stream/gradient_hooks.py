@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headwater.core.recorder import COMPUTE, GRADIENT, RECORDER, Work
 from headwater.stream.backward import BackwardWatch
 from headwater.stream.weights import Weights
 
@@ -51,6 +52,9 @@ class GradientHooks:
     def _hook(self, stage: int, index: int) -> Callable[[torch.Tensor], None]:
         # Weak: Python's collector does not see what such a hook refers to.
         reference = weakref.ref(self)
+        name = self._store.stages[stage].name
+        giving: Work = (GRADIENT, name)
+        computing: Work = (COMPUTE, name)
 
         def hook(param: torch.Tensor) -> None:
             if not hasattr(param, "home"):
@@ -59,12 +63,18 @@ class GradientHooks:
             assert hooks is not None, "a parameter at rest has an engine"
             # With weights that stay in memory, no fetch notices the backward.
             hooks._backward.notice()
-            hooks._give(stage, index, _taken_gradient(param))
+            gradient = _taken_gradient(param)
+            lane, num_bytes = RECORDER.lane(), gradient.numel() * gradient.element_size()
+            lane.switch(giving)
+            hooks._weights.statistics.bytes_out += num_bytes
+            try:
+                hooks._give(stage, index, gradient)
+            finally:
+                lane.switch(computing, num_bytes)
 
         return hook
 
     def _give(self, stage: int, index: int, gradient: torch.Tensor) -> None:
-        self._weights.statistics.bytes_out += gradient.numel() * gradient.element_size()
         if not gradient.is_sparse:
             # autograd gave it the strides of the placeholder; a norm adds up in the order of the memory.
             gradient = self._store.spec((stage, index)).like_the_parameter(gradient)

@@ -10,6 +10,7 @@ import torch
 
 from headwater.core.buffers import aligned_empty
 from headwater.core.errors import HeadwaterError
+from headwater.core.recorder import FETCH, RECORDER
 from headwater.core.stage import StageSpec
 from headwater.core.threads import single_core_pool
 from headwater.stream.device import Device
@@ -72,8 +73,13 @@ class SlabLoader:
         Later commits are not applied, so that they can still be rolled back.
         """
         stage, buffer = want.stage, self._pool.slabs[index].buffer
+        spec = self._stages[stage]
         try:
-            with torch.no_grad(), self._device.copying(mark):
+            with (
+                RECORDER.span(FETCH, spec.name, spec.slab_bytes),
+                torch.no_grad(),
+                self._device.copying(mark),
+            ):
                 if self._staging is None:
                     self._store.fetch(stage, buffer, up_to)
                 else:
@@ -81,7 +87,7 @@ class SlabLoader:
                     buffer.copy_(self._staging[: buffer.numel()], non_blocking=True)
         except HeadwaterError as error:
             # Other ranks wait for the stage, and raise this text.
-            self._directory.fail(f"stage {self._stages[stage].name!r} cannot be read: {error.what}")
+            self._directory.fail(f"stage {spec.name!r} cannot be read: {error.what}")
             raise
         # After the copy: other ranks read the slab as soon as they find the stage.
         self._directory.publish(index, want)

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headwater.core.busy import NOTHING_BUSY, Bound, BusyTimes, busy_times
 from headwater.core.errors import HeadwaterError, NonFiniteError
+from headwater.core.recorder import COMPUTE, GRADIENT, RECORDER
 from headwater.fabric.fabric import Fabric
 from headwater.store.store import WeightStore
 from headwater.store.update import Update
@@ -30,6 +32,7 @@ class StepReport:
         applied: false if the step was skipped because its gradient was not finite.
         statistics: counts of the data that it moved.
         step_s: duration in seconds.
+        times: seconds of the step by kind of work.
     """
 
     loss: float
@@ -37,6 +40,7 @@ class StepReport:
     applied: bool
     statistics: StreamStatistics
     step_s: float
+    times: BusyTimes = NOTHING_BUSY
 
 
 class TrainStep:
@@ -48,6 +52,7 @@ class TrainStep:
         buffers: the model's buffers; a failed step leaves them unchanged.
         micro_batches: computes the losses.
         fabric: the ranks.
+        fetch_bound: what a fetch is bound by; see `busy_times`.
     """
 
     def __init__(
@@ -57,12 +62,14 @@ class TrainStep:
         buffers: Buffers,
         micro_batches: MicroBatches,
         fabric: Fabric,
+        fetch_bound: Bound = "memory",
     ) -> None:
         self._store = store
         self._executor = executor
         self._buffers = buffers
         self._micro_batches = micro_batches
         self._fabric = fabric
+        self._fetch_bound = fetch_bound
 
     def run(
         self,
@@ -72,7 +79,21 @@ class TrainStep:
         shares: Sequence[float] | None,
     ) -> StepReport:
         """Run one step; see `Engine.train_step`."""
-        start = time.perf_counter()
+        begin = time.perf_counter_ns()
+        with RECORDER.span(COMPUTE):
+            report = self._run(batches, update, amend, shares)
+        end = time.perf_counter_ns()
+        thread = RECORDER.lane().thread
+        times = busy_times(RECORDER.events(begin, end), begin, end, thread, self._fetch_bound)
+        return dataclasses.replace(report, step_s=1e-9 * (end - begin), times=times)
+
+    def _run(
+        self,
+        batches: Sequence[Any],
+        update: Update,
+        amend: Callable[[Update], None],
+        shares: Sequence[float] | None,
+    ) -> StepReport:
         # A retry must not add to the gradients of the step that failed.
         self._store.begin_step()
         statistics = self._executor.begin(len(batches))
@@ -81,7 +102,8 @@ class TrainStep:
             # Before `amend`: all ranks raise here, or none does, so no rank waits in a later collective.
             losses = self._agree(loss, refusal, update)
             amend(update)
-            committed = self._store.commit(update)
+            with RECORDER.span(GRADIENT):
+                committed = self._store.commit(update)
             # The forward may have put values into BatchNorm statistics that are not finite.
             if not committed.applied:
                 undo()
@@ -90,7 +112,7 @@ class TrainStep:
             gradient_norm=committed.gradient_norm,
             applied=committed.applied,
             statistics=statistics,
-            step_s=time.perf_counter() - start,
+            step_s=0.0,
         )
 
     def _accumulate(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.core.errors import StreamError
+from headwater.core.recorder import RECORDER, WAIT
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.belady import CachePolicy
@@ -180,6 +181,10 @@ class SlabWeights(Weights):
             self._resident.pop(stage).stage = None
 
     def require(self, stage: int) -> torch.Tensor:
+        with RECORDER.span(WAIT, self._stages[stage].name):
+            return self._require(stage)
+
+    def _require(self, stage: int) -> torch.Tensor:
         with self._directory.exclusive():
             self._wanted = stage
             self._position = self._policy.position_of(stage, self._position)

@@ -14,6 +14,7 @@ import torch
 
 from headwater.core.batches import num_samples
 from headwater.core.errors import HeadwaterError, NonFiniteError
+from headwater.core.recorder import INPUT, RECORDER
 from headwater.plan.types import Plan
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
@@ -168,7 +169,9 @@ class Trainer:
 
     def _next_step(self, batches: Iterator[Batch]) -> _Step:
         """Return the next step: its update, and its batch in micro-batches."""
-        start_s, batch = time.perf_counter(), next(batches)
+        start_s = time.perf_counter()
+        with RECORDER.span(INPUT):
+            batch = next(batches)
         count = self._engine.plan.num_micro_batches
         parts = [None] * count if batch is None else equal_parts(batch, count)
         return _Step(start_s, batch, parts, self._update(), self._loss_weights(parts))

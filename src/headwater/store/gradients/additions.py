@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import final
 
+from headwater.core.recorder import GRADIENT, RECORDER
+
 
 @final
 class AdditionThread:
@@ -24,7 +26,7 @@ class AdditionThread:
 
     def submit(self, add: Callable[[], None], num_bytes: int) -> None:
         """Run `add` on the thread, after all additions submitted before."""
-        self._waiting.append((self._thread.submit(add), num_bytes))
+        self._waiting.append((self._thread.submit(_recorded, add, num_bytes), num_bytes))
         self._waiting_bytes += num_bytes
 
     def is_backlogged(self) -> bool:
@@ -56,3 +58,8 @@ class AdditionThread:
     def close(self) -> None:
         """End the thread. Additions that have not begun are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _recorded(add: Callable[[], None], num_bytes: int) -> None:
+    with RECORDER.span(GRADIENT, num_bytes=num_bytes):
+        add()

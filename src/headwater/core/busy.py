@@ -1,0 +1,164 @@
+"""Sums of recorded work: how long each kind of work ran, and what the computing thread was bound by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from headwater.core.recorder import (
+    COLLECTIVE,
+    COMPUTE,
+    DISK_READ,
+    DISK_WRITE,
+    FETCH,
+    GRADIENT,
+    INPUT,
+    UPDATE,
+    WAIT,
+    Event,
+    Kind,
+)
+
+Bound = Literal["compute", "memory", "disk", "link", "input"]
+"""The part of a machine that limits a step; `input` is the data loader."""
+
+BOUNDS: tuple[Bound, ...] = ("compute", "memory", "disk", "link", "input")
+
+Intervals = list[tuple[int, int]]
+"""Ranges of time (begin, end), in order and without overlap."""
+
+_OWN: Mapping[Kind, Bound] = {
+    COMPUTE: "compute",
+    UPDATE: "memory",
+    FETCH: "memory",
+    GRADIENT: "memory",
+    DISK_READ: "disk",
+    DISK_WRITE: "disk",
+    COLLECTIVE: "link",
+    INPUT: "input",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BusyTimes:
+    """Seconds of a step by kind of work.
+
+    Attributes:
+        busy_s: by kind, the seconds in which at least one thread did this work. Waits are those of the
+            computing thread alone.
+        bound_s: by part of the machine, the seconds of the computing thread that this part limited.
+        moved_bytes: by kind, the bytes that were moved.
+    """
+
+    busy_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    bound_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    moved_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+NOTHING_BUSY = BusyTimes()
+
+
+def busy_times(
+    events: Iterable[Event], begin: int, end: int, thread: str, fetch_bound: Bound = "memory"
+) -> BusyTimes:
+    """Return the sums of the events in a range of time.
+
+    Args:
+        events: the events; parts outside of the range do not count.
+        begin: beginning of the range, in ns.
+        end: end of the range, in ns.
+        thread: name of the computing thread.
+        fetch_bound: what a fetch is bound by: `memory` where it is a copy in host memory, else `link`.
+    """
+    own: dict[Kind, list[tuple[int, int]]] = {}
+    others: dict[Kind, list[tuple[int, int]]] = {}
+    moved: dict[str, int] = {}
+    for kind, _, name, first, last, num_bytes in events:
+        where = own if name == thread else others
+        where.setdefault(kind, []).append((max(first, begin), min(last, end)))
+        if num_bytes:
+            moved[kind] = moved.get(kind, 0) + num_bytes
+    busy: dict[str, float] = {}
+    for kind in (*own, *(kind for kind in others if kind not in own)):
+        spans = own.get(kind, [])
+        if kind != WAIT:
+            spans = spans + others.get(kind, [])
+        if spans:
+            busy[kind] = _seconds(merged(spans))
+    return BusyTimes(busy, _bounds(own, others, fetch_bound), moved)
+
+
+def _bounds(
+    own: Mapping[Kind, Sequence[tuple[int, int]]],
+    others: Mapping[Kind, Sequence[tuple[int, int]]],
+    fetch_bound: Bound,
+) -> dict[str, float]:
+    """Divide the time of the computing thread among the parts of the machine that limit it."""
+    seconds: dict[Bound, float] = dict.fromkeys(BOUNDS, 0.0)
+    for kind, spans in own.items():
+        if kind != WAIT:
+            seconds[_OWN[kind]] += _seconds(merged(spans))
+    waiting = merged(own.get(WAIT, []))
+    # In this order: a fetch that updates or copies is not waiting for the disk at that moment.
+    limits: tuple[tuple[tuple[Kind, ...], Bound], ...] = (
+        ((UPDATE, GRADIENT), "memory"),
+        ((FETCH,), fetch_bound),
+        ((COLLECTIVE,), "link"),
+        ((DISK_READ, DISK_WRITE), "disk"),
+    )
+    for kinds, bound in limits:
+        if not waiting:
+            break
+        busy = merged([span for kind in kinds for span in others.get(kind, [])])
+        shared = common(waiting, busy)
+        seconds[bound] += _seconds(shared)
+        waiting = without(waiting, shared)
+    return {str(bound): value for bound, value in seconds.items() if value}
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> Intervals:
+    """Return the union of ranges of time."""
+    result: Intervals = []
+    for begin, end in sorted(spans):
+        if result and begin <= result[-1][1]:
+            if end > result[-1][1]:
+                result[-1] = (result[-1][0], end)
+        else:
+            result.append((begin, end))
+    return result
+
+
+def common(first: Intervals, second: Intervals) -> Intervals:
+    """Return the times that are in both."""
+    result, i, j = list[tuple[int, int]](), 0, 0
+    while i < len(first) and j < len(second):
+        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if begin < end:
+            result.append((begin, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return result
+
+
+def without(first: Intervals, second: Intervals) -> Intervals:
+    """Return the times of the first that are not in the second."""
+    result, j = list[tuple[int, int]](), 0
+    for begin, end in first:
+        while j < len(second) and second[j][1] <= begin:
+            j += 1
+        k = j
+        while k < len(second) and second[k][0] < end:
+            if second[k][0] > begin:
+                result.append((begin, second[k][0]))
+            begin = max(begin, second[k][1])
+            k += 1
+        if begin < end:
+            result.append((begin, end))
+    return result
+
+
+def _seconds(intervals: Intervals) -> float:
+    return 1e-9 * sum(end - begin for begin, end in intervals)
