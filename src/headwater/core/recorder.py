@@ -185,7 +185,7 @@ class Recorder:
     def use(self, lane: Lane) -> None:
         """Make the calling thread continue the lane of another thread, which blocks meanwhile.
 
-        Autograd runs the backward of a GPU on a thread of its own.
+        Autograd runs the backward of a GPU on another thread.
         """
         self._local.lane = lane
 

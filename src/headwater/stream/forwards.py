@@ -113,13 +113,20 @@ class Forwards:
         finally:
             # In `finally`: a stage that refuses a changed weight must not leave the forward open.
             self._nesting -= 1
-            if self._outer:
-                RECORDER.lane().switch(self._outer.pop())
+            self._resume()
             self._packing.end_module()
             # A recomputed forward ends inside a backward, which still needs the bound weights.
             if not self._nesting and not self._backward.is_running:
                 self._packing.end_forward()
                 self._closed()
+
+    def _resume(self) -> None:
+        """Record that the work from before the call continues."""
+        if self._outer:
+            outer = self._outer.pop()
+            # After a recomputed forward, the backward of the same stage follows.
+            if self._outer or not self._backward.is_running:
+                RECORDER.lane().switch(outer)
 
     def _unbind(self, stage: int) -> None:
         if self._backward.is_running and own_checkpoints.are_innermost():
