@@ -1,0 +1,126 @@
+"""Cost of the recorder: `python -m benchmarks.recorder`.
+
+One process trains a model, and the recorder is on in every second step. The cost is the difference of the
+medians, as a share of a step. Neighbouring steps see the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.runner import print_table, save
+from headwater.core.precision import Precision
+from headwater.core.recorder import RECORDER
+from headwater.core.units import GIB
+from headwater.optim.spec import OptimizerSpec
+from headwater.plan.budget import make_plan
+from headwater.plan.options import Fixed, PlanRequest
+from headwater.plan.trace import trace_step
+from headwater.plan.types import Resources, Trace
+from headwater.store.update import Update
+from headwater.stream.engine import Engine
+
+_ADAMW = OptimizerSpec("AdamW", {"lr": 1e-4})
+
+
+def gpt() -> tuple[nn.Module, torch.Tensor]:
+    """Return a GPT of 12 blocks of width 256, and a batch of 2,048 tokens."""
+    shape = GPT2Config(
+        n_layer=12, n_embd=256, n_head=4, vocab_size=8192, n_positions=512, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(shape), torch.randint(0, 8192, (4, 512))
+
+
+def tiny_stages() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model of 200 tiny stages, and a batch."""
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(200))), torch.randn(8, 16)
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return a loss of the batch."""
+    if batch.is_floating_point():
+        result: torch.Tensor = model(batch).square().mean()
+        return result
+    return model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
+
+
+def measure(name: str, disk: Path | None, steps: int) -> dict[str, object]:
+    """Train one of the models, and return the medians with and without the recorder."""
+    torch.manual_seed(0)
+    model, batch = gpt() if name == "GPT 12×256" else tiny_stages()
+
+    def trace_for(size: int) -> Trace:
+        return trace_step(model, batch[:size], Precision(), loss_function=loss)
+
+    plan = make_plan(
+        PlanRequest(
+            trace_for,
+            batch_size=len(batch),
+            precision=Precision(),
+            optimizer_state_bytes=8,
+            resources=Resources(host_memory=8 * GIB, disk=disk, disk_bytes=8 * GIB if disk else None),
+            fixed=Fixed(micro_batch_size=len(batch), tier="disk" if disk else "memory"),
+        )
+    )
+    times: dict[bool, list[float]] = {True: [], False: []}
+    events = []
+    with Engine(model, plan, _ADAMW, seed=0, loss_function=loss) as engine:
+        for step in range(1, 2 * steps + 5):
+            RECORDER.is_on = step % 2 == 0
+            start = time.perf_counter_ns()
+            engine.train_step([batch], Update(step, {"lr": 1e-4}))
+            end = time.perf_counter_ns()
+            if step > 4:
+                times[RECORDER.is_on].append(1e-9 * (end - start))
+            if RECORDER.is_on:
+                events.append(len(RECORDER.events(start, end)))
+    on, off = statistics.median(times[True]), statistics.median(times[False])
+    # The difference of neighbours: the machine is as busy in one as in the other.
+    differences = [a - b for a, b in zip(times[True], times[False], strict=True)]
+    return {
+        "model": f"{name}, {'disk' if disk else 'memory'}",
+        "step_ms": round(1e3 * off, 2),
+        "with_recorder_ms": round(1e3 * on, 2),
+        "cost_percent": round(100 * statistics.median(differences) / off, 2),
+        "best_percent": round(100 * (min(times[True]) / min(times[False]) - 1), 2),
+        "events": int(statistics.median(events)),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def span_us(count: int = 100_000) -> float:
+    """Return the microseconds of one span inside other work."""
+    with RECORDER.span("compute"):
+        start = time.perf_counter()
+        for _ in range(count):
+            with RECORDER.span("wait", "stage"):
+                pass
+        return 1e6 * (time.perf_counter() - start) / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40, help="steps with the recorder, and without it")
+    args = parser.parse_args()
+    print(f"one span: {span_us():.2f} µs")
+    rows = []
+    for name in ("GPT 12×256", "200 tiny stages"):
+        rows.append(measure(name, None, args.steps))
+        with tempfile.TemporaryDirectory(prefix="headwater-bench-") as folder:
+            rows.append(measure(name, Path(folder), args.steps))
+    print_table(rows)
+    print(save("recorder", {"span_us": span_us(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
