@@ -1,4 +1,4 @@
-"""One run of a comparison in a separate process: `python -m headwater.conform.child REQUEST`."""
+"""The program of a child process, which makes one run: `python -m headwater.conform.child REQUEST`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of a model with itself: trained plainly, and streamed under every plan."""
+"""Comparison of a model's training in plain PyTorch with its streamed training under every plan."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _Runs:
         )
 
     def _entry(self, plan: str, quiet: Run, watched: Run) -> Entry:
-        """Return the entry of one plan."""
+        """Run the model under one plan, and return its line of the report."""
         if plan == RANKS:
             return self._ranks_entry()
         values = 0
@@ -162,7 +162,7 @@ def _plain_entry(again: Run, watched: Run, quiet: Run) -> Entry:
 
 
 def _losses(shown: list[Shown]) -> list[float]:
-    """Return the losses of a run."""
+    """Return the losses among the values of a run."""
     return [float(value) for name, value in shown if name.endswith(": loss") and not isinstance(value, str)]
 
 

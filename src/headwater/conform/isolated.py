@@ -1,4 +1,4 @@
-"""Child processes of a comparison: a crash or a hang of the model ends a child, not the comparison."""
+"""Runs in child processes. If the model crashes or hangs, a child ends, but not the comparison."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _start_interpreter(request_file: Path, errors: Path, limit_s: float) -> int 
 
 
 def _ended(code: int) -> str:
-    """Return how a process ended."""
+    """Return a phrase that says how a process ended: its exit code or signal."""
     if code < 0:
         return f"the process was ended by {signal.Signals(-code).name}"
     return f"the process ended with exit code {code} and no result"

@@ -61,6 +61,6 @@ def with_enough_slabs(name: str, folder: Path, run: Callable[[Mapping[str, Any]]
 
 
 def _asks_for_slabs(error: HeadwaterError) -> bool:
-    """True if the remedy of an error is a larger number of slabs."""
+    """True if an error asks for a larger number of slabs."""
     too_few = isinstance(error, ConfigError) and error.where == "num_slabs"
     return too_few or (error.remedy is not None and "more slabs" in error.remedy)

@@ -21,17 +21,17 @@ from headwater.core.errors import ConfigError
 from headwater.core.trees import tensors_in
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
-"""Returns the scalar loss of a model and a batch."""
+"""Function (model, batch) -> scalar loss."""
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-"""Returns the optimizer of a model."""
+"""Function that makes the optimizer of a model."""
 
 _WHERE = "what the factory returned"
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model with its data, its loss and its optimizer.
+    """A model to compare, with its data, its loss and its optimizer.
 
     Attributes:
         model: the module, with its initial values.
@@ -47,7 +47,7 @@ class Subject:
 
 
 def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of subjects without an optimizer: a fused AdamW."""
+    """Return a fused AdamW for the model: the default optimizer of a comparison."""
     return torch.optim.AdamW(trained(model), lr=1e-3, fused=True)
 
 
@@ -88,7 +88,7 @@ def loss_of_outputs(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _plain_tree(outputs: Any) -> Any:
-    """Return a mapping as a tuple of its values, because torch's pytrees do not know all its classes."""
+    """Return `outputs`, or a tuple of its values if it is a mapping that torch's pytrees may not know."""
     return tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs
 
 

@@ -1,4 +1,4 @@
-"""Training of a subject for some steps, with a record of the values to compare."""
+"""Trains a model for some steps, and records the values to compare."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _watch_calls(model: nn.Module, outputs: list[torch.Tensor]) -> None:
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output, which a later step may change."""
+    """Return copies of the tensors in an output, because a later step may change them."""
     tree = tuple(output.values()) if isinstance(output, Mapping) else output
     return [tensor.detach().clone() for tensor in tensors_in(tree)]
 

@@ -38,7 +38,7 @@ def check_alike(fabric: Fabric, told: Mapping[str, str]) -> None:
 
 
 def program() -> dict[str, str]:
-    """Return the versions of Headwater and torch that this rank runs, by name."""
+    """Return name -> version of Headwater and of torch in this process."""
     return {
         "version of Headwater": f"{__version__} ({digest(sorted(_PACKAGE.rglob('*.py')))})",
         "version of torch": torch.__version__,

@@ -30,12 +30,12 @@ def is_rank() -> bool:
 
 
 def is_watched() -> bool:
-    """True if a launcher waits for this process, which may be its only rank."""
+    """True if a launcher has started this process, even as its only rank, and waits for its end."""
     return is_rank() or ERROR_FILE in os.environ
 
 
 def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
-    """Return the ranks of this run. The first call is a rendezvous with them.
+    """Connect to the other ranks of this run at the first call. Return the ranks as a `Fabric`.
 
     Args:
         timeout_s: seconds to wait for another rank before an error is raised.
@@ -54,7 +54,7 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
 
 
 def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
-    """Rendezvous with the ranks that a launcher has started, and return them.
+    """Connect to the other ranks that a launcher has started, and return all ranks as a `Fabric`.
 
     Args:
         timeout_s: seconds to wait for another rank before an error is raised.
@@ -99,6 +99,6 @@ def _check_order(hosts: Sequence[str]) -> None:
 
 
 def host_name() -> str:
-    """Return the machine's name, with the launcher's node: one machine may run several nodes as hosts."""
+    """Return the name of this host: the machine's name, and the launcher's node if it has started several."""
     node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))
     return os.uname().nodename if node is None else f"{os.uname().nodename} (node {node})"

@@ -1,4 +1,4 @@
-"""Encodes messages between ranks as JSON and raw tensors, by a type that sender and receiver both name.
+"""Encodes messages between ranks as JSON and raw tensors. Sender and receiver both name the value's type.
 
 A message contains neither type names nor code. The receiver names the type that it expects, and any other
 content raises an error. `kind` is a type annotation: a plain type, a dataclass, an enum, a union, a literal,
@@ -31,11 +31,11 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype)
     and re.fullmatch(r"bool|u?int(8|16|32|64)|bfloat16|(float|complex)(8_.*|16|32|64|128)", name)
 }
-"""By name. Quantized dtypes are left out: torch ends the process when bytes are read as one of them."""
+"""Name -> dtype. Quantized dtypes are left out: reading bytes as one of them would crash the process."""
 
 
 def encode(value: object, kind: Any) -> bytes:
-    """Return the message that holds a value.
+    """Encode a value of type `kind` as a message.
 
     Raises:
         TypeError: if the value is not of this kind, which is a bug of the caller.
@@ -47,7 +47,7 @@ def encode(value: object, kind: Any) -> bytes:
 
 
 def decode(message: bytes | bytearray | memoryview, kind: Any) -> Any:
-    """Return the value of a message.
+    """Decode a message to a value of type `kind`.
 
     Raises:
         RankError: if the message does not hold a value of this kind.

@@ -20,7 +20,7 @@ _LENGTH = struct.Struct("<Q")
 _CODE_BYTES = 32
 _MAX_MESSAGE_BYTES = 1 << 36
 _SMALL_BYTES = 32 << 10
-"""Data of at most this size fits into the socket's buffer, so the caller's thread sends it."""
+"""Bytes up to which the caller's thread sends data itself: they fit into the socket's buffer."""
 
 
 @final
@@ -168,7 +168,7 @@ def _failed(error: OSError) -> Future[None]:
 
 @final
 class _Lane:
-    """Runs jobs one after the other in a daemon thread, which the first job starts.
+    """Runs jobs in order in a daemon thread. The first job starts the thread.
 
     Args:
         name: of the thread.

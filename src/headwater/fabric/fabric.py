@@ -22,11 +22,11 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 PIECE_BYTES = 4 << 20
-"""A good size of one transfer: while one piece is sent, the previous one is processed."""
+"""Bytes in which large data is sent piece by piece, so that one piece is processed while the next is sent."""
 
 
 class Fabric(abc.ABC):
-    """The ranks of a run. Every rank makes the same calls in the same order.
+    """Interface of a rank to all ranks of its run. Every rank makes the same calls in the same order.
 
     Attributes:
         rank: number of this rank, from 0.
@@ -69,12 +69,12 @@ class Fabric(abc.ABC):
 
     @property
     def neighbours(self) -> Fabric:
-        """The ranks of this host alone."""
+        """A `Fabric` of only the ranks of this host."""
         return self
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return page-aligned memory that the ranks of a host share. All of them must make the same calls.
+        """Allocate page-aligned memory that the ranks of a host share. All of them must make the same calls.
 
         Args:
             num_bytes: size of the memory.
@@ -112,15 +112,15 @@ class Fabric(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, value: float) -> list[float]:
-        """Return the value of each rank."""
+        """Gather a number from each rank, and return all of them on every rank."""
 
     @abc.abstractmethod
     def gather_objects(self, value: Value, kind: Any) -> list[Value]:
-        """Return the value of each rank, of any type that `headwater.fabric.codec` knows. Slower."""
+        """Gather a value of any type that `headwater.fabric.codec` knows; slower than `gather`."""
 
     @abc.abstractmethod
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensor of each compute rank. Only these call it, with equal shapes and dtypes."""
+        """Gather tensors of equal shape and dtype from the compute ranks, which alone call this."""
 
     @abc.abstractmethod
     def agree(self, make: Callable[[], Value], kind: Any) -> Value:
@@ -137,7 +137,7 @@ class Fabric(abc.ABC):
 
 
 class Alone(Fabric):
-    """A run with one rank."""
+    """The `Fabric` of a run with one rank. Every method returns at once."""
 
     rank = local_rank = 0
     local_size = 1

@@ -23,7 +23,7 @@ _ACCEPTED = b"\x01"
 
 
 class StrangerError(Exception):
-    """The other end does not know the secret, or is not a rank of this run."""
+    """Raised if the process at the other end does not know the secret, or is not the expected rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,9 @@ def introduce(
         raise StrangerError(f"the process that answers for rank {other} does not know the secret")
     _send(connection, _code(secret, b"connects", said), end)
     if _receive(connection, 1, end) != _ACCEPTED:
-        raise StrangerError(f"rank {other} does not accept this rank")
+        raise StrangerError(
+            f"the process that answers for rank {other} refused this rank: it has another number or secret"
+        )
     return Keys(_code(secret, b"out", said), _code(secret, b"in", said))
 
 
@@ -93,11 +95,11 @@ def examine(connection: socket.socket, secret: bytes, own: int, within_s: float)
     hello = _receive(connection, _HELLO.size, end)
     magic, _, other, wanted, purpose = _HELLO.unpack(hello)
     if magic != _MAGIC:
-        raise StrangerError("its first message is not a rank's")
+        raise StrangerError("the process that connects is not a rank: its first message is wrong")
     said = hello + secrets.token_bytes(_NONCE_BYTES)
     _send(connection, said[_HELLO.size :] + _code(secret, b"accepts", said), end)
     if not hmac.compare_digest(_code(secret, b"connects", said), _receive(connection, _CODE_BYTES, end)):
-        raise StrangerError("it does not know the secret of this rank")
+        raise StrangerError("the process that connects does not know the secret of this rank")
     # After the authentication: a stranger learns no rank numbers.
     if wanted != own:
         raise StrangerError(f"rank {other} expected rank {wanted} here, but this is rank {own}")

@@ -1,4 +1,4 @@
-"""The ranks of one host as a group: they share memory and wait for each other in it."""
+"""The ranks of one host as a group, which wait for each other by counters in shared memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HostGroup:
         self._num_barriers = 0
 
     def note_call(self) -> None:
-        """Note that the leader of the host begins a call to other hosts."""
+        """Record the time at which the leader of the host begins a call to other hosts."""
         self._numbers.called[0] = time.monotonic_ns()
 
     def barrier(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share, and a lock of these ranks.
+"""Memory that the ranks of one host share, and a lock that one of these ranks holds at a time.
 
 Shared memory consists of unnamed files. The system frees a file when no process uses it any more.
 """
@@ -22,7 +22,7 @@ from headwater.fabric.roster import Roster
 
 @final
 class HostNumbers:
-    """Numbers in the file of the host's leader. Each is written by one rank at a time.
+    """Counters and process ids of a host's ranks, in shared memory. One rank at a time writes a number.
 
     Args:
         roster: the ranks.
@@ -53,7 +53,7 @@ class HostNumbers:
 
 
 def open_file_of(process: int, number: int) -> int:
-    """Open the file that has a descriptor number in another process of this user; return the descriptor."""
+    """Open the file that another process of this user has under descriptor `number`. Return a descriptor."""
     return os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
 
 
@@ -75,7 +75,7 @@ class HostMemory:
         self._count = 0
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return zeros (uint8), `num_bytes` or more; see `Fabric.allocate`."""
+        """Allocate at least `num_bytes` bytes of zeros (uint8); see `Fabric.allocate`."""
         size = max(round_up(num_bytes), PAGE_BYTES)
         self._count = number = self._count + 1
         offered, taken = self._numbers.offered, self._numbers.taken

@@ -1,4 +1,4 @@
-"""Waiting for other ranks of the same host, with a check that their processes run."""
+"""Waiting for other ranks of the same host. Raises an error if one of their processes is gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIVENESS_S = 0.5
 
 @final
 class HostWatch:
-    """Waits for ranks of this host.
+    """Waits for conditions that other ranks of this host make true, as long as their processes run.
 
     Args:
         rank: number of this rank.
@@ -63,7 +63,7 @@ class HostWatch:
                     )
 
     def stopped(self) -> str:
-        """Return which ranks of the host are stopped, for the end of a message."""
+        """Return a phrase for errors that names the ranks of this host whose processes are stopped."""
         stopped = [
             f"rank {rank} (process {process.pid}) is stopped"
             for rank, process in self._neighbours.items()
@@ -72,7 +72,7 @@ class HostWatch:
         return ": " + ", ".join(stopped) if stopped else ""
 
     def _counted_from(self, start: float) -> float:
-        """Return the time from which the timeout counts for a wait that began at `start`.
+        """Return when the timeout begins to count, for a wait that began at `start`.
 
         A call to other hosts may be running. It fails by itself after the timeout, and its error names the
         host that is missing, so this rank waits longer.

@@ -1,4 +1,4 @@
-"""Links between hosts: of each host one rank, its leader, talks to the leaders of the others."""
+"""Links between hosts: one rank of each host, its leader, talks to the other leaders."""
 
 from __future__ import annotations
 

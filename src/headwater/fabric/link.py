@@ -1,4 +1,4 @@
-"""A connection between hosts: one process of each, its leader, sends and receives for all its ranks."""
+"""A connection between hosts. The leader of each host sends and receives for all ranks of the host."""
 
 from __future__ import annotations
 

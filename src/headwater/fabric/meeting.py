@@ -36,7 +36,7 @@ from headwater.fabric.switchboard import Address, Switchboard, call, listen_at, 
 _POLL_S = 0.05
 _SAY_AFTER_S = 10.0
 _SHORT_S = 30.0
-"""Timeout of fast operations: the look-up of a host name, and a request to a store."""
+"""Seconds after which fast operations fail: the look-up of a host name, and a request to a store."""
 
 _PURPOSE = "rendezvous"
 _BACKLOG = 1024
@@ -46,7 +46,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """The facts about a rank's process that the other ranks get at the rendezvous.
+    """The facts that a rank sends to the other ranks about its process.
 
     Attributes:
         host: name of its host.
@@ -61,7 +61,7 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class _Hello:
-    """A rank's introduction: sent to rank 0, which forwards it to all ranks.
+    """The message with which a rank introduces itself to rank 0, which forwards it to all ranks.
 
     Attributes:
         size: number of ranks, as its launcher told it.
@@ -146,7 +146,7 @@ class _Rendezvous:
         return board, [hello.process for hello in table]
 
     def _agent_store(self) -> TCPStore:
-        """Return the store of torchrun's agent on the first host."""
+        """Connect to the TCP store that torchrun's agent runs on the first host."""
         timeout = timedelta(seconds=min(_SHORT_S, self._timeout_s))
         return TCPStore(self._host, self._port, timeout=timeout, wait_for_workers=False)
 
@@ -237,7 +237,7 @@ class _Rendezvous:
         return list(table)
 
     def _reach(self, found: list[tuple[Address, Connection]]) -> str | None:
-        """Connect to rank 0, and append address and connection to `found`; return why that failed."""
+        """Try to connect to rank 0. Append the connection to `found`, or return why it failed."""
         address: Address = (self._host, self._port)
         try:
             if self._given:
@@ -265,7 +265,7 @@ class _Rendezvous:
             return self._interface() or str(probe.getsockname()[0])
 
     def _interface(self) -> str | None:
-        """Return the address of the interface that the user names, if any."""
+        """Return the address of the network interface that the user has named, or `None`."""
         name = self._environment.get(_INTERFACE)
         for each in psutil.net_if_addrs().get(name, []) if name else []:
             if each.family == socket.AF_INET:
@@ -302,7 +302,7 @@ class _Rendezvous:
 
 
 def _check(hellos: list[_Hello]) -> RankError | None:
-    """Return an error if the ranks contradict each other, else `None`."""
+    """Return the error to raise if the introductions of ranks contradict each other, otherwise `None`."""
     for rank, hello in enumerate(hellos):
         if hello.size != len(hellos):
             return RankError(

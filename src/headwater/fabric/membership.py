@@ -1,4 +1,4 @@
-"""The ranks that this process belongs to, and a context in which it acts as a single rank."""
+"""The ranks of the run to which this process belongs, and a context in which it acts as a single rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwater.core.process_value import ProcessValue
 from headwater.fabric.fabric import ALONE, Fabric
 
 joined = ProcessValue[Fabric](ALONE)
-"""The ranks of this run. Shared by the process: it is one of them from the first call of `cluster.join`."""
+"""The ranks of this run, or of a run with one rank before the first call of `cluster.join`. Global."""
 _alone_in: ContextVar[str | None] = ContextVar("_alone_in", default=None)
 
 
@@ -27,12 +27,12 @@ def _leave() -> None:
 
 
 def current() -> Fabric:
-    """Return the ranks that make the current calls: all that were joined, or inside `alone` this rank."""
+    """Return the ranks that act together now: all ranks of the run, or inside `alone` only this rank."""
     return ALONE if _alone_in.get() is not None else joined.value
 
 
 def require_all_ranks(what: str) -> None:
-    """Check that all ranks make this call: that this rank is not inside `alone`.
+    """Raise if this rank is inside `alone`, where an operation that needs all ranks is impossible.
 
     Args:
         what: the thing that is divided among the ranks.
@@ -51,7 +51,7 @@ def require_all_ranks(what: str) -> None:
 
 @contextmanager
 def alone(place: str) -> Iterator[None]:
-    """Inside the context this rank acts as a single rank, for work that no other rank does.
+    """Enter a context in which this rank acts as a single rank, for work that no other rank does.
 
     `torch.distributed` sees no process group either: a metric that computes its value here must not wait for
     the other ranks.

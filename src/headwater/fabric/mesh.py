@@ -39,7 +39,7 @@ class Mesh:
         self._connections: dict[int, Connection] = {}
 
     def gather(self, message: bytes) -> list[bytes | bytearray]:
-        """Return the message of each member."""
+        """Send `message` to every member, and return the messages of all members."""
         return self.exchange([message] * self.size)
 
     def exchange(self, messages: Sequence[bytes]) -> list[bytes | bytearray]:

@@ -1,4 +1,4 @@
-"""Messages of all ranks to all ranks: gathers of values, and values that rank 0 makes for all."""
+"""Collectives of all ranks: gathers of values, and values that rank 0 makes for all."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Messages:
 
 
 def new_mesh(switchboard: Switchboard, ranks: Sequence[int], timeout_s: float) -> Mesh:
-    """Return a mesh of some ranks. All ranks call this, since the number of calls names the mesh.
+    """Connect some ranks with each other. All ranks must call this, so that all count the meshes alike.
 
     Args:
         switchboard: the connections of this rank.

@@ -1,4 +1,4 @@
-"""The launcher that started this process as a rank. This process ends with it. Nothing here imports torch."""
+"""Ends a rank's process when the launcher that has started it ends. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARENT = "HEADWATER_PARENT"
 """Environment variable: process number of the launcher that started this process as a rank."""
 
 LISTENER = "HEADWATER_LISTENER"
-"""Environment variable: descriptor of the socket at which rank 0 listens. Others may connect before."""
+"""Environment variable: descriptor of the socket at which rank 0 will listen; the launcher opens it."""
 
 RENDEZVOUS = "HEADWATER_RENDEZVOUS"
 """Environment variable: address at which the other ranks reach rank 0 on this host."""
@@ -32,7 +32,7 @@ def end_with_parent() -> None:
 
 
 def find_parent() -> None:
-    """If a launcher started this process, end this process when the launcher ends.
+    """Find out whether a launcher started this process. If so, end this process when the launcher ends.
 
     A program that a rank started inherits the rank's variables, but is not a rank: they are removed.
     """

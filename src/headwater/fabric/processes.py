@@ -22,7 +22,7 @@ _STORE_TIMEOUT_S = 7 * 24 * 3600.0
 
 @final
 class ProcessFabric(Fabric):
-    """Ranks that are processes. Those of one host share memory; the hosts' leaders talk to each other.
+    """The `Fabric` of ranks that are processes. Ranks of a host share memory; leaders connect the hosts.
 
     Args:
         switchboard: the connections of this rank.
@@ -102,7 +102,7 @@ class ProcessFabric(Fabric):
 
 @final
 class _HostPart(Fabric):
-    """The ranks of one host of several.
+    """The `Fabric` of only the ranks of one host, in a run on several hosts.
 
     Barriers and memory stay on this host. A gather runs through all hosts, and returns the values of this
     host.

@@ -14,7 +14,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def report(error: HeadwaterError) -> bool:
-    """Write an error of this rank to the launcher's file. Return False if the rank must print it itself."""
+    """Write an error of this rank to a file for the launcher. Return false if no launcher reads one."""
     told = {"kind": type(error).__name__, "what": error.what, "where": error.where, "remedy": error.remedy}
     return _write(str(error), told)
 
@@ -39,7 +39,7 @@ def _write(text: str, told: dict[str, Any]) -> bool:
 
 
 def read_report(path: str) -> dict[str, Any]:
-    """Return a rank's report: its `traceback` or the fields of its error, and `time_s`; empty if none."""
+    """Return the report that a rank has written: `traceback` or its error, and `time_s`. May be empty."""
     try:
         told: dict[str, Any] = json.loads(Path(path).read_text())["message"]["extraInfo"]["headwater"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -48,7 +48,7 @@ def read_report(path: str) -> dict[str, Any]:
 
 
 def told_error(told: dict[str, Any]) -> HeadwaterError:
-    """Return the error that a report holds."""
+    """Return the error that a rank's report describes."""
     kind = error_class(told["kind"])
     assert kind is not None, f"{told['kind']} is an error of this package: `report` has written it"
     return kind(told["what"], where=told["where"], remedy=told["remedy"])

@@ -46,7 +46,7 @@ class Roster:
 
     @property
     def neighbours(self) -> dict[int, Process]:
-        """Processes of this host by rank, in order; this rank's too."""
+        """Rank -> process, for all ranks of this host including this rank, in rank order."""
         return {rank: self.processes[rank] for rank, host in enumerate(self.hosts) if host == self.host}
 
     def name(self, host: int) -> str:
@@ -56,7 +56,7 @@ class Roster:
         return f"{name}, rank {ranks[0]}" if len(ranks) == 1 else f"{name}, ranks {ranks[0]} to {ranks[-1]}"
 
     def others(self) -> str:
-        """Return the names of the other hosts, for messages; of the other ranks if there is one host."""
+        """Return, for messages, the names of the other hosts, or the other ranks if there is one host."""
         if len(self.host_names) == 1:
             return "the others"
         return " or ".join(self.name(host) for host in range(len(self.host_names)) if host != self.host)

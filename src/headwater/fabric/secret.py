@@ -29,7 +29,7 @@ def new_secret() -> str:
 
 
 def take_secret(environment: MutableMapping[str, str]) -> bytes:
-    """Return the secret of this process's ranks.
+    """Return the secret of the run to which this process belongs.
 
     Args:
         environment: of the process.

@@ -23,7 +23,7 @@ Address = str | tuple[str, int]
 _HANDSHAKE_S = 10.0
 _POLL_S = 0.1
 _MAX_STRANGERS = 64
-"""How many connections are authenticated at the same time. Further ones are closed, and may try again."""
+"""The most connections that are authenticated at a time. Further ones are closed; their ranks try again."""
 
 
 def listen_on_host(backlog: int) -> socket.socket:
@@ -98,7 +98,7 @@ def call(address: Address, secret: bytes, purpose: str, own: int, other: int, ti
 
 @final
 class Switchboard:
-    """The point at which one rank opens connections to other ranks and accepts theirs.
+    """Opens connections of one rank to other ranks, and accepts their connections.
 
     Args:
         rank: number of this rank.
@@ -121,11 +121,11 @@ class Switchboard:
         threading.Thread(target=self._listen, name="connections", daemon=True).start()
 
     def learn(self, addresses: Sequence[Address]) -> None:
-        """Note where each rank listens."""
+        """Store the address at which each rank listens."""
         self._addresses = addresses
 
     def next_purpose(self) -> str:
-        """Return a name for connections. The n-th call returns the same name on every rank."""
+        """Return a new name for a group of connections. The n-th call returns the same name on all ranks."""
         self._num_purposes += 1
         return f"group {self._num_purposes}"
 
@@ -182,7 +182,7 @@ class Switchboard:
 
     @property
     def last_refused(self) -> str | None:
-        """Why the last connection was refused; `None` if all were accepted."""
+        """The reason for which the last connection was refused; `None` if all were accepted."""
         return self._refused
 
     def close(self) -> None:

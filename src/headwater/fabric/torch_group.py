@@ -66,7 +66,7 @@ def start_group(switchboard: Switchboard, size: int, timeout_s: float) -> None:
 
 @final
 class RankGroup(_Group):  # type: ignore[misc]  # torch's stubs differ from the class
-    """A process group whose processes are ranks of this run.
+    """A process group of `torch.distributed` that communicates through the ranks' own connections.
 
     Args:
         mesh: the connections of the members.
@@ -203,7 +203,7 @@ class _Done(_Work):  # type: ignore[misc]  # torch's own class
 
 @final
 class _NoStore(_Store):  # type: ignore[misc]  # torch's own class
-    """An empty store. Another backend cannot find the ranks through it, so `torch` raises at once."""
+    """An empty `torch.distributed` store: another backend fails at once instead of waiting for ranks."""
 
 
 def _reduce(every: Sequence[Tensor], operation: Any) -> Tensor:

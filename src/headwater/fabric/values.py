@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 
 
 def gather_values(mesh: Mesh, value: Value, kind: Any) -> list[Value]:
-    """Return the value of each member.
+    """Send `value` to every member, and return the values of all members.
 
     Args:
         mesh: the members.
@@ -37,7 +37,7 @@ def exchange_values(mesh: Mesh, values: Sequence[Value], kind: Any) -> list[Valu
 
 
 def broadcast_value(mesh: Mesh, value: Value, kind: Any, source: int) -> Value:
-    """Return the value of the member `source`.
+    """Return on every member the value of the member `source`.
 
     Args:
         mesh: the members.

@@ -19,7 +19,7 @@ _CASES, _CAMPAIGN, _PROGRAMS = "cases.jsonl", "campaign.json", "programs"
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A cause of faults. Faults with the same verdict and the same `cause` are taken as one.
+    """Faults that probably have one cause: they have the same verdict and the same `cause` text.
 
     Attributes:
         verdict: the verdict of its findings.
@@ -37,7 +37,7 @@ class Fault:
 
 
 class Folder:
-    """A folder of a campaign.
+    """The folder in which a campaign records its outcomes.
 
     Args:
         path: path of the folder; it is created if it is missing.
@@ -117,7 +117,7 @@ def run_campaign(
 
 
 def faults(outcomes: Iterable[Outcome]) -> list[Fault]:
-    """Return the causes of faults, the most frequent first."""
+    """Group the faults of outcomes by cause, and return the causes, the most frequent first."""
     groups: dict[tuple[Verdict, str], list[tuple[int, str, str]]] = collections.defaultdict(list)
     for outcome in outcomes:
         bad = outcome.faults()

@@ -15,7 +15,7 @@ from headwater.conform.grammar.shrink import shrink
 from headwater.conform.grammar.standalone import standalone
 
 PLAIN = "plain"
-"""Name of the part of a case that runs in plain PyTorch."""
+"""Name that stands for plain PyTorch among the plans of a case."""
 
 _MOST_DRAWS = 50
 
@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of the work on a case. It is reported before it begins, because it may crash the process.
+    """One run of a program under a plan. It is reported before it begins, because it may crash the process.
 
     Attributes:
         case: number of the case.
@@ -74,7 +74,7 @@ class Part:
     script: str
 
     def crashed(self, reason: str) -> Outcome:
-        """Return the outcome of the case if this part ended the process."""
+        """Return the outcome of a case whose process ended during this part."""
         if self.plan == PLAIN:
             crash = Finding(Verdict.CRASHED_PLAIN, self.plan, reason, reason)
             return Outcome(self.case, (crash,), self.features)
@@ -83,7 +83,7 @@ class Part:
 
 
 Listener = Callable[[Part], None]
-"""Called before each part of the work."""
+"""Function that is called with each part of a case before the part begins."""
 
 
 def run_case(seed: int, case: int, *, shrinks: bool = True, begin: Listener = lambda part: None) -> Outcome:

@@ -1,4 +1,4 @@
-"""Random programs."""
+"""Draws random programs: models of several PyTorch features, and loops that train them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a program, plain and streamed."""
+"""Runs a random program in plain PyTorch, or with its model streamed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run_streamed(source: str, plan: str, traces: KnownTraces) -> Ran | Failed:
 
 
 def _run_compiled(source: str, options: Mapping[str, Any]) -> Ran | Failed:
-    """Run a program with the options of a backend.
+    """Run a program with its model compiled for a backend that has these options.
 
     Raises:
         HeadwaterError: if the run is refused.

@@ -1,4 +1,4 @@
-"""The table of features, to which the modules of this package add entries."""
+"""The table of features of random programs. Modules of this package register their features in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that consist of pieces: drawn at random, written as Python source, simplified piece by piece."""
+"""Random programs: each consists of pieces, is written as Python source, and can be simplified."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 6
-"""Features of the hidden state, which every layer takes and returns: [4, 3, WIDTH]."""
+"""Size of the last dimension of the hidden state [4, 3, WIDTH], which every layer takes and returns."""
 
 TOKENS = 11
 """Size of the vocabulary of a program's tokens."""
 
 KEPT = "kept "
-"""Beginning of the names of values that share memory with a weight; see `StaleTensorWarning`."""
+"""Prefix of names of recorded values that share memory with a weight; see `StaleTensorWarning`."""
 
 Choices = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """Lines of Python that a piece adds to each part of a program.
+    """The code of one piece: the lines of Python that it adds to each part of a program.
 
     Attributes:
         top: lines before the model's class.
@@ -50,7 +50,7 @@ class Code:
 
 
 Writer = Callable[..., Any]
-"""Returns the code of a piece from its number, its targets and its choices; of settings, the source."""
+"""Function (number, targets, choices) -> the code of a piece; for settings, the whole source."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Program:
                 yield dataclasses.replace(self, pieces=pieces)
 
     def features(self) -> tuple[str, ...]:
-        """Return the names of the features."""
+        """Return the names of the features that the program uses."""
         return tuple(piece.kind.name for piece in self.pieces)
 
     def source(self) -> str:
@@ -159,7 +159,7 @@ def _codes(pieces: Sequence[Piece]) -> Iterator[Code]:
 
 
 def indented(texts: Sequence[str], depth: int) -> str:
-    """Return code without its own indentation, indented by `depth` levels."""
+    """Return code indented by exactly `depth` levels, whatever its indentation was."""
     return "".join(textwrap.indent(dedented(text) + "\n", "    " * depth) for text in texts)
 
 

@@ -28,7 +28,7 @@ OPTIMIZERS = {
         "{'params': parameters[1:], 'weight_decay': 0.0}], lr=0.01, fused=True)"
     ),
 }
-"""Source of an optimizer by its name, the simplest first."""
+"""Name -> source of an optimizer, the simplest first."""
 
 LOSSES = {
     "mean": "loss = (y - target).square().mean()",
@@ -37,7 +37,7 @@ LOSSES = {
     "huber": "loss = F.huber_loss(y, target)",
     "scalar from parts": "loss = y.std() + (y[:, 0] - target[:, 0]).abs().mean()",
 }
-"""Source of a loss by its name."""
+"""Name -> source of a loss."""
 
 _CLIPS = {
     "none": "",
@@ -55,7 +55,7 @@ _LOOKS = {
 }
 
 Parts = Mapping[str, Sequence[str]]
-"""The lines that the features of a program add, by the place to which they belong."""
+"""Place in a program -> the lines that its features add there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,4 +215,4 @@ SETTINGS = Kind(
         "sizes": ("same", "shrinking", "growing"),
     },
 )
-"""The kind of the settings of a program."""
+"""The `Kind` of the piece that has a program's settings. Every program has one."""

@@ -1,4 +1,4 @@
-"""The smallest program that still shows a fault."""
+"""Search for a smaller program that still shows a fault."""
 
 from __future__ import annotations
 

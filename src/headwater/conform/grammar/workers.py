@@ -19,7 +19,7 @@ from headwater.conform.isolated import PRELOADED
 from headwater.fabric.parent import end_with_parent
 
 _START_S = 60.0
-"""Seconds that a process may take before it begins with a case, beyond the limit of a case."""
+"""Seconds that a process may take to start, in addition to the time limit of a case."""
 
 _CHUNK = 500
 """Cases after which a process is replaced by a fresh one."""
@@ -123,7 +123,7 @@ def _ended(worker: _Worker) -> Iterator[Outcome]:
 
 
 def _exit(process: BaseProcess) -> str:
-    """Return how a process ended."""
+    """Return a phrase that says how a process ended: its exit code or signal."""
     code = process.exitcode
     return f"signal {-code}" if code is not None and code < 0 else f"code {code}"
 

@@ -1,4 +1,4 @@
-"""CPU cores of this process, and how ranks divide them."""
+"""The CPU cores that this process may use, and their division among ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_cores(num_csx: int, *, where: str) -> None:
 
 
 def cores_of_ranks(count: int) -> list[set[int]] | None:
-    """Return the cores of each of `count` ranks, or `None` on a machine with one NUMA node.
+    """Divide the cores among `count` ranks. Return `None` on a machine with one NUMA node.
 
     Each rank gets consecutive cores of the list of all nodes' cores. Linux allocates memory on the node of
     the thread that first writes to it, so a rank's memory then lies beside its cores.
@@ -41,7 +41,7 @@ def cores_of_ranks(count: int) -> list[set[int]] | None:
 
 @contextmanager
 def bound_to(cores: set[int] | None) -> Iterator[None]:
-    """Inside the context, processes that this thread starts run on `cores`; `None` changes nothing."""
+    """Enter a context in which processes that this thread starts run on `cores`. `None`: on any core."""
     if cores is None:
         yield
         return

@@ -93,7 +93,7 @@ def launch(placement: Placement, command: Sequence[str], *, where: str, max_rest
 
 @contextmanager
 def _signals_for_ranks() -> Iterator[list[int]]:
-    """Yield a list that collects the signals to pass on to the ranks.
+    """Handle signals in the context: collect those that the launcher must pass on to its ranks in a list.
 
     Each rank has its own session, so Ctrl-C in a terminal reaches only the launcher, which passes it on once.
     When the terminal closes, the ranks get SIGTERM, unless SIGHUP is ignored (`nohup`).
@@ -156,7 +156,7 @@ def _end(ranks: Iterable[_Rank]) -> None:
 
 
 def _start(placement: Placement, command: Sequence[str], at_end: ExitStack) -> Iterator[_Rank]:
-    """Start the ranks as processes of this machine, one after the other; yield each.
+    """Start the ranks as processes of this machine, in order. Yield each after its start.
 
     Args:
         placement: number of ranks.
@@ -234,7 +234,7 @@ def _watch(ranks: Iterable[_Rank], heard: Sequence[int]) -> list[Failure]:
 
 
 def _failure(rank: _Rank) -> Failure | None:
-    """Return how a rank failed that has ended; `None` if it succeeded."""
+    """Return a `Failure` that says how a rank has ended; `None` if it succeeded."""
     code = rank.process.returncode
     if not code:
         return None

@@ -15,7 +15,7 @@ from headwater.fabric.report import told_error
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A rank that failed.
+    """The failure of one rank: its exit code or signal, and the error that it has reported.
 
     Attributes:
         rank: its number.
@@ -36,7 +36,7 @@ class Failure:
 
     @property
     def may_pass(self) -> bool:
-        """True if a restart may help: the process was lost, or could not reach another rank."""
+        """True if a restart may help: the process was killed, or could not reach another rank."""
         if self.told:
             return self.told.get("kind") == RankError.__name__
         return self.exit_code is None or self.exit_code < 0
@@ -58,7 +58,7 @@ class Failure:
 
 
 def cause(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> Failure:
-    """Return the failure that caused the others."""
+    """Return the failure that probably caused the others: the one with the smallest `order`."""
     return min(failures, key=lambda each: each.order(passed_on))
 
 

@@ -38,7 +38,7 @@ except ImportError as _error:
     raise ConfigError(f"{_error.name} is not installed", remedy="pip install 'headwater[ray]'") from _error
 
 _STOP = signal.SIGTERM
-"""Signal for a rank, also on Ctrl-C: a rank that has not begun its work then ends without a traceback."""
+"""The signal that asks a rank to stop. A rank that has not begun its work ends without a traceback."""
 _WATCH_S = 0.2
 _GRACE_S = 10.0
 _CONNECT_S = 10.0
@@ -77,7 +77,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class News:
-    """Output of a rank since the last call, its exit code if it has ended, and its error report (`told`)."""
+    """The result of `RankActor.watch`: new output, the exit code after the end, and the error report."""
 
     process: int
     stdout: bytes
@@ -129,7 +129,7 @@ class RankActor:
         )
 
     def watch(self) -> News:
-        """Return new output, after a short wait for some, and the exit code if the rank has ended."""
+        """Wait briefly for output of the rank. Return it, with the exit code if the rank has ended."""
         end = time.monotonic() + _WATCH_S
         while True:
             code = self._process.poll()
@@ -157,7 +157,7 @@ class RankActor:
 
 @dataclasses.dataclass
 class _Rank:
-    """A rank as the driver sees it."""
+    """The driver's record of one rank: its actor and its node."""
 
     number: int
     actor: Any
@@ -165,7 +165,7 @@ class _Rank:
     process: int | None = None
 
     def failure(self, exit_code: int | None, told: dict[str, Any]) -> Failure:
-        """Return the failure of this rank."""
+        """Return a `Failure` for this rank, from its exit code and its error report."""
         place = f"on {self.node.name}, {self.node.address}"
         if self.process is not None:
             place = f"process {self.process} {place}"
@@ -199,7 +199,7 @@ def launch(request: Request, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
-    """Inside the context this process is a driver of the cluster. Actors and ranks end with the context."""
+    """Connect this process to a Ray cluster in the context. Actors and ranks end with the context."""
     if address != "auto":
         _check_address(address)
     try:
@@ -245,7 +245,7 @@ def _check_address(address: str) -> None:
 
 
 def _place(request: Request) -> list[_Rank]:
-    """Return actors for all ranks, numbered node by node.
+    """Create an actor for each rank, and return them in rank order: all of one node, then the next.
 
     Raises:
         ConfigError: if the cluster does not have the resources free in time.
@@ -280,7 +280,7 @@ def _place(request: Request) -> list[_Rank]:
 
 
 def _resources(there: Mapping[str, float], kinds: Iterable[str]) -> str:
-    """Return the amounts of some kinds of resources, for messages."""
+    """Return a text with the amounts of some kinds of resources, for messages."""
     return ", ".join(f"{there.get(kind, 0):.0f} {kind}s" for kind in kinds)
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a script that sets their number while it runs: the script is started again for each rank.
+"""Ranks of a script that sets `num_csx` while it runs: the script is started again for each rank.
 
 [Note: ranks of a script]
 The first process reaches the call that sets the number of ranks, and becomes the launcher: it replaces itself
@@ -41,7 +41,7 @@ from headwater.fabric.parent import PARENT, find_parent
 from headwater.fabric.report import report_traceback
 
 _stderr = ProcessValue[int | None](None)
-"""A copy of the descriptor of stderr from before it was silenced. Shared by the process, as stderr is."""
+"""A copy of the descriptor of stderr, made before stderr was redirected to /dev/null."""
 
 
 def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -82,7 +82,7 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
 
 
 def _script() -> dict[str, str]:
-    """Return script and arguments of this rank, to compare ranks of several hosts."""
+    """Return the path and arguments of this rank's script, so that ranks of several hosts can be compared."""
     told = {f"argument {number}": word for number, word in enumerate(sys.argv[1:], start=1)}
     if Path(sys.argv[0]).is_file():
         told["script"] = digest([Path(sys.argv[0])])
@@ -120,7 +120,7 @@ def _check_command(num_csx: int, where: str) -> None:
 
 
 def begin() -> None:
-    """Prepare a rank that the launcher has started: it prints nothing, and reports errors to the launcher."""
+    """Prepare a rank of a script: silence its output, and report its errors to the launcher."""
     if not _is_started_by_launcher():
         return  # a program that a rank has started
     find_parent()
@@ -173,7 +173,7 @@ def _numpy_state() -> tuple[str, torch.Tensor, int, int, float]:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report the exception that ends this rank, and exit without waiting for threads that wait for ranks."""
+    """Report the exception that ends this rank, then exit at once: threads may be waiting for other ranks."""
     interrupted = issubclass(kind, KeyboardInterrupt)
     text = "".join(traceback.format_exception(kind, error, trace))
     if OF_SCRIPT not in os.environ:  # the launcher of a script names the rank itself

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 OF_SCRIPT = "HEADWATER_SCRIPT"
-"""Environment variable: set in the ranks of a script, by their launcher."""
+"""Environment variable that the launcher sets in the ranks of a script, to mark them."""
 
 STDIN, STDOUT, STDERR = 0, 1, 2
-"""File descriptors. A rank of a script gets the launcher's stdout as its stdin, and never reads from it."""
+"""File descriptors. A rank of a script has the launcher's stdout as its descriptor 0, and never reads it."""
 
 
 def silence(file: int) -> None:
