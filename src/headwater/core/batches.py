@@ -1,4 +1,4 @@
-"""Batches of any structure: nested tensors whose first dimension is the sample."""
+"""Functions on batches: tensors, in any nesting, whose first dimension counts samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IGNORED = -100
 """Label of a position that does not count in a loss, as in torch and the transformers library."""
 
 _LOOKED_AT_BYTES = 1 << 16
-"""How many bytes of each tensor `fingerprint` reads."""
+"""The number of bytes at the beginning of each tensor that `fingerprint` reads."""
 
 
 def num_samples(batch: Any) -> int:
@@ -61,7 +61,7 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
 
 def fingerprint(batch: Any) -> int:
-    """Return a checksum of the beginning of each tensor, which tells batches apart."""
+    """Return a checksum of the first bytes of each tensor in a batch, to tell whether two batches differ."""
     mark = 0
     for tensor in tensors_in(batch):
         count = max(_LOOKED_AT_BYTES // max(tensor.element_size(), 1), 1)

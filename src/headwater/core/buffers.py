@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 PAGE_BYTES = 4096
-"""Alignment of direct disk transfers: buffer address, file offset and length."""
+"""The multiple that direct disk transfers need for buffer address, file offset and length, in bytes."""
 
 _HUGE_PAGE_BYTES = 2 << 20
 _LARGE_BLOCK_BYTES = 1 << 20
@@ -25,7 +25,7 @@ def round_up(count: int, multiple: int = PAGE_BYTES) -> int:
 
 
 def aligned_empty(num_bytes: int) -> torch.Tensor:
-    """Return a page-aligned uint8 tensor of zeros in a separate memory mapping.
+    """Allocate a page-aligned uint8 tensor of zeros in a memory mapping that only this tensor uses.
 
     The pages go back to the system as soon as the last view of the tensor is gone.
 
@@ -42,7 +42,7 @@ def aligned_empty(num_bytes: int) -> torch.Tensor:
 
 
 def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros; many of them lie in a separate memory mapping. For tensors that are often made and freed.
+    """Return zeros. A large tensor gets a memory mapping of its own, so that freeing it returns the memory.
 
     If malloc keeps freed memory (see `tune_allocator`), small blocks are placed in the hole that a large one
     leaves, and the next large tensor takes new memory.
@@ -55,7 +55,7 @@ def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Pools:
-    """A setting; `keep` is True if pools of scratch memory keep the blocks that are returned to them."""
+    """Holds the setting `keep`: true if pools of scratch memory keep blocks that are not in use."""
 
     keep = True
 
@@ -94,7 +94,7 @@ def tune_allocator(*, keep: bool) -> bool:
 
 
 def return_pages() -> bool:
-    """Return free memory that malloc holds to the system; see `tune_allocator`.
+    """Return free memory from malloc to the operating system; see `tune_allocator`.
 
     Returns:
         True if there was any.

@@ -1,4 +1,4 @@
-"""Clean up after a failure."""
+"""A context that cleans up if its content raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 @contextmanager
 def on_failure(clean_up: Callable[[], object]) -> Iterator[None]:
-    """Call `clean_up` if the context raises, also for `KeyboardInterrupt`. The exception is not caught."""
+    """Call `clean_up` if the context raises any exception, then raise the exception again."""
     with ExitStack() as stack:
         stack.callback(clean_up)
         yield

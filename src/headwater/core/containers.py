@@ -1,4 +1,4 @@
-"""Reads and restores the items of containers without methods that subclasses override."""
+"""Reads and restores the items of lists, dictionaries and sets. Methods of subclasses are not called."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from typing import Any
 
 CONTAINERS = (OrderedDict, dict, list, set, deque)
-"""The classes whose items can be remembered."""
+"""The classes of containers whose items can be read and restored."""
 
 Items = dict[Any, Any] | list[Any]
 """The items of a dictionary with their keys, or those of another container."""
@@ -40,7 +40,7 @@ def has_items(container: Any, items: Items) -> bool:
 
 
 def restore(container: Any, items: Items) -> None:
-    """Give a container its former items; a container that still has them is not touched."""
+    """Put former items back into a container, unless the container still has the same items."""
     if has_items(container, items):
         return
     own = _own_class(container)
@@ -54,7 +54,7 @@ def restore(container: Any, items: Items) -> None:
 
 
 def _own_class(container: Any) -> Any:
-    """Return the class of Python that a container is or inherits from."""
+    """Return the built-in class, such as `list`, that a container has or inherits from."""
     return next(own for own in CONTAINERS if isinstance(container, own))
 
 

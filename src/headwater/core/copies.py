@@ -33,7 +33,7 @@ def _copied(leaf: Any) -> Any:
 
 
 class _SharedTensors(TorchFunctionMode):
-    """Inside the context, deep copies share the tensors of their originals."""
+    """A context in which a deep copy refers to the tensors of its original instead of copies."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

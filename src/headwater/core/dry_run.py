@@ -1,4 +1,4 @@
-"""Flags of a dry run and marks of module classes, with which repeated work may be left out."""
+"""A flag and marks of module classes that let a dry run skip the work of equal modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = TypeVar("Kind", bound=type[nn.Module])
 
 
 def costs_by_shapes(kind: Kind) -> Kind:
-    """Mark a class of modules whose calls depend on attributes and inputs alone, and have no other effect.
+    """Mark a module class whose calls depend only on attributes and inputs, and have no side effect.
 
     A dry run calls a few of many equal modules of this class; see [Note: repeated stages].
     """
@@ -31,13 +31,13 @@ def has_costs_by_shapes(module: nn.Module) -> bool:
 
 
 def counts_costs() -> bool:
-    """True if values do not matter now: only shapes, FLOPs and bytes of the operators count."""
+    """True if the model runs only to count FLOPs and bytes of operators, so that values do not matter."""
     return _COUNTS_COSTS.get()
 
 
 @contextmanager
 def counting_costs() -> Iterator[None]:
-    """Set the flag inside the context."""
+    """Enter a context in which `counts_costs` returns true."""
     token = _COUNTS_COSTS.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Restores Python state that a user's functions and modules can reach, after a run that does not count."""
+"""Undoes what a dry run has changed in Python objects that the user's functions and modules can reach."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from headwater.core.containers import CONTAINERS, Items, has_items, items_of, re
 from headwater.core.random_states import DEFAULTS, GENERATORS, set_state, state_of
 
 _DEEPEST = 4
-"""Steps from a function to what it reaches: a cell, an object in it, a dictionary of that, a list in it."""
+"""The most references to follow from a function: to a cell, an object, its dictionary, a list in it."""
 
 _DEEPEST_IN_MODULE = 2
-"""Steps from an attribute of a module to what it reaches: an object, a list in it."""
+"""The most references to follow from an attribute of a module: to an object, a list in it."""
 
 _LARGEST = 1000
-"""The items of larger containers are not looked into."""
+"""The most items of a container whose items are visited. Larger containers are not looked into."""
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _STATE_OF_TORCH = (
@@ -36,7 +36,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_call_impl", "_compi
 """The attributes of a module that torch makes, and those that replace its call."""
 
 _WITHOUT_STATE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
-"""Classes of values that reach nothing; most attributes have them."""
+"""Classes of values that refer to no other objects. They are skipped, as most attributes have them."""
 
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "headwater", "builtins"}
 
@@ -71,7 +71,7 @@ def effects_undone(model: nn.Module) -> Iterator[None]:
 
 
 class PythonState:
-    """The state of objects, variables, containers and random generators, as it was when they were visited.
+    """A record of objects, variables, containers and random generators, which can be restored later.
 
     Tensors are remembered as objects, without their values.
     """
@@ -87,7 +87,7 @@ class PythonState:
 
     @classmethod
     def of(cls, model: nn.Module) -> PythonState:
-        """Return the present state of a model's modules, and of what their hooks and forwards reach."""
+        """Record the state of a model's modules, and of all objects that their hooks and forwards reach."""
         state = cls()
         modules = list(model.modules())
         # Before the visits: each module is visited once, as itself, not through another one.
@@ -102,7 +102,7 @@ class PythonState:
         return state
 
     def visit(self, value: Any, depth: int) -> None:
-        """Remember the state of a value and of everything that it reaches in `depth` steps."""
+        """Record the state of a value, and of all objects that are at most `depth` references away."""
         if depth < 0 or type(value) in _WITHOUT_STATE or id(value) in self._seen:
             return
         if isinstance(value, torch.Tensor | type | ModuleType):
@@ -169,7 +169,7 @@ class PythonState:
             self.visit(attribute, depth - 1)
 
     def add_places_of(self, other: PythonState) -> None:
-        """Remember also the present state of everything whose state `other` remembers."""
+        """Record also the present state of all objects that `other` has recorded."""
         self._containers += [(container, items_of(container)) for container, _ in other._containers]
         self._cells += [(cell, cell.cell_contents) for cell, _ in other._cells]
         for space, used in other._globals:
@@ -179,7 +179,7 @@ class PythonState:
         self._generators += [(generator, state_of(generator)) for generator, _ in other._generators]
 
     def is_present(self) -> bool:
-        """True if nothing has changed since."""
+        """True if nothing has changed since the state was recorded."""
         return (
             all(has_items(container, items) for container, items in self._containers)
             and all(cell.cell_contents is content for cell, content in self._cells)
@@ -190,7 +190,7 @@ class PythonState:
         )
 
     def put_back(self) -> None:
-        """Give everything that has changed its former state."""
+        """Restore the recorded state of all objects that have changed."""
         for cell, content in self._cells:
             cell.cell_contents = content
         for space, used in self._globals:
@@ -230,7 +230,7 @@ def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_foreign(value: Any) -> bool:
-    """True if a function or class belongs to Python, torch, numpy or this package."""
+    """True if a function or class is not the user's: it belongs to Python, torch, numpy or this package."""
     while isinstance(value, functools.partial):
         value = value.func  # a partial itself is of functools, whatever it calls
     module = getattr(getattr(value, "__func__", value), "__module__", None) or ""

@@ -18,7 +18,7 @@ _VALUES = "_headwater_values"
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Inside the context, modules are built with parameters on the meta device, which take no memory.
+    """Enter a context in which modules are built with parameters on the meta device, which take no memory.
 
     Buffers are real: checkpoints often lack those that a constructor computes, such as rotary frequencies.
     Give the parameters their values with `load_pretrained`, then compile the model.
@@ -58,7 +58,7 @@ def record_values(param: nn.Parameter, values: Tensor) -> None:
 
 
 def recorded_values(param: nn.Parameter) -> Tensor | None:
-    """Return the values recorded for an empty parameter; `None` if there are not any."""
+    """Return the values recorded for an empty parameter, or `None`."""
     values: Tensor | None = getattr(param, _VALUES, None) if param.is_meta else None
     return values
 
@@ -78,7 +78,7 @@ def initial_values(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 
 def settle_lazy_parameters(model: nn.Module, read_now: Callable[[Tensor], bool]) -> None:
-    """Make every parameter that is a lazy tensor one that is not; the objects stay.
+    """Turn every parameter that is a lazy tensor into an ordinary or an empty one. The objects stay the same.
 
     `nn.Parameter(lazy_tensor)` and `load_state_dict(…, assign=True)` make parameters that are lazy tensors.
 
@@ -99,7 +99,7 @@ def settle_lazy_parameters(model: nn.Module, read_now: Callable[[Tensor], bool])
 
 
 def fill_parameters(model: nn.Module) -> None:
-    """Give every empty parameter its recorded values, on the CPU. Parameter objects stay the same."""
+    """Read the recorded values of every empty parameter into CPU memory. Parameter objects stay the same."""
     for name, read in initial_values(model).items():
         give_values(model.get_parameter(name), read().to("cpu"))
 
@@ -113,7 +113,7 @@ def give_values(param: nn.Parameter, values: Tensor) -> None:
 
 
 def _like(param: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return a parameter with other values and the same attributes."""
+    """Return a new parameter with these values and the attributes of `param`."""
     other = nn.Parameter(values, requires_grad=param.requires_grad)
     other.__dict__.update(param.__dict__)
     return other

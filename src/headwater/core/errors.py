@@ -60,7 +60,7 @@ def shorten(text: str, longest: int) -> str:
 
 
 def error_class(name: object) -> type[HeadwaterError] | None:
-    """Return the error class of this module with a name, or `None`. For errors of other processes."""
+    """Return the error class called `name`, or `None`. Used to raise errors of other processes again."""
     found = globals().get(name) if isinstance(name, str) else None
     return found if isinstance(found, type) and issubclass(found, HeadwaterError) else None
 
@@ -74,7 +74,7 @@ class ConfigError(HeadwaterError):
 
 
 class DataError(HeadwaterError):
-    """An input file is missing, malformed or does not fit the model."""
+    """Input data are missing, malformed or do not fit the model."""
 
 
 class ModelError(HeadwaterError):
@@ -90,7 +90,7 @@ class DoesNotFitError(PlanError):
 
 
 class StoreError(HeadwaterError):
-    """The weight store failed."""
+    """The weight store cannot read or apply what was asked for, for example after a failed update."""
 
 
 class DiskFullError(StoreError):
@@ -102,7 +102,7 @@ class CorruptError(StoreError):
 
 
 class StreamError(HeadwaterError):
-    """The executor failed."""
+    """Weights cannot be streamed in this situation, or a program uses a streamed model in a wrong way."""
 
 
 class NonFiniteError(StreamError):

@@ -1,4 +1,4 @@
-"""Durable files: written with a checksum for every chunk, which is compared on reading."""
+"""Durable files. Each chunk is written with a checksum, which is compared when the chunk is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK_BYTES = 4 << 20
 """Largest chunk with a checksum. Reading verifies whole chunks, so they are small."""
 
 Chunk = tuple[int, int, int]
-"""Offset in the file, length, CRC-32."""
+"""A chunk: offset in the file, length in bytes, CRC-32."""
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a file or folder that is still being written, or that is being deleted."""
@@ -35,7 +35,7 @@ _OTHER_DISK = "check the disk and how it is mounted, or name a folder on another
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn the system's errors into the project's own: what was found, where, and what to do.
+    """Enter a context in which an `OSError` becomes an error of this project that names `path` and a remedy.
 
     Args:
         path: what is read or written; the place in the message unless the system names another file.
@@ -69,7 +69,7 @@ def _explained(error: OSError, path: Path) -> StoreError:
 
 
 def _obstacle(path: Path) -> tuple[Path, str] | None:
-    """Return what lies at `path`, or the file or dangling link on the way to it; `None` if neither."""
+    """Return `path` if it exists, or the file or dangling link on the way to it, with its kind; or `None`."""
     for place in (path, *path.parents):
         kind = kind_of(place)
         if kind is not None:
@@ -78,7 +78,7 @@ def _obstacle(path: Path) -> tuple[Path, str] | None:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return what lies at `path`, in words; `None` if nothing does."""
+    """Return in words what is at `path` (a file, a folder, …), or `None` if nothing is there."""
     try:
         mode = path.lstat().st_mode
     except OSError:
@@ -91,7 +91,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def check_place(path: Path, *, expected: str) -> None:
-    """Check that a file or folder can be written at `path`, before there is work to lose.
+    """Raise if a file or folder cannot be written at `path`. Called before work that would be lost.
 
     Args:
         path: what will be opened, or created with its missing parents.
@@ -117,7 +117,7 @@ def check_place(path: Path, *, expected: str) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that `replace_file` can write `path` in a folder that can be written. A link makes way.
+    """Raise if `path` is a folder, which `replace_file` cannot replace. A link is replaced.
 
     Raises:
         RunError: if a folder lies there.
@@ -127,7 +127,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a loss of power."""
+    """Write the entries of a folder to the disk, so that they survive a loss of power."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -145,7 +145,7 @@ def make_folder(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file as a whole. A crash at any time leaves the old content or the new one under its name.
+    """Write a file atomically: after a crash, `path` has either the old content or the new one.
 
     Raises:
         DiskFullError: if there is too little space; the old content stays.
@@ -169,7 +169,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 class CheckedFile:
-    """A file of known size. It is written in any order inside its context, and is on disk after it.
+    """Writes a file of known size, in any order, inside a context. At its end the file is on disk.
 
     Args:
         path: where it is created; an existing file is replaced.
@@ -223,7 +223,7 @@ class CheckedFile:
 
 
 class FileBytes:
-    """The bytes of an existing file, compared with their checksums if these are known.
+    """Reads an existing file, and compares what is read with checksums if they are known.
 
     Args:
         path: the file.

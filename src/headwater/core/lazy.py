@@ -13,13 +13,13 @@ from headwater.core.errors import StreamError
 from headwater.core.files import CHUNK_BYTES
 
 ReadPieces = Callable[[], Iterator[Tensor]]
-"""Yields all elements of a tensor in order, in pieces of any shape. A piece is valid until the next one."""
+"""Function that yields all elements of a tensor in pieces. A piece is valid until the next is yielded."""
 
 _DETACH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class StoredTensor(Tensor):
-    """A CPU tensor whose values are read when an operation needs them. It takes no memory.
+    """A CPU tensor without memory: its values are read each time an operation needs them.
 
     Shape, dtype, `detach`, `requires_grad_` and the like read nothing. Every other operation reads the values
     again and returns plain tensors; so do `clone`, `copy.deepcopy` and pickling. After a call of `data_ptr`

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
-"""Returns the scalar loss of a batch."""
+"""Function (model, batch) -> scalar loss."""
 
 
 def call_model(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the output of the model as the loss; this is the default loss function."""
+    """Call the model with a batch and return its output as the loss: the default loss function."""
     loss: torch.Tensor = model(batch)
     return loss

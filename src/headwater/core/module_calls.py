@@ -1,4 +1,4 @@
-"""Functions that run around the calls of a module.
+"""Wraps the calls of a module in functions of this project.
 
 [Note: layers, not hooks]
 Hooks of torch would do most of this, but models see them: `nn.TransformerEncoderLayer` takes its fast path
@@ -17,11 +17,11 @@ from torch import nn
 from headwater.core.uncompiled import uncompiled
 
 Layer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""A function around a call. It gets the inner call, and the positional and keyword arguments."""
+"""A wrapper: function (inner call, args, kwargs) -> output of the call."""
 
 
 def surround(module: nn.Module, layer: Layer, *, outermost: bool = False) -> Callable[[], None]:
-    """Run every later call of a module inside `layer`, its hooks included.
+    """Wrap every later call of a module, with its hooks, in `layer`.
 
     Args:
         module: stays the same object.

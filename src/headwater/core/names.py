@@ -1,4 +1,4 @@
-"""Names that are similar to a misspelled one, for error messages."""
+"""Search for the valid name that is most similar to a misspelled one, for error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _LONGEST_NAME = 100
-"""Number of characters of a word that are compared with names, because difflib takes quadratic time."""
+"""Most characters of a word that are compared with names: difflib takes quadratic time."""
 
 
 def nearest(word: str, valid: Iterable[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Tensors that share memory."""
+"""Search for tensors that share memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Pair = tuple[str, str]
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor]) -> Pair | None:
-    """Return the names of two tensors that have an element of memory in common, or None."""
+    """Return the names of two of the tensors that share at least one element of memory, or `None`."""
     by_storage: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if _has_memory(tensor):

@@ -17,7 +17,7 @@ SILENCE_S, INTERVAL_S = 3.0, 10.0
 
 
 class Activity:
-    """The name of the work that is under way; a notice shows it."""
+    """Holds the name of the work that is running now, for notices."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -37,7 +37,7 @@ def noticed(
     interval_s: float = INTERVAL_S,
     say: Callable[[str], None] = print_notice,
 ) -> Iterator[Activity]:
-    """Print what is under way if the context takes longer than `silence_s`, then every `interval_s`.
+    """Print what is running if the context takes longer than `silence_s`, then every `interval_s`.
 
     Args:
         name: the work, as in "measuring the speed of this machine".

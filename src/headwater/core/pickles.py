@@ -14,7 +14,7 @@ from headwater.core.errors import CheckpointError
 
 
 def load_pickled(path: Path, map_location: torch.device | str = "cpu") -> Any:
-    """Return the object that `torch.save` wrote; tensors are mapped into memory if the format allows it.
+    """Load a file of `torch.save`. Tensors are mapped into memory if the format of the file allows it.
 
     Raises:
         CheckpointError: if the file is damaged, or holds more than tensors and plain values.

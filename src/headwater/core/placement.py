@@ -1,4 +1,4 @@
-"""Numbers of compute ranks and store ranks of a run."""
+"""How many compute ranks and store ranks a run has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Placement:
 
     @property
     def owners(self) -> range:
-        """Ranks that keep masters and optimizer state: the store ranks, or all ranks if there are not any."""
+        """The ranks that keep masters and optimizer state: the store ranks if any, otherwise all ranks."""
         return range(self.num_csx if self.num_memx else 0, self.size)
 
 

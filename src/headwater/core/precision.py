@@ -38,13 +38,13 @@ class Precision:
 
     @property
     def mixed(self) -> bool:
-        """True if weights travel in fewer bits than their masters have."""
+        """True if the wire image has a narrower dtype than the masters: bf16 or fp16."""
         return self.name != "fp32"
 
 
 @contextmanager
 def autocast(precision: Precision, device: str) -> Iterator[None]:
-    """Enter the autocast region of a forward; without effect if the precision is not mixed."""
+    """Return the autocast context for a forward. It does nothing if the precision is fp32."""
     if not precision.mixed:
         yield
         return

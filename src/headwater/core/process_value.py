@@ -1,4 +1,4 @@
-"""A value that the whole process shares."""
+"""Global values that a context can replace for a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProcessValue(Generic[T]):
 
     @contextmanager
     def replaced(self, value: T) -> Iterator[None]:
-        """Set the value inside the context. The value from before returns at its end."""
+        """Set the value inside the context. At the end, restore the value from before."""
         # Not reset to a fixed value: contexts may be nested.
         before, self.value = self.value, value
         try:

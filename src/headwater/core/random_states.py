@@ -1,4 +1,4 @@
-"""States of random generators: of Python, numpy and torch."""
+"""Reading and setting of the states of random generators of Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULTS = (random._inst, np.random.mtrand._rand)
 
 
 def state_of(generator: Any) -> Any:
-    """Return the state of a generator, as a value that can be compared; `None` if it has no state to set."""
+    """Return the state of a generator, as a value that `==` compares. `None` if it cannot be set."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     # Before `Random`, which it inherits from.
@@ -32,7 +32,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Give a generator the state that `state_of` returned."""
+    """Set a generator to the state that `state_of` has returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.SystemRandom):

@@ -16,7 +16,7 @@ _VARIABLE = "PYTHONSAFEPATH"
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Start Python processes within the context without the working folder in their module path.
+    """Enter a context. Python processes that start inside cannot import modules from the working folder.
 
     A process that multiprocessing spawns still gets the whole module path of this process later on, so that
     it finds the user's modules.

@@ -1,4 +1,4 @@
-"""Safetensors files written and read a run of elements at a time, with a checksum for every chunk.
+"""Safetensors files that are written and read in ranges of elements, with a checksum for every chunk.
 
 The format, from its documentation: the header's length (8 bytes, little-endian), the header (JSON: dtype,
 shape and byte range of each tensor, counted from the header's end), then the tensors' bytes without gaps.
@@ -26,24 +26,24 @@ DTYPE_CODES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64", torch.bool: "BOOL",
 }  # fmt: skip
-"""The format's names of dtypes."""
+"""Dtype -> its name in the safetensors format."""
 
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
-"""The inverse."""
+"""Name of a dtype in the safetensors format -> dtype."""
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
 TensorKind = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape."""
+"""The dtype and the shape of a tensor."""
 
 Layout = Mapping[str, TensorKind]
-"""The tensors of a file, by name."""
+"""Name -> dtype and shape of each tensor in a file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlace:
-    """A tensor in a file; `offset` is in bytes from the file's start."""
+    """The place of a tensor in a file. `offset` counts bytes from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

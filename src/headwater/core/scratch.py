@@ -1,4 +1,4 @@
-"""Temporary files of a run, in folders that other users may share.
+"""Temporary files of a run, in folders to which other users may have access.
 
 [Note: shared scratch folders]
 In a folder that others can write to, another user can guess the name of a file and make a link of that name
@@ -18,11 +18,11 @@ from pathlib import Path
 from headwater.core.errors import StoreError
 
 _NO_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
-"""Errors of systems and file systems without unnamed files."""
+"""The `errno` values with which systems refuse to open unnamed files."""
 
 
 def open_unnamed(folder: Path, *, direct: bool = False) -> tuple[int, bool]:
-    """Return the descriptor of a new file without a name, and whether it bypasses the page cache.
+    """Create a file that has no name. Return its descriptor, and true if it bypasses the page cache.
 
     Args:
         folder: on whose file system the file lies.

@@ -1,4 +1,4 @@
-"""Signal handlers that are installed for the time of a context."""
+"""Signal handlers that are installed while a context is active."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 def speaks_for_all() -> bool:
-    """True on the one rank that prints for all ranks (rank 0)."""
+    """True if this process prints for all ranks: it is rank 0, or the only rank."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -16,11 +16,11 @@ ParamKey = tuple[int, int]
 """A parameter: the index of its stage, and its index in the stage."""
 
 MAY_BE_MISSING = ""
-"""Stands among the names under which files may hold a parameter, if files may lack the parameter."""
+"""A mark at the end of a list of a parameter's possible names in files: files may lack the parameter."""
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides of a tensor that is dense but not row-major; `None` for any other.
+    """Return the strides of a tensor if it is dense but not row-major, otherwise `None`.
 
     Strides of dimensions of size 1 count too: a convolution chooses its kernel by them.
     """
@@ -69,7 +69,7 @@ class ParamSpec:
         return math.prod(self.shape[1:])
 
     def arranged(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return all elements, given 1-D in memory order, as a tensor of the parameter's shape."""
+        """View 1-D elements in memory order as a tensor with the parameter's shape and strides."""
         if self.strides is None:
             return flat.view(self.shape)
         return flat.as_strided(self.shape, self.strides, flat.storage_offset())
@@ -119,7 +119,7 @@ class StageSpec:
 
     @cached_property
     def slab_bytes(self) -> int:
-        """Bytes of a slab for the stage in wire precision; not 0 even if every parameter is empty."""
+        """The bytes of the stage's wire image and of its slab; at least some even if it has no elements."""
         return max(_offsets([param.wire_bytes for param in self.params])[1], SLAB_ALIGNMENT_BYTES)
 
     @cached_property

@@ -22,7 +22,7 @@ def single_core_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
 
 
 def _use_one_core() -> None:
-    """Limit the calling thread only. `torch.set_num_threads` would limit MKL in the whole process."""
+    """Make torch operators in the calling thread use one core. Other threads are not changed."""
     torch.get_num_threads()  # at a thread's first use torch sets its own number, so this call comes first
     library = _openmp()
     if library is not None:

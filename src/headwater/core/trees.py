@@ -1,4 +1,4 @@
-"""Functions over nested tensors: in sequences, mappings, dataclasses and all that torch's pytrees know."""
+"""Functions on nested tensors: in sequences, mappings, dataclasses, and all classes of torch's pytrees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 
 def map_leaves(change: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
-    """Return `tree` with each leaf changed.
+    """Return a copy of `tree` in which each leaf is replaced by `change(path, leaf)`.
 
     Args:
         change: returns the new leaf for a path and an old leaf. A path looks like `['labels'][0]`.
@@ -43,7 +43,7 @@ def _map_fields(change: Callable[[str, Any], Any], value: Any, path: str) -> Any
 
 
 def _like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """Return a sequence of the class of `value`, with its attributes and other items.
+    """Return a sequence with these items, and with the class and attributes of `value`.
 
     The constructor of the class may take anything, so it is not called.
     """
@@ -62,7 +62,7 @@ def _like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Return `tree` with each tensor changed; other leaves stay."""
+    """Return a copy of `tree` in which each tensor is replaced by `change(tensor)`."""
     return map_leaves(lambda _, leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
@@ -72,7 +72,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield tensors without rebuilding containers: a class may refuse to hold anything but tensors."""
+    """Yield the tensors in `tree`. Unlike `map_tensors`, this makes no new containers."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf

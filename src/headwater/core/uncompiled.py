@@ -13,11 +13,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _NOT_ITSELF = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-"""The compiler skips the frame of a wrapper, and handles other frames as usual."""
+"""Makes `torch.compile` skip the frame of a wrapper, and handle other frames as usual."""
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that runs as plain Python, with all that it calls, inside of compiled code too.
+    """Return a wrapper of `function` that `torch.compile` never compiles, nor what `function` calls.
 
     `torch.compiler.disable` does the same, but needs the compiler, which takes a second to import.
     """

@@ -1,4 +1,4 @@
-"""Values of the whole batch for a loss, while each of several ranks computes a part of the batch.
+"""Lets a loss use values of the whole batch, while each of several ranks computes a part of the batch.
 
 [Note: the whole batch]
 A loss that is not a mean over samples needs more than its rank's part: a sum over all samples, or all samples
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 Gather = Callable[[Tensor], list[Tensor]]
-"""Returns the tensors of all ranks, in rank order. They have one shape and dtype."""
+"""Function that gathers a tensor from each rank, in rank order. All have the same shape and dtype."""
 
 _gather: ContextVar[tuple[Gather, int] | None] = ContextVar("_gather", default=None)
 
 
 @contextmanager
 def part_of_batch(gather: Gather, rank: int) -> Iterator[None]:
-    """Inside the context this rank computes one part of the batch.
+    """Enter a context in which this rank computes one part of the batch.
 
     Args:
         gather: collects a tensor of every rank.
@@ -37,7 +37,7 @@ def part_of_batch(gather: Gather, rank: int) -> Iterator[None]:
 
 
 def total(own: Tensor) -> Tensor:
-    """Return the sum of the tensors of all ranks, without a gradient; the same bits on all of them."""
+    """Return the sum of all ranks' tensors, detached. It has the same bits on all ranks."""
     asked = _gather.get()
     own = own.detach()
     # In the order of ranks, so that the sum has the same bits on all of them.

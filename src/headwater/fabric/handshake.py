@@ -95,11 +95,11 @@ def examine(connection: socket.socket, secret: bytes, own: int, within_s: float)
     hello = _receive(connection, _HELLO.size, end)
     magic, _, other, wanted, purpose = _HELLO.unpack(hello)
     if magic != _MAGIC:
-        raise StrangerError("the process that connects is not a rank: its first message is wrong")
+        raise StrangerError("its first message is not that of a Headwater rank")
     said = hello + secrets.token_bytes(_NONCE_BYTES)
     _send(connection, said[_HELLO.size :] + _code(secret, b"accepts", said), end)
     if not hmac.compare_digest(_code(secret, b"connects", said), _receive(connection, _CODE_BYTES, end)):
-        raise StrangerError("the process that connects does not know the secret of this rank")
+        raise StrangerError("the process there does not know the secret of this rank")
     # After the authentication: a stranger learns no rank numbers.
     if wanted != own:
         raise StrangerError(f"rank {other} expected rank {wanted} here, but this is rank {own}")
