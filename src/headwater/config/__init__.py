@@ -1,4 +1,4 @@
-"""Params files: their schema, which is strict and the same for both forms."""
+"""Params files: reading, conversion from older forms, and a strict schema of the newest form."""
 
 from headwater.config.files import find_params, shipped_params
 from headwater.config.models import MODELS, ModelConfig

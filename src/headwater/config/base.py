@@ -35,7 +35,7 @@ JsonSchema = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """A conversion of a value before its type is checked.
+    """A conversion of the value of a key, which runs before the type of the value is checked.
 
     Attributes:
         convert: converts the value in the file to the value that is checked.
@@ -73,7 +73,7 @@ class Section(BaseModel):
 
     @classmethod
     def attributes(cls) -> dict[str, str]:
-        """Return the attribute of each key. They differ where the key is not a valid name in Python."""
+        """Return key -> name of its attribute, which is another one if the key is not a valid Python name."""
         return {field.alias or name: name for name, field in cls.model_fields.items()}
 
     @classmethod
@@ -126,7 +126,7 @@ class Choice(Section):
 
     @property
     def chosen(self) -> Section | None:
-        """The alternative that was given; `None` if it was set to null."""
+        """The section of the name that was given; `None` if its value is null."""
         values = (getattr(self, name) for name in self.attributes().values())
         return next((value for value in values if value is not None), None)
 
@@ -200,7 +200,7 @@ ALSO = "also"
 
 
 def also(keys: Mapping[str, str], names: Mapping[str, str]) -> Callable[[JsonSchema], JsonSchema]:
-    """Return a function that adds further names of keys and values to the schema of a section.
+    """Return a function that makes the schema of a section accept further names of keys and of models.
 
     Args:
         keys: further names of keys, with the usual names.

@@ -49,7 +49,7 @@ class DiskSection(Section):
 
 
 class ByPrecision(Section):
-    """A number for each precision."""
+    """One number for each precision of the computation."""
 
     fp32: Positive
     bf16: Positive
@@ -57,7 +57,7 @@ class ByPrecision(Section):
 
 
 class SavedRates(Section):
-    """A rate for each precision."""
+    """One rate for each precision of the computation, in bytes per second."""
 
     fp32: Rate
     bf16: Rate

@@ -25,7 +25,7 @@ class Document:
     notices: tuple[str, ...] = ()
 
     def origin(self, path: KeyPath) -> Origin:
-        """Return the place where the value at `path` was written, or would be if it is missing."""
+        """Return the place where the value at `path` is written, or where to write it if it is missing."""
         return self.origins.nearest(path)
 
     def get(self, path: KeyPath) -> Any:
@@ -43,7 +43,7 @@ class Document:
         return value
 
     def locate(self, root: KeyPath, location: KeyPath) -> KeyPath:
-        """Return the path in this document of a location that the schema reports.
+        """Return the path in this document that a location in an error of pydantic means.
 
         A location can contain items that are not in the document: branches of unions, positions in a list for
         which a single value was written, and names in another case. Items that match no key are skipped.
@@ -77,7 +77,7 @@ def _same(key: str | int, item: str | int) -> bool:
 
 
 def no_effect(origin: Origin, why: str) -> str:
-    """Return the notice for a key without effect."""
+    """Return the notice that the key at `origin` has no effect."""
     return f"{origin} has no effect: {why}"
 
 

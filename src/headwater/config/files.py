@@ -77,7 +77,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _in_short(names: Collection[str]) -> list[str]:
-    """Return the names, or only their folders if there are many."""
+    """Return the names. If they are many, return their folders instead."""
     if len(names) <= _FEW_NAMES:
         return list(names)
     return [f"{folder}/…" for folder in dict.fromkeys(name.partition("/")[0] for name in names)]

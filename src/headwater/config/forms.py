@@ -50,7 +50,7 @@ RUNCONFIG_KEYS: dict[str, KeyPath] = {
 
 IGNORED_OF_SCHEDULES = {"alpha": "end_learning_rate sets the rate at the end of the schedule"}
 _ELSEWHERE = ("checkpoint_path", "load_checkpoint_states")
-"""Further keys of `runconfig`, which become several keys, or part of a list."""
+"""Keys of `runconfig` that are converted by code, because no single key of the newer form replaces them."""
 
 OLDER_KEYS: dict[KeyPath, KeyPath] = {
     **{("trainer", "init", *path): ("runconfig", key) for key, path in RUNCONFIG_KEYS.items()},
@@ -141,7 +141,7 @@ def _unknown(document: Document, path: KeyPath, key: str, valid: tuple[str, ...]
 
 @dataclasses.dataclass
 class _Translation:
-    """The state of a translation: the document of the older form, and the translated part."""
+    """A translation in progress: the document of the older form, and the part that is translated so far."""
 
     source: Document
     result: Document
@@ -165,7 +165,7 @@ class _Translation:
         return self.result
 
     def _full_precision_unless_mixed(self) -> None:
-        """Disable mixed precision unless `mixed_precision` is set, which is the default of the older form."""
+        """Disable mixed precision if `mixed_precision` is not set, as is the default of the older form."""
         precision = self.result.get((*_INIT, *_PRECISION))
         if isinstance(precision, dict) and "enabled" not in precision:
             origin = self.source.origin((next(iter(self.source.tree)),))
@@ -181,11 +181,11 @@ class _Translation:
             )
 
     def _place(self, old: KeyPath, new: KeyPath) -> None:
-        """Copy the value at `old` to `new` below `trainer`, with its origins."""
+        """Copy the value at `old` to `new` below `trainer`, and record the lines in which it was written."""
         self.result = put(self.result, ("trainer", *new), self.source.get(old), self.source.origins.at(old))
 
     def _make(self, old: KeyPath, new: KeyPath, value: Any) -> None:
-        """Put `value` at `new` below `trainer`, with the origin of the key at `old`."""
+        """Put `value` at `new` below `trainer`, and record the line of the key `old` as its origin."""
         self.result = put(self.result, ("trainer", *new), value, self.source.origin(old))
 
     def _train_input(self) -> None:
@@ -240,7 +240,7 @@ class _Translation:
             self.result = put(self.result, ("trainer", *path), list(self.callbacks.values()), origins)
 
     def _scale_schedules(self) -> None:
-        """Wrap each schedule in a `ScalePerParamLR`, which is implicit in the older form."""
+        """Wrap each schedule in a `ScalePerParamLR`, which the older form does not write but implies."""
         path: KeyPath = ("init", "schedulers")
         for index, schedule in enumerate(self.result.get(("trainer", *path)) or []):
             place: KeyPath = ("trainer", *path, index)

@@ -51,7 +51,7 @@ def params_schema() -> JsonSchema:
 
 
 def _accept_second_names(tree: SchemaTree) -> None:
-    """Add the further names that `also` has recorded, and those of image encoders."""
+    """Make the schema accept the names that `also` has recorded, and the older name `image_model`."""
     for definition in list(tree.definitions.values()):
         properties = definition.get("properties", {})
         for key, node in properties.items():
@@ -68,7 +68,7 @@ def _second_names(note: JsonSchema, properties: Keys) -> Keys:
 
 
 def _accept_second_places(tree: SchemaTree) -> None:
-    """Add the alternative paths of keys in the newer form (`MOVES`)."""
+    """Make the schema accept the alternative paths of keys in the newer form (`MOVES`)."""
     of_model = {}
     for second, first in MOVES.items():
         if second[:-1] == _MODEL:
@@ -80,7 +80,7 @@ def _accept_second_places(tree: SchemaTree) -> None:
 
 
 class _Generator(GenerateJsonSchema):
-    """A schema generator that adds descriptions from docstrings, and selects branches of unions by name."""
+    """A schema generator that adds descriptions from docstrings, and knows a union's branch by its name."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
         section = schema["cls"]

@@ -35,7 +35,7 @@ def older_sections(tree: SchemaTree) -> dict[str, JsonSchema]:
 
 
 def _moved(tree: SchemaTree, keys: dict[str, KeyPath]) -> dict[str, JsonSchema]:
-    """Return the schema of each key, which is that of its new path below `trainer.init`."""
+    """Return key -> schema of the path below `trainer.init` that replaces this key in the newer form."""
     return {key: tree.at((*_INIT, *path)) for key, path in keys.items()}
 
 
@@ -80,7 +80,7 @@ def _schedule(tree: SchemaTree) -> JsonSchema:
 
 
 def _of_all(tree: SchemaTree, kinds: Iterable[JsonSchema]) -> dict[str, JsonSchema]:
-    """Return the union of the keys of several kinds of a section. A key accepts the values of all kinds."""
+    """Return key -> schema for the keys of all `kinds` of a section. A key accepts the values of any kind."""
     found: dict[str, list[JsonSchema]] = {}
     for kind in kinds:
         for key, node in tree.resolve(kind)["properties"].items():
@@ -99,7 +99,7 @@ def _section(keys: Keys, rules: Rules | None = None) -> JsonSchema:
 
 
 def _with_rules(tree: SchemaTree, path: KeyPath, rules: Rules, keys: Keys | None = None) -> JsonSchema:
-    """Return the schema of a section of the older form.
+    """Return the schema of a section of the older form, which also accepts the keys of older releases.
 
     Args:
         tree: the schema of the newer form.
@@ -115,7 +115,7 @@ def _by_rules(rules: Rules, known: Keys) -> dict[str, JsonSchema]:
 
 
 def _by_rule(rule: Rule, known: Keys, usual: JsonSchema | None) -> JsonSchema:
-    """Return the schema of a key of older releases.
+    """Return the schema of the values that a key had in older releases.
 
     Args:
         rule: the rule that translates the key.

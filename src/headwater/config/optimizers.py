@@ -344,7 +344,7 @@ class SequentialConfig(Section):
     @model_validator(mode="after")
     def _milestones_follow(self) -> Self:
         if any(entry.schedule.total_iters is None for entry in self.schedulers[:-1]):
-            raise ValueError("every schedule but the last needs total_iters")
+            raise ValueError("a schedule in a sequence lacks total_iters, which only the last one may omit")
         if self.milestones not in (None, self.switches):
             found, expected = list(self.milestones or ()), list(self.switches)
             raise ValueError(f"expected milestones {expected}, the sums of total_iters, found {found}")

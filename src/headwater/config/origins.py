@@ -26,7 +26,7 @@ class Origin:
     line: int | None = None
 
     def below(self, rest: KeyPath) -> Origin:
-        """Return the origin of a key below this one."""
+        """Return the origin of the value at `rest`, a path below the key of this origin."""
         return dataclasses.replace(self, key=self.key + rest) if rest else self
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Origins:
-    """The origins of a value and of the values in it, a tree parallel to the values.
+    """The origins of a value and of all values inside it, as a tree of the same shape.
 
     Attributes:
         here: origin of the value itself; `None` if it is not recorded.
@@ -47,7 +47,7 @@ class Origins:
     inside: Mapping[str | int, Origins] = dataclasses.field(default_factory=dict)
 
     def at(self, path: KeyPath) -> Origins:
-        """Return the origins of the value at `path` and of the values in it."""
+        """Return the origins of the value at `path` and of all values inside that value."""
         found = self
         for key in path:
             if key not in found.inside:
@@ -68,7 +68,7 @@ class Origins:
         return best
 
     def replaced(self, key: str | int, origins: Origins) -> Origins:
-        """Return a copy with other origins for the value at `key`."""
+        """Return a copy in which the value at `key` has the given origins."""
         return Origins(self.here, {**self.inside, key: origins})
 
     def without(self, key: str | int) -> Origins:

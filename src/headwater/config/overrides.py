@@ -42,17 +42,17 @@ SHORT_NAMES: dict[str, tuple[str, ...]] = {
     "job_priority": ("trainer.init.backend.cluster_config.job_priority",),
     "checkpoint_path": ("trainer.fit.ckpt_path", "trainer.validate.ckpt_path"),
 }
-"""Flags with the paths of their keys. If a flag has several keys, those are set whose section exists."""
+"""Flag -> paths of the keys that it sets. Of several keys, only those in an existing section are set."""
 
 SOURCE = "command line"
 RATES = ("learning_rate", "lr")
 _LENGTH_KEYS = ("max_steps", "num_steps", "num_epochs")
 _LOOPS: tuple[KeyPath, ...] = (("trainer", "init", "loop"), ("runconfig",))
-"""Sections with the length of a run."""
+"""Paths of the sections that can contain the length of a run, in the newer and the older form."""
 
 
 def parse_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by flag.
+    """Parse values on the command line; return name or path of the key -> value.
 
     Args:
         overrides: strings `--key=value` (the dashes are optional), or a mapping.
@@ -102,7 +102,7 @@ def apply_overrides(document: Document, overrides: Mapping[str, Any], sections: 
 
 
 def _with_notice_of_other_data(document: Document) -> Document:
-    """Return `document` with a notice of the validation data, which `--data_dir` does not set."""
+    """Add a notice if the params name validation data, since `--data_dir` does not change these."""
     others = []
     for section in ("fit", "validate"):
         path: KeyPath = ("trainer", section, "val_dataloader", "data_dir")
@@ -118,7 +118,7 @@ def _with_notice_of_other_data(document: Document) -> Document:
 
 
 def without_replaced_lengths(document: Document, path: KeyPath) -> Document:
-    """Return `document` without the file's run lengths if `path`, set on the command line, is one."""
+    """If the command line sets the length of the run at `path`, remove the lengths that the file sets."""
     if path[-1] not in _LENGTH_KEYS or path[:-1] not in _LOOPS:
         return document
     # The run ends at the first limit: a limit of the file could end it before the one that the user asks for.

@@ -63,7 +63,7 @@ def config_error(error: ValidationError, document: Document, root: KeyPath) -> C
 
 
 def _path(details: ErrorDetails, document: Document, root: KeyPath) -> KeyPath:
-    """Return the path of the wrong value in the document, or of the missing key."""
+    """Return the path of the key that an error is about: its value is wrong, or it is missing."""
     path = document.locate(root, details["loc"])
     if details["type"] == "unknown_key":
         return (*path, details["ctx"]["key"])
@@ -109,7 +109,7 @@ def _explain(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
 
 
 def _keys_named(details: ErrorDetails) -> list[str]:
-    """Return the keys of a section that occur in the message about it, in the order of the message."""
+    """Return the keys of a section that occur in an error message about this section, in that order."""
     words = re.findall(r"[A-Za-z_]\w*", str(details["ctx"]["error"]))
     section = details["input"]
     return [word for word in dict.fromkeys(words) if isinstance(section, dict) and word in section]
@@ -174,7 +174,7 @@ def _expected(details: ErrorDetails) -> str:
 
 
 _NO_TAG = ("union_tag_invalid", "union_tag_not_found")
-"""pydantic's names of the problem that no branch of a union matches the key that selects the branch."""
+"""pydantic's names of the problem that the key which selects a branch of a union is missing or wrong."""
 
 
 def _discriminator(details: ErrorDetails) -> str:

@@ -101,7 +101,9 @@ class SetupConfig(Section):
             None
         }
         if len(counts) > 1:
-            raise ValueError("checkpoint keep_n and the callbacks' KeepNCheckpoints have different numbers")
+            raise ValueError(
+                "keep_n of checkpoint and n of KeepNCheckpoints in callbacks differ; write one of them"
+            )
         return self
 
     @property
@@ -110,7 +112,7 @@ class SetupConfig(Section):
 
     @property
     def schedule(self) -> Schedule:
-        """The learning rate by step: for all parameters, or for those of the first schedule with tags."""
+        """The schedule of the learning rate for all parameters; if every schedule has tags, the first one."""
         rates = sorted(self._rates, key=lambda entry: bool(entry.tags))
         if rates:
             return rates[0].build()
@@ -136,7 +138,7 @@ class SetupConfig(Section):
 
     @property
     def checkpoint_states(self) -> tuple[str, ...]:
-        """Parts to load from the checkpoint with which the run starts, such as `("all",)` or `("model",)`."""
+        """The states that the run loads from the checkpoint with which it starts, such as `("model",)`."""
         states = (entry.load_checkpoint_states for entry in self._callbacks("LoadCheckpointStates"))
         return next(states, ("all",))
 
@@ -227,7 +229,7 @@ def read_run(
 
 
 def _without_training(document: Document) -> Document:
-    """Add placeholder sections `optimizer` and `loop` if the document has no `fit` and none of them."""
+    """Add the sections `optimizer` and `loop`, with unused values, if a document describes no training."""
     init: KeyPath = ("trainer", "init")
     trainer, section = document.get(init[:1]), document.get(init)
     if not isinstance(trainer, dict) or not isinstance(section, dict):

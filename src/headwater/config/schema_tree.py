@@ -10,7 +10,7 @@ from headwater.config.base import JsonSchema
 from headwater.config.origins import KeyPath
 
 Keys = Mapping[str, JsonSchema]
-"""Schemas of keys."""
+"""Name of a key -> JSON Schema of its values."""
 Extra = Callable[[Keys], Keys]
 
 _REFERENCE = "#/$defs/"
@@ -34,7 +34,7 @@ class SchemaTree:
     definitions: dict[str, JsonSchema]
 
     def resolve(self, node: JsonSchema) -> JsonSchema:
-        """Follow `$ref` and `anyOf` to a schema of a mapping, and return it."""
+        """Follow `$ref` and `anyOf` from `node` to the schema of a mapping; return that schema."""
         if "$ref" in node:
             return self.resolve(self.definitions[node["$ref"].removeprefix(_REFERENCE)])
         if "anyOf" in node and "properties" not in node:

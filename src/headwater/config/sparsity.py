@@ -16,13 +16,13 @@ class _ScheduleSection(Section):
     kind: ClassVar[Any]
 
     def build(self) -> schedules.Value:
-        """Return the number as a function of the step."""
+        """Return the schedule: a function that returns the number for a step."""
         value: schedules.Value = self.kind(**self.model_dump(exclude={"type"}))
         return value
 
 
 class ConstantConfig(_ScheduleSection):
-    """The same number at each step."""
+    """A schedule with the same number at each step."""
 
     type: Literal["constant"]
     value: float
@@ -94,11 +94,11 @@ ByStep = Annotated[
     Field(discriminator="type"),
     Reads(_number, lambda schema: {"anyOf": [{"type": "number"}, schema]}),
 ]
-"""A number, or a schedule of a number."""
+"""A number, or a schedule that gives a number for each step."""
 
 
 class CadenceConfig(Section):
-    """The multiples of `freq` from step `start` (inclusive) to `stop` (exclusive)."""
+    """The steps at which masks change: multiples of `freq` from `start` to `stop`, without `stop` itself."""
 
     freq: int = Field(ge=1)
     start: int = Field(default=0, ge=0)

@@ -23,7 +23,7 @@ PRECISIONS: Mapping[PrecisionName, Mapping[str, Any]] = {
 }
 """Section `precision` by the name of a precision."""
 _LARGEST_RATE = {True: 2e-5, False: 3e-4}
-"""Learning rate of a model of the transformers library, by whether it has pretrained weights."""
+"""Learning rate for a model of the transformers library: True if it has pretrained weights, else False."""
 HF_DATA = {"causal_lm": "GptHDF5DataProcessor", "masked_lm": "BertHDF5DataProcessor"}
 """Data processor of a model of the transformers library, by its task."""
 
@@ -124,7 +124,7 @@ def schema_line(schema: Path) -> str:
 
 
 def moved_folders(run: RunConfig, data: Path) -> dict[str, dict[str, Any]]:
-    """Return the path keys of a shipped run's data loaders, with all paths moved to the folder `data`.
+    """Return the keys of a shipped run's data loaders that hold a path, with paths in the folder `data`.
 
     Paths keep their place relative to the common folder of the shipped run's data. Without a folder `train`
     in `data`, `data` itself is the training data, and the run has no validation data.

@@ -26,7 +26,7 @@ def check_ascending(section: Section, *keys: str) -> None:
 
 
 class SizedTransform(Section):
-    """A transform with a size.
+    """The keys of a transform that has a size.
 
     Attributes:
         size: height and width, or one number for both.

@@ -39,7 +39,7 @@ _READ_HERE = {
     "train_input": ("micro_batch_size",),
     "eval_input": (),
 }
-"""Sections for the user's functions, with the keys in them that Headwater also reads."""
+"""Sections that the user's functions read -> the keys in these sections that Headwater reads too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +110,13 @@ def _check_sections(document: Document, source: Path) -> None:
 
 
 def _older_key(flag: str) -> KeyPath:
-    """Return the path that a flag sets, in the older form if it has one there."""
+    """Return the path of the key that a flag sets: in the older form, or else in the newer form."""
     key = tuple((SHORT_NAMES[flag][0] if flag in SHORT_NAMES else flag).split("."))
     return OLDER_KEYS.get(key, key)
 
 
 def _settings(document: Document) -> Document:
-    """Return the params in the newer form, without the keys that only the user's functions read."""
+    """Return the params that Headwater reads, in the newer form. Other keys are for the user's functions."""
     tree = {name: section for name, section in document.tree.items() if name not in _READ_HERE}
     for name, keys in _READ_HERE.items():
         section = document.tree.get(name) or {}

@@ -94,7 +94,7 @@ def first_given(value: Value | None, default: Value) -> Value:
 
 
 def growth(size: float, base: float | None) -> float:
-    """Return a size relative to its muP base (arXiv:2203.03466); 1 without muP."""
+    """Return `size / base`, the growth from the muP base (arXiv:2203.03466); 1 if `base` is not given."""
     return size / (base or size)
 
 

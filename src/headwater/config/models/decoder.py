@@ -376,7 +376,7 @@ class DecoderConfig(Section):
 
     @property
     def residual_dropout(self) -> float:
-        """Dropout rate of the output of each part of a block."""
+        """Dropout rate of the outputs of attention and of the feed-forward part."""
         return first_given(self.residual_dropout_rate, self.dropout_rate)
 
     @property
@@ -406,5 +406,5 @@ class DecoderConfig(Section):
 
     @property
     def matrix_init(self) -> InitializerConfig:
-        """Initializer of matrices for which there is no other one, before muP."""
+        """Initializer of the matrices that have no key for an initializer, before muP scales it."""
         return self.initializer or InitializerConfig(name="truncated_normal", std=self.initializer_range)

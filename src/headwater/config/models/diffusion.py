@@ -159,7 +159,9 @@ class DiTConfig(Section):
     def _sizes_divide(self) -> Self:
         check_heads(self.hidden_size, self.num_heads)
         if self.position_embedding_type == "fixed" and self.hidden_size % 4:
-            raise ValueError(f"hidden_size ({self.hidden_size}) is not a multiple of 4, for fixed positions")
+            raise ValueError(
+                f"fixed positions need hidden_size to be a multiple of 4, found {self.hidden_size}"
+            )
         sizes = (*self.vae.latent_size, *self.patch_size)
         if min(sizes) < 1 or any(
             size % patch for size, patch in zip(self.vae.latent_size, self.patch_size, strict=True)

@@ -77,7 +77,7 @@ class HuggingFaceConfig(Section):
         if found is None:
             what = f"a {named[0]}" if named else "a model of no named class"
             raise ConfigError(
-                f"{self.hf / CONFIG_FILE} describes {what}, which has no known task",
+                f"{self.hf / CONFIG_FILE} describes {what}, from which the task cannot be determined",
                 where="trainer.init.model.task",
                 remedy=f"write one of {', '.join(get_args(Task))}",
             )
@@ -103,12 +103,12 @@ class HuggingFaceConfig(Section):
 
     @property
     def example_length(self) -> int:
-        """Tokens of a sample in a plan without data."""
+        """Number of tokens of a sample, for a plan that is made before there is data."""
         return self.sequence_length or self._positions or _USUAL_LENGTH
 
     @property
     def _positions(self) -> int | None:
-        """The model's number of positions, or `None` if it is not limited."""
+        """The maximum number of tokens of a sample, or `None` if the model has no limit."""
         config = self._text
         names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
         found = (getattr(config, name, None) for name in names)
@@ -145,7 +145,7 @@ class HuggingFaceConfig(Section):
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width of images in a plan without data."""
+        """Height and width of images, for a plan that is made before there is data."""
         size = getattr(self.architecture, "image_size", None) or _USUAL_IMAGE_SIZE
         return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 

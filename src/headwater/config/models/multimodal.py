@@ -84,7 +84,7 @@ class ImageModelConfig(ImageEncoderSection):
 
 
 class Tower(NamedTuple):
-    """An image encoder with the projection of its features.
+    """An image encoder and, if its features are projected, the projection.
 
     Attributes:
         encoder: the encoder.
@@ -103,7 +103,7 @@ class Tower(NamedTuple):
 
 
 def _decoder(section: Any) -> Any:
-    """Rename keys and models: from a headless language model in public files to a `Decoder` section."""
+    """Return the section of a headless language model with the keys and the name of a `Decoder` section."""
     if not isinstance(section, dict):
         return section
     section = {_DECODER_KEYS.get(key, key): value for key, value in section.items()}
@@ -146,11 +146,11 @@ class MultimodalSection(Section):
     @property
     @abstractmethod
     def features(self) -> FeatureMode:
-        """The hidden states that are used as features."""
+        """The kind of hidden states of an image encoder that are used as features."""
 
     @property
     def decoder(self) -> DecoderConfig:
-        """The language model with the loss of this section."""
+        """The settings of the language model, with the settings of the loss from this section."""
         loss = {"loss_scaling": self.loss_scaling, "loss_weight": self.loss_weight}
         return self.text_model.model_copy(update=loss)
 
@@ -201,11 +201,11 @@ class MultimodalSection(Section):
 def _check_loss_keys(text_model: DecoderConfig) -> None:
     given = text_model.model_fields_set & {"loss_scaling", "loss_weight"}
     if given:
-        raise ValueError(f"{min(given)} must be a key of the model, not of text_model")
+        raise ValueError(f"{min(given)} must be written in the section model, not in text_model")
 
 
 def _joined_width(towers: Sequence[Tower]) -> int:
-    """Return the width of the features, which must be the same for all encoders."""
+    """Return the width of the features of all encoders. Raise if the encoders' widths differ."""
     for tower in towers:
         if tower.projection is not None:
             _fits(

@@ -18,7 +18,7 @@ _OUTPUT = re.compile(r"(image_model_trunks|heads)\.output\((\d+), *(\d+), *(\d+)
 _MODEL = re.compile(r"(image_model_trunks|heads)\.model\((\d+)\)")
 
 Source = tuple[str] | tuple[str, int, int, int]
-"""A tensor of the batch, by name; or an output: name of the part, numbers of model, call and output."""
+"""A tensor of the batch: its name. Or an output: name of a part, and numbers of model, call and output."""
 
 
 def source_of(reference: str) -> Source:
@@ -42,7 +42,7 @@ Calls = Annotated[tuple[Call, ...], Field(min_length=1), AsTuple]
 
 
 class CalledSection(Section):
-    """A module with the arguments of its calls.
+    """A module, and the arguments with which it is called.
 
     Attributes:
         forward_args: the arguments of each call.
@@ -54,7 +54,7 @@ class CalledSection(Section):
 
 
 class InterpolationConfig(Section):
-    """The interpolation of position embeddings for views of another size than the model's images.
+    """The interpolation of position embeddings for a view whose size is not that of the model's images.
 
     Attributes:
         antialias: use antialiasing when the number of positions decreases.
@@ -113,7 +113,7 @@ class ViewEncoderConfig(ImageEncoderSection):
 
 
 class TrunkConfig(CalledSection):
-    """A vision transformer. The arguments of a call are the views, null, and the masks of patches."""
+    """A vision transformer. The three arguments of a call: the views, null, and the masks of patches."""
 
     image_model: ViewEncoderConfig
 
@@ -202,7 +202,7 @@ class CopyConfig(Section):
 
     @property
     def prefixes(self) -> tuple[str, str]:
-        """Prefixes of the parameter names of both models."""
+        """Prefixes of the names of the parameters: those of the source, and those of the target."""
         first, second = (_MODEL.fullmatch(each) for each in (self.source, self.target))
         assert first is not None and second is not None, "the fields have this pattern"
         return f"{first[1]}.model.{first[2]}.", f"{second[1]}.model.{second[2]}."
@@ -265,7 +265,7 @@ class DinoConfig(Section):
                 name, model, call, output = source
                 calls = done[name]
                 if model >= len(calls) or call >= calls[model] or output >= outputs[name]:
-                    raise ValueError(f"{part} uses {reference} before it is computed, or it does not exist")
+                    raise ValueError(f"{part} uses {reference}, which no earlier call computes")
             if part in done:
                 done[part].append(len(called.forward_args))
         return self
@@ -278,7 +278,10 @@ class DinoConfig(Section):
             for prefix in pair.prefixes:
                 part, _, number, _ = prefix.split(".")
                 if int(number) >= len(models[part]):
-                    raise ValueError(f"{part}.model({number}) does not exist")
+                    count = len(models[part])
+                    raise ValueError(
+                        f"{part}.model({number}) does not exist: expected a number below {count}"
+                    )
                 sections.append((part, models[part][int(number)]))
             if sections[0][0] != sections[1][0]:
                 raise ValueError(f"expected {pair.source} and {pair.target} to have the same settings")

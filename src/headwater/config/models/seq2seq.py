@@ -239,7 +239,7 @@ class Seq2SeqConfig(Section):
 
     @property
     def head_ratio(self) -> float:
-        """`d_kv` relative to the muP base; 1 if heads do not grow."""
+        """`d_kv` relative to the muP base `mup_base_d_kv`; 1 if that is not set."""
         return growth(self.d_kv, self.mup_base_d_kv)
 
     @property
@@ -249,7 +249,7 @@ class Seq2SeqConfig(Section):
 
     @property
     def logits_scale(self) -> float:
-        """Factor on the logits. Without muP it is 1, or smaller if the logits share the embedding."""
+        """Factor on the logits. Without muP: 1/√d_model if head and embedding share weights, otherwise 1."""
         if self.is_mup:
             ratio = self.width_ratio
             return self.output_logits_alpha / (ratio if self.scale_output_logits_by_d else math.sqrt(ratio))

@@ -157,7 +157,7 @@ class ViTConfig(ImageEncoderSection):
     def _first_token_is_there(self) -> Self:
         for key in ("use_encoder_pooler_layer", "use_dinov2_classifier"):
             if getattr(self, key) and not self.prepend_cls_token:
-                raise ValueError(f"{key} needs prepend_cls_token")
+                raise ValueError(f"{key} needs prepend_cls_token: true")
         if self.use_encoder_pooler_layer and self.use_dinov2_classifier:
             raise ValueError("use_encoder_pooler_layer and use_dinov2_classifier cannot be used together")
         return self
@@ -216,5 +216,5 @@ class UNetConfig(Section):
 
     @property
     def stride(self) -> int:
-        """The height and width of an image must be multiples of this number."""
+        """Divisor that the height and the width of an image must have: 2 for each halving in the encoder."""
         return int(2 ** (len(self.encoder_filters) - 1))

@@ -62,7 +62,7 @@ def update_model(document: Document) -> Document:
 
 
 def _unet(document: Document) -> Document:
-    """Convert lists of convolutions to their number, and move sizes from the data to the model."""
+    """Convert lists of convolutions to their length, and move image size and classes to the model."""
     document = _count_convolutions(document)
     filters, widths = document.get(("model", "decoder_filters")), document.get(("model", "encoder_filters"))
     if filters is not None:
@@ -118,7 +118,7 @@ def _digits(document: Document) -> Document:
 
 
 def _retrieval(document: Document) -> Document:
-    """Convert `scale_similarity` to a temperature, and move the precision from the encoders to the model."""
+    """Convert `scale_similarity` to `softmax_temperature`, and the encoders' keys to the newest release."""
     for tower in ("q_encoder", "ctx_encoder"):
         document = apply_rules(document, ("model", tower), _TOWER)
     key: KeyPath = ("model", "scale_similarity")

@@ -13,7 +13,7 @@ from headwater.core.errors import ConfigError
 
 
 class Rule(abc.ABC):
-    """The conversion of a key of an older release."""
+    """A rule by which a key of an older release is converted."""
 
     @abc.abstractmethod
     def apply(self, document: Document, path: KeyPath) -> Document:
@@ -26,7 +26,7 @@ Rules = Mapping[str, Rule]
 @final
 @dataclasses.dataclass(frozen=True)
 class Renamed(Rule):
-    """A key that has another name now, in the same section or in another one.
+    """A rule for a key that has another name now, in the same section or in another one.
 
     Attributes:
         name: the new key of the same section, or a path from the top of the file.
@@ -43,7 +43,7 @@ class Renamed(Rule):
 @final
 @dataclasses.dataclass(frozen=True)
 class Ignored(Rule):
-    """A key that has no effect.
+    """A rule for a key that has no effect.
 
     Attributes:
         why: the reason, a clause for the notice.
@@ -62,7 +62,7 @@ class Ignored(Rule):
 @final
 @dataclasses.dataclass(frozen=True)
 class IgnoredWhere(Rule):
-    """A key that has no effect with some values, and is kept unchanged with all others.
+    """A rule for a key that has no effect if it has certain values. With other values it stays unchanged.
 
     Attributes:
         reasons: for each value without effect, the reason, a clause for the notice.
@@ -80,7 +80,7 @@ class IgnoredWhere(Rule):
 @final
 @dataclasses.dataclass(frozen=True)
 class Replaced(Rule):
-    """A key whose values each correspond to another key with a value, or to the default.
+    """A rule for a key that is replaced. Each of its values means a value of another key, or the default.
 
     Attributes:
         meanings: new key and value, by old value; `None` if the old value is the default.
