@@ -35,7 +35,7 @@ DAMAGE = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError,
 _REMEDY = "copy the file again, or prepare the data again (headwater data)"
 
 _STEP = 0x9E3779B97F4A7C15
-"""Odd number by which the checksums of equal samples at neighbouring indices differ."""
+"""Odd number, added to a checksum once per index, so that equal samples have different checksums."""
 
 
 def sample_checksums(name: str, indices: Sequence[int], values: npt.NDArray[Any]) -> Checksums:
@@ -95,7 +95,7 @@ def _head(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.uint64:
 
 
 def write_checksums(file: h5py.File, checksums: Mapping[str, Checksums]) -> None:
-    """Write the checksums of all samples, by name of dataset, into an open file."""
+    """Write the checksums of all samples into an open file; `checksums` has them by name of the dataset."""
     file.attrs[MARK] = _KIND
     for name, values in checksums.items():
         for start in range(0, len(values), _BLOCK):
@@ -103,7 +103,7 @@ def write_checksums(file: h5py.File, checksums: Mapping[str, Checksums]) -> None
 
 
 class CheckedSamples:
-    """Samples of an open HDF5 file, compared with their checksums when they are read.
+    """Reader of the samples of an open HDF5 file that compares each with its checksum.
 
     Args:
         file: the open file; the caller closes it.
@@ -116,7 +116,7 @@ class CheckedSamples:
         self._known: dict[str, tuple[h5py.Dataset, Checksums | None]] = {}
 
     def check(self, name: str) -> None:
-        """Check that a dataset can be opened and has one checksum per sample.
+        """Raise if a dataset cannot be opened, or does not have one checksum per sample.
 
         Raises:
             DataError: if it cannot be opened, or the numbers of samples and checksums differ.

@@ -105,7 +105,7 @@ def _stacked(samples: Sequence[Mapping[str, Any]]) -> Fields:
 
 
 def _as_rows(batch: Mapping[str, Any]) -> Fields:
-    """Return a batch as arrays by name; samples for a decoder as the single field `data`."""
+    """Return a batch as arrays by name. The fields of a decoder, if there, are stacked in one: `data`."""
     fields = {name: np.asarray(values) for name, values in batch.items()}
     channels = next((c for c in (CHANNELS, SPAN_CHANNELS) if set(fields) == set(c)), None)
     if set(fields) <= set(CHANNELS) and "input_ids" in fields:
@@ -134,7 +134,7 @@ def _next_tokens(fields: Fields) -> Fields:
 
 
 def _parts(batches: Iterable[Fields], size: int) -> Iterator[Fields]:
-    """Yield the same samples in batches of `size`; the last batch may be smaller."""
+    """Yield the samples of `batches` in batches of `size`; the last batch may be smaller."""
     held: Fields = {}
     for batch in batches:
         if held and set(held) != set(batch):

@@ -126,7 +126,7 @@ def cut_pieces(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _cut_point(text: str) -> int:
-    """Return the last gap between two words in the first `PIECE_CHARS` characters, or else `PIECE_CHARS`."""
+    """Return where to cut a text: at the last gap between words within `PIECE_CHARS`, or after that many."""
     for start in (PIECE_CHARS - 4096, 1):
         cuts = [match.start() for match in _CUT.finditer(text, start, PIECE_CHARS)]
         if cuts:

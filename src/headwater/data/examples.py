@@ -68,7 +68,7 @@ class MakeExamples:
 
     @functools.cached_property
     def context(self) -> Context:
-        """The context that the mode works with; created once per worker process."""
+        """Settings, tokenizer and counters for the mode; created once per worker process."""
         tokenizer = Tokenizer.from_str(self.tokenizer_json)
         return Context(tokenizer, self.end, self.pad, self.length, self.options, self.seed)
 
@@ -126,7 +126,7 @@ class Places:
         return len(self.ends)
 
     def take(self, samples: Indices) -> Places:
-        """Return the places of the given samples, in this order."""
+        """Return the places of the examples of `samples`, sample by sample."""
         begins = np.concatenate([[0], self.ends[:-1]])
         members = [np.arange(begins[sample], self.ends[sample]) for sample in samples]
         chosen = np.concatenate(members) if members else np.empty(0, dtype=np.int64)

@@ -40,7 +40,7 @@ class Progress:
 
 
 class Corpus:
-    """Files with the values and lengths of all examples, extended task by task.
+    """Two files, to which each task appends the values and the lengths of its examples.
 
     Opening existing files truncates them to the state of the last journal.
 

@@ -20,7 +20,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class LoaderState(TypedDict):
-    """Position in the data. All keys but `samples_consumed` identify the data and their order."""
+    """Position in the data: `samples_consumed`. The other keys identify the data and their order."""
 
     samples_consumed: int
     num_samples: int
@@ -100,7 +100,7 @@ class BatchLoader:
             yield batch
 
     def _start(self) -> Iterator[Any]:
-        """Start the workers."""
+        """Start the worker processes; return the iterator over their batches."""
         with safe_path():
             return iter(self._loader)
 
@@ -144,7 +144,7 @@ class BatchLoader:
 
 
 class _LocalBatches(Sampler[list[int]]):
-    """Sampler that yields the draws of each of this rank's batches, beginning at position `start`."""
+    """Sampler that yields, batch by batch, the draws that this rank reads, beginning at position `start`."""
 
     def __init__(self, order: SampleOrder) -> None:
         self.order = order

@@ -52,7 +52,7 @@ class Mixture:
         return int(self._counts.sum())
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         numbers, inside = self.find(np.asarray(draws, dtype=np.int64))
         rows: dict[int, dict[str, torch.Tensor]] = {}
         for number in np.unique(numbers):
@@ -65,7 +65,7 @@ class Mixture:
         return {name: torch.stack([rows[place][name] for place in range(len(draws))]) for name in rows[0]}
 
     def check(self) -> None:
-        """Check that every source has samples in a pass, and that all samples have the same fields.
+        """Raise if a source has no sample in a pass, or samples of different sources have different fields.
 
         Raises:
             DataError: if a source would never be read, or lacks a field that another source has.
@@ -100,9 +100,9 @@ class Mixture:
 
     @functools.cached_property
     def _turns(self) -> npt.NDArray[np.int64]:
-        """The order of the samples of a pass. The samples of each source are spread evenly over the pass.
+        """Sample numbers in the order of a pass, in which the samples of each source are spread evenly.
 
-        Samples are numbered source after source.
+        Sample numbers count through the first source, then the second, and so on.
         """
         spread = [(np.arange(count) + 0.5) / count for count in self._counts if count]
         return np.argsort(np.concatenate(spread), kind="stable")

@@ -25,7 +25,7 @@ def permutation(count: int, seed: int) -> Indices:
 
 
 def random_generator(seed: int, *keys: int | str) -> np.random.Generator:
-    """Return a generator whose numbers depend only on the seed and the keys, such as a purpose and a draw."""
+    """Return a random generator that depends only on the seed and the keys, such as a purpose and a draw."""
     return np.random.Generator(np.random.Philox(key=derive_seed(seed, *keys)))
 
 
@@ -36,7 +36,7 @@ def _epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
 @dataclasses.dataclass(frozen=True)
 class SampleOrder:
-    """The order that decides which samples each batch of each rank holds.
+    """The order in which samples are read: it decides which of them each batch of each rank holds.
 
     All epochs form one stream of positions. Global batch k covers the positions
     [k * batch_size, (k + 1) * batch_size) and may span two epochs, so that no sample is ever skipped.
@@ -84,7 +84,7 @@ class SampleOrder:
         return self.num_samples - (self.num_samples % self.batch_size if self.drop_last else 0)
 
     def next_position(self, position: int) -> int | None:
-        """Return the end of the batch that begins at `position`, or `None` if no batch begins there."""
+        """Return the end of the batch that begins at `position`; `None` after the last batch."""
         if self.end is None:
             return position + self.batch_size
         return min(position + self.batch_size, self.end) if position < self.end else None
@@ -105,7 +105,7 @@ class SampleOrder:
         return draws
 
     def local_draws(self, start: int, stop: int) -> Indices:
-        """Return this rank's draws of the global batch [start, stop); ranks differ by at most one sample."""
+        """Return this rank's slice of the draws of the global batch [start, stop); slices are about equal."""
         count = stop - start
         first, last = (count * rank // self.world_size for rank in (self.rank, self.rank + 1))
         return self.draws(start + first, start + last)

@@ -29,7 +29,7 @@ from headwater.data.words import TextEncoder
 Item = TypeVar("Item")
 
 _TASK_CHARS = 1 << 20
-"""Minimum size of a task, in characters or bytes."""
+"""Characters or bytes at which a task is complete."""
 
 
 def numbered_tasks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[tuple[int, list[Item]]]:
@@ -150,7 +150,7 @@ def pack(sizes: Indices, capacity: int) -> tuple[Indices, Indices]:
 
 
 def arrange(lengths: Tokens, capacity: int, packing: Packing | None) -> tuple[Places, int]:
-    """Choose the examples of each sample.
+    """Choose which examples each sample holds: several with packing, otherwise one.
 
     Args:
         lengths: lengths of the rows of each example, in the order of the file of values,

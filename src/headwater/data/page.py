@@ -160,7 +160,7 @@ def _fields(sample: dict[str, npt.NDArray[np.int32]], tokenizer: Tokenizer) -> l
 
 
 def _answers(sample: dict[str, npt.NDArray[np.int32]], prefix: str) -> dict[int, int]:
-    """Return the labels that count in the loss, by position."""
+    """Return position -> label, for the labels that count in the loss."""
     if f"{prefix}labels" in sample:
         labels = sample[f"{prefix}labels"]
         return {int(place): int(labels[place]) for place in np.flatnonzero(labels >= 0)}
@@ -200,7 +200,7 @@ def _token(
 
 
 def _word(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of a token; for a token that is part of a character, its name in the tokenizer."""
+    """Return the text of a token. A token that is only a part of a character has its tokenizer name."""
     word = str(tokenizer.decode([token], skip_special_tokens=False))
     if isinstance(tokenizer.model, models.WordPiece):
         return _apart(word)

@@ -84,7 +84,7 @@ def prepare(
 
 
 def _key(settings: PrepareSettings, files: Sequence[Path]) -> str:
-    """Return a key of this preparation; it changes with the settings and with any changed input."""
+    """Return a text that identifies this preparation: it differs for other settings or changed inputs."""
     sources = [*files, *([settings.tokenizer] if isinstance(settings.tokenizer, Path) else [])]
     stats = [path.stat() if path.exists() else None for path in sources]
     marks = [
@@ -109,7 +109,7 @@ class _Written:
 
 @dataclasses.dataclass(frozen=True)
 class _Preparation:
-    """A preparation in progress, in a staged folder."""
+    """A preparation that writes to a temporary folder, which is renamed when it is complete."""
 
     settings: PrepareSettings
     mode: Mode
@@ -158,7 +158,7 @@ class _Preparation:
     def _first_pass(
         self, work: Callable[[tuple[int, Sequence[Any]]], Block], corpus: Corpus, bad: BadRecords
     ) -> None:
-        """Add the blocks that `work` makes of all inputs to the corpus; skip tasks that it already holds."""
+        """Call `work` on each task of the inputs and add the result to `corpus`; skip tasks that it holds."""
         done = corpus.progress.tasks
         tasks = (task for task in self.inputs.tasks(bad) if task[0] >= done)
         for block in ordered_map(work, tasks, self.output.num_workers):

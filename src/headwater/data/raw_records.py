@@ -54,7 +54,7 @@ class Record:
 
 @dataclasses.dataclass
 class BadRecords:
-    """Policy for records that cannot be used, and their number.
+    """Decides if records that cannot be used are skipped, and counts them.
 
     Attributes:
         skip: leave them out and count them; otherwise the first is an error.
@@ -65,7 +65,7 @@ class BadRecords:
     count: int = 0
 
     def add(self, error: DataError) -> None:
-        """Count a record that cannot be used.
+        """Count a record that cannot be used, or raise `error` if such records are not skipped.
 
         Args:
             error: the reason.
@@ -79,7 +79,7 @@ class BadRecords:
 
 
 def read_records(files: Sequence[Path], bad: BadRecords) -> Iterator[Record]:
-    """Yield every record of `files` in order. Memory holds one line, or one block of a file.
+    """Yield every record of `files` in order. Only one line, or one block of a file, is in memory.
 
     Raises:
         DataError: if a file is damaged, or a record is damaged and `bad` does not skip it.
@@ -258,7 +258,7 @@ def _json_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
 
 
 def _json_values(path: Path, stream: IO[bytes]) -> Iterator[Any]:
-    """Yield the elements of a JSON list; memory holds one element and one block of the file."""
+    """Yield the elements of a JSON list. Only one element and one block of the file are in memory."""
     decode = json.JSONDecoder().raw_decode
     reader = codecs.getreader("utf-8-sig")(stream)
     try:

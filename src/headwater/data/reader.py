@@ -184,7 +184,7 @@ class GptSamples(Dataset[Any]):
         return self.files[0].sequence_length + int(self._sinks.shape[1])
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         samples = np.empty((len(draws), len(self.channels), self.sequence_length), dtype=np.int64)
         sinks = self._sinks.shape[1]
         samples[..., :sinks] = self._sinks

@@ -29,7 +29,7 @@ _REMEDY = "prepare the files again, or name the folder that holds them"
 
 @dataclasses.dataclass(frozen=True)
 class FieldSpec:
-    """One tensor of a batch.
+    """A field of a sample: its name in a batch and in files, its shape, and its allowed values.
 
     Attributes:
         name: name in the batch.
@@ -213,7 +213,7 @@ class Records:
         return len(self._index)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         try:
             samples = [self.sample(draw % len(self)) for draw in draws]
         except DataError as error:

@@ -22,7 +22,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitems__(self, draws: Sequence[int], /) -> Batch | DataError:
-        """Return the batch of these draws. An error is returned, not raised (see `BatchLoader`).
+        """Return the batch of `draws`, or an error. The error is not raised here (see `BatchLoader`).
 
         Args:
             draws: draw `d` is sample `d % len(self)`. All random choices for it, such as masks, depend only
@@ -32,7 +32,7 @@ class Samples(Protocol):
 
 
 class SampleSource:
-    """A data set with an order and a loader: one dataloader section of a params file.
+    """The content of a dataloader section of a params file: a data set, its order, and its workers.
 
     Args:
         samples: the data set.
@@ -55,7 +55,7 @@ class SampleSource:
         return self.samples.sequence_length
 
     def fingerprint(self) -> str:
-        """Return a text that identifies the data set: its number of samples and a hash of three of them."""
+        """Return a text to recognize the data set: its number of samples and a hash of three of them."""
         last = len(self.samples) - 1
         some = self.samples.__getitems__([0, last // 2, last])
         mark = 0 if isinstance(some, DataError) else fingerprint(some)

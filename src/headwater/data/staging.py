@@ -84,7 +84,7 @@ def _empty(folder: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Write every file and folder below `folder` to disk, so that the rename never precedes the content."""
+    """Flush every file below `folder` to disk, so that a renamed folder is complete even after a crash."""
     for entry in [*folder.rglob("*"), folder]:
         descriptor = os.open(entry, os.O_RDONLY)
         try:

@@ -35,7 +35,7 @@ _VOCAB_NAMES = ("encoder.json", "vocab.json")
 _MERGES_NAMES = ("vocab.bpe", "merges.txt")
 _MODEL_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SMALLEST_VOCAB = 257
-"""256 bytes and the end-of-text token."""
+"""Number of tokens of the smallest vocabulary: 256 bytes and the end-of-text token."""
 
 
 _LONGEST_WORD = 64
@@ -69,7 +69,7 @@ class TrainBPE:
             raise ConfigError(what, where="vocab_size", remedy="use a larger one, for example 4096")
 
     def train(self, texts: Iterable[str]) -> Tokenizer:
-        """Return a tokenizer trained on `texts`; how they are cut at word boundaries does not change it."""
+        """Return a tokenizer trained on `texts`. It is the same if a text is cut between two words."""
         tokenizer = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=self.vocab_size,

@@ -85,7 +85,7 @@ class TextEncoder:
 
 
 class _Words(dict[str, list[int]]):
-    """Table of the tokens of each word; a missing word is tokenized and added."""
+    """Word -> its tokens. A word that is looked up for the first time is tokenized and added."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -97,7 +97,7 @@ class _Words(dict[str, list[int]]):
 
 
 def _without_prefix(content: dict[str, Any], tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer that puts no space before a text, for later pieces of a document."""
+    """Return a tokenizer that puts no space before a text, for all pieces of a document but the first."""
     steps = {**content, **{key: _plain(content[key]) for key in ("normalizer", "pre_tokenizer")}}
     return tokenizer if steps == content else Tokenizer.from_str(json.dumps(steps))
 

@@ -20,7 +20,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _work = ProcessValue[Callable[[Any], Any] | None](None)
-"""The function of a worker. Shared by the process: each worker gets it once, at its start."""
+"""The function that this worker process applies to tasks. It is sent to the process once, at its start."""
 
 
 def ordered_map(work: Callable[[Task], Result], tasks: Iterable[Task], num_workers: int) -> Iterator[Result]:

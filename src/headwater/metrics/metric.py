@@ -30,7 +30,7 @@ class Metric(torchmetrics.Metric):
         self.reset()
 
     def register_state(self, name: str, tensor: Tensor, persistent: bool = False) -> None:
-        """Create a state of the metric, which is summed over processes.
+        """Create a tensor of the metric that is summed over batches and ranks.
 
         Args:
             name: name of the attribute that holds the state.

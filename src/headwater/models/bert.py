@@ -350,7 +350,7 @@ def _part_of(name: str, config: EncoderSection | DPRConfig) -> tuple[str, Encode
 
 
 def init_parameter(name: str, shape: Sequence[int], config: EncoderSection | DPRConfig, seed: int) -> Tensor:
-    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
+    """Return the initial value of parameter `name`, fp32 on the CPU, determined by the arguments alone."""
     below, encoder = _part_of(name, config)
     initializer = encoder_initializer(below, encoder)
     if initializer is None and re.fullmatch(_HEADS, below):

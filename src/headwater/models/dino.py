@@ -253,7 +253,7 @@ class Dino(nn.Module):
 
 
 def init_parameter(name: str, shape: Sequence[int], config: DinoConfig, seed: int) -> Tensor:
-    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
+    """Return the initial value of parameter `name`, fp32 on the CPU, determined by the arguments alone."""
     for pair in config.copy_init_weights:
         source, target = pair.prefixes
         if name.startswith(target):

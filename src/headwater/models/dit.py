@@ -180,7 +180,7 @@ class DiT(nn.Module):
 
 
 def init_parameter(name: str, shape: Sequence[int], config: DiTConfig, seed: int) -> Tensor:
-    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments.
+    """Return the initial value of parameter `name`, fp32 on the CPU, determined by the arguments alone.
 
     The modulations and the last layer begin with zeros, so that each block is the identity at first
     (arXiv:2212.09748, section 3.2).

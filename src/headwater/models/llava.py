@@ -141,7 +141,7 @@ def num_labels(config: MultimodalSection, batch: Mapping[str, Tensor]) -> Tensor
 
 
 def init_parameter(name: str, shape: Sequence[int], config: MultimodalSection, seed: int) -> Tensor:
-    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
+    """Return the initial value of parameter `name`, fp32 on the CPU, determined by the arguments alone."""
     if name.startswith(_TEXT):
         return decoder_parameters.init_parameter(name.removeprefix(_TEXT), shape, config.decoder, seed)
     if ".encoder." in name:

@@ -66,7 +66,7 @@ def initializers(config: Seq2SeqConfig, stack: StackName) -> Initializers:
 
 
 def init_parameter(name: str, shape: Sequence[int], config: Seq2SeqConfig, seed: int) -> Tensor:
-    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
+    """Return the initial value of parameter `name`, fp32 on the CPU, determined by the arguments alone."""
     if name.endswith("attention.qkv.weight"):
         # Queries may have another initializer than keys and values, so that the two parts are drawn
         # separately.

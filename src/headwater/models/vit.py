@@ -190,7 +190,7 @@ class ViT(nn.Module):
 
 
 def init_parameter(name: str, shape: Sequence[int], config: ImageEncoderSection, seed: int) -> Tensor:
-    """Return the initial value of parameter `name`, fp32 on the CPU; it depends only on the arguments."""
+    """Return the initial value of parameter `name`, fp32 on the CPU, determined by the arguments alone."""
     kinds = (
         *BIASES_AND_NORMS,
         (r".*_scale\.weight", InitializerConfig(name="constant", value=config.layerscale_value or 0.0)),

@@ -1,1 +1,1 @@
-"""Training with most weights at zero: which ones, and when others take their place."""
+"""Sparse training: masks choose the weights that stay zero, and schedules say when masks change."""

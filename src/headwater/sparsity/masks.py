@@ -13,7 +13,7 @@ INIT_METHODS = ("random", "topk", "from_zeros", "checkerboard")
 
 
 def first_mask(weight: Tensor, sparsity: float, method: str, generator: torch.Generator) -> Tensor:
-    """Return the mask with which a weight begins.
+    """Return the mask that a weight has at the start of training.
 
     Args:
         weight: any shape.
@@ -53,7 +53,7 @@ def num_kept(numel: int, sparsity: float) -> int:
 
 
 def exchanged(weight: Tensor, mask: Tensor, scores: Tensor, fraction: float) -> Tensor:
-    """Return a mask with the smallest kept weights dropped and as many elements of the highest scores added.
+    """Return the mask after an exchange: the smallest kept weights are dropped, and as many others added.
 
     An element that was just dropped may be added again if its score is high enough (arXiv:1911.11134, section
     3, items 3 and 4).
@@ -86,7 +86,7 @@ class PackedMask:
 
     @classmethod
     def of_bits(cls, bits: Tensor, shape: torch.Size) -> PackedMask:
-        """Return the mask of `shape` whose attribute `bits` is the given tensor (uint8)."""
+        """Construct a mask of `shape` from the tensor of its bits (uint8), which is not copied."""
         packed = cls.__new__(cls)
         packed.bits, packed.shape = bits, shape
         return packed

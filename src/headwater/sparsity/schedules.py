@@ -1,4 +1,4 @@
-"""Numbers that depend on the step, and the steps at which masks change."""
+"""Schedules of the sparsity by step, and of the steps at which masks change."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Cubic:
 
 @dataclasses.dataclass(frozen=True)
 class Cadence:
-    """The multiples of `freq` from step `start` (inclusive) to `stop` (exclusive); steps count from 1."""
+    """The steps at which masks change: multiples of `freq` from `start` (inclusive) to `stop` (exclusive)."""
 
     freq: int
     start: int = 0

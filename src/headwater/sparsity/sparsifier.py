@@ -21,7 +21,7 @@ _DENSE_BY_DEFAULT = re.compile(
     r"embed|position|relative_bias|patches|timestep|(^|\.)(lm_head|head|heads|classifier|nsp|mlm|cls)\."
     r"|^(output|projection|pooler)\."
 )
-"""Names of embeddings, position tables and output heads. A group without `param_filter` leaves them dense."""
+"""Pattern of the names of embeddings, position tables and heads: dense unless `param_filter` selects them."""
 
 Algorithm = Literal["static", "gmp", "set", "rigl"]
 
@@ -154,7 +154,7 @@ class Sparsifier:
         return self._groups.keys()
 
     def begin(self, name: str, weight: Tensor) -> Tensor:
-        """Choose and store the first mask of a parameter. The caller masks the weight and optimizer state.
+        """Choose and store a parameter's first mask. The caller applies it to the weight and optimizer state.
 
         Args:
             name: the parameter's name.
@@ -175,7 +175,7 @@ class Sparsifier:
         return [name for name, own in self._groups.items() if any(group.updates(step) for _, group in own)]
 
     def change(self, name: str, weight: Tensor, gradient: Callable[[], Tensor], step: int) -> Tensor:
-        """Choose and store the next mask of a parameter. The caller then masks the weight with `mask_of`.
+        """Choose and store a parameter's next mask. The caller then applies `mask_of` to the weight.
 
         Args:
             name: the parameter's name.

@@ -279,9 +279,7 @@ class DinoConfig(Section):
                 part, _, number, _ = prefix.split(".")
                 if int(number) >= len(models[part]):
                     count = len(models[part])
-                    raise ValueError(
-                        f"{part}.model({number}) does not exist: expected a number below {count}"
-                    )
+                    raise ValueError(f"{part}.model({number}) does not exist; use one below {count}")
                 sections.append((part, models[part][int(number)]))
             if sections[0][0] != sections[1][0]:
                 raise ValueError(f"expected {pair.source} and {pair.target} to have the same settings")

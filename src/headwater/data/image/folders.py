@@ -50,7 +50,7 @@ class LabelledImages:
         return len(self.files)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         try:
             images = [self._image(draw) for draw in draws]
         except DataError as error:
@@ -71,7 +71,7 @@ class LabelledImages:
 
 
 def read_image_folders(config: ImageFolderDataConfig, *, channels: int, num_classes: int) -> LabelledImages:
-    """Return the data set of a section of a params file; classes are numbered in the order of their folders.
+    """Return the data set that a section of a params file describes; classes follow the order of folders.
 
     Args:
         config: the section.

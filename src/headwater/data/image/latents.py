@@ -54,7 +54,7 @@ class Latents:
         return len(self.labels)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         try:
             latents = np.stack([self._latent(draw) for draw in draws])
         except DataError as error:
@@ -91,7 +91,7 @@ class Latents:
 def read_latents(
     config: LatentDataConfig, *, shape: tuple[int, int, int], scaling_factor: float, num_classes: int
 ) -> Latents:
-    """Return the data set of a section of a params file; classes are numbered in the order of their folders.
+    """Return the data set that a section of a params file describes; classes follow the order of folders.
 
     Args:
         config: the section.

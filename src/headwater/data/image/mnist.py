@@ -41,7 +41,7 @@ class Digits:
         return len(self.images)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         indices = [draw % len(self) for draw in draws]
         pixels = torch.from_numpy(self.images[indices]).float() / 255
         return {
@@ -51,7 +51,7 @@ class Digits:
 
 
 def read_digits(config: MNISTDataConfig) -> Digits:
-    """Return the data set of a section of a params file.
+    """Return the data set that a section of a params file describes.
 
     Raises:
         DataError: if a file is missing or damaged.

@@ -39,7 +39,7 @@ class NoisedImages:
         return len(self.images)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         batch = self.images.__getitems__(draws)
         if isinstance(batch, DataError):
             return batch

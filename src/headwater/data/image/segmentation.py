@@ -22,7 +22,7 @@ from headwater.data.order import random_generator
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """A crop, then quarter turns, then a flip."""
+    """A change of an image and of its labels: a crop, then quarter turns, then a flip."""
 
     top: int
     left: int
@@ -69,7 +69,7 @@ class SegmentedImages:
         return len(self.pairs)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         try:
             samples = [self._sample(draw) for draw in draws]
         except DataError as error:
@@ -151,7 +151,7 @@ class SegmentedImages:
 def read_segmented_images(
     config: SegmentationDataConfig, *, channels: int, num_classes: int
 ) -> SegmentedImages:
-    """Return the data set of a section of a params file.
+    """Return the data set that a section of a params file describes.
 
     Args:
         config: the section.

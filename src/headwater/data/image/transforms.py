@@ -165,7 +165,7 @@ def _anywhere(
 
 
 def _random_box(image: Image.Image, config: RandomResizedCropConfig, generator: np.random.Generator) -> Box:
-    """Return a random box whose aspect ratio has a uniform logarithm: narrow is as likely as wide."""
+    """Return a random box. Its aspect ratio is drawn on a log scale, so 1:2 is as likely as 2:1."""
     low, high = config.ratio
     for _ in range(_ATTEMPTS):
         area = image.width * image.height * generator.uniform(*config.scale)

@@ -23,10 +23,10 @@ from headwater.data.order import random_generator
 
 _LEAST_BLOCK = 4
 _LEAST_RATIO = 0.3
-"""Minimum patches and minimum aspect ratio of a block of masked patches (arXiv:2106.08254, algorithm 1)."""
+"""Minimum number of patches, and minimum aspect ratio, of a masked block (arXiv:2106.08254, algorithm 1)."""
 
 _ATTEMPTS = 10
-"""Maximum attempts to draw a block that adds masked patches, but not too many."""
+"""Maximum number of random blocks that are tried until one masks more patches, but not too many."""
 
 
 class ImageViews:
@@ -52,7 +52,7 @@ class ImageViews:
         return len(self.files)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         try:
             samples = [self._sample(draw) for draw in draws]
         except DataError as error:
@@ -122,7 +122,7 @@ def random_mask(config: MaskedPatchConfig, generator: np.random.Generator) -> np
 
 
 def _random_block(side: int, most: int, generator: np.random.Generator) -> tuple[slice, slice]:
-    """Return the rows and columns of a random block of at most about `most` patches."""
+    """Return the rows and columns of a random block of patches, about `most` patches at the most."""
     area = generator.uniform(min(_LEAST_BLOCK, most), most)
     ratio = math.exp(generator.uniform(math.log(_LEAST_RATIO), -math.log(_LEAST_RATIO)))
     height, width = (min(side, max(1, round(math.sqrt(each)))) for each in (area * ratio, area / ratio))
@@ -131,7 +131,7 @@ def _random_block(side: int, most: int, generator: np.random.Generator) -> tuple
 
 
 def read_views(config: ViewDataConfig, *, channels: int) -> ImageViews:
-    """Return the data set of a section of a params file.
+    """Return the data set that a section of a params file describes.
 
     Args:
         config: the section.

@@ -17,12 +17,12 @@ from headwater.data.modes.sentences import chosen_sentences, sentence_fields
 from headwater.data.text.wordpiece import BEGIN, MASK, PAD, SEPARATOR
 
 Packing = Literal["joined", "apart", "single"]
-"""Examples in a sample: several that attend to each other (joined), several that do not (apart), or one."""
+"""How a sample is filled: examples that see each other (joined) or do not (apart), or a single example."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One kind of training data.
+    """One kind of training data, with the functions that make it.
 
     Attributes:
         reads: input: running text ("documents") or records with fields.
@@ -48,7 +48,7 @@ class Mode:
 
     @property
     def in_rows(self) -> bool:
-        """True if samples are rows of tokens, loss mask and labels."""
+        """True if a sample has rows of tokens, loss mask and labels, instead of named fields or a line."""
         return self.fields is None and self.line is None
 
 

@@ -122,7 +122,7 @@ def chat_text(context: Context, messages: list[Message], *, prompt: bool = False
 
 
 def prompt_text(record: Record, separator: str | None) -> str:
-    """Return the text of a record up to the answer, with the separator; see `ModeOptions.separator`."""
+    """Return the text before the answer: the record's prompt and then the separator."""
     prompt = find_text(record, *_PROMPTS)
     if "instruction" in record.fields:
         more = record.fields.get("input")
@@ -150,7 +150,7 @@ def _first(record: Record, *names: str) -> str:
 
 
 def shortened(context: Context, tokens: Tokens, excess: int, *, keep_end: bool) -> Tokens:
-    """Return `tokens` with `excess` of them cut off, and count the record as cut.
+    """Return `tokens` without `excess` of them at one end, and count the record as cut.
 
     Args:
         context: decides if records may be cut.

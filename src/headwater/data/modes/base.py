@@ -20,7 +20,7 @@ from headwater.data.words import TextEncoder
 Tokens = npt.NDArray[np.int32]
 
 Example = tuple[Tokens, ...]
-"""Result of a mode for one text or record: several rows of numbers, which may differ in length."""
+"""Rows of numbers that a mode makes of one text or record; rows may differ in length."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ModeOptions:
 
 
 class Unusable(Exception):
-    """Raised for a record without an example; `reason` is the name under which it is counted."""
+    """Raised if no example can be made of a record; `reason` is the name under which the record is counted."""
 
     def __init__(self, reason: Literal["empty", "too_long"]) -> None:
         super().__init__(reason)
@@ -124,7 +124,7 @@ class Context:
 
     @functools.cached_property
     def ordinary(self) -> Tokens:
-        """Ids of the tokens that represent text, [tokens]. BERT's other tokens begin with a bracket."""
+        """Ids of BERT's tokens that represent text, [tokens]: those that do not begin with a bracket."""
         vocabulary = self.tokenizer.get_vocab()
         numbers = sorted(number for token, number in vocabulary.items() if not token.startswith("["))
         return np.array(numbers, dtype=np.int32)
@@ -178,7 +178,7 @@ def of_records(make: Callable[[Context, Record], Example]) -> Make:
 
 
 def renamed(record: Record, options: ModeOptions) -> Record:
-    """Return the record with its fields renamed as in `options.keys`.
+    """Return the record with copies of its fields under the names in `options.keys`.
 
     Raises:
         DataError: if the record lacks one of these fields.
@@ -222,7 +222,7 @@ def no_field(record: Record, name: str) -> DataError:
 
 
 def filled(values: npt.ArrayLike, length: int, fill: int) -> Tokens:
-    """Return values as a row of fixed length.
+    """Return a row of `length` numbers: `values`, then `fill`.
 
     Args:
         values: at most `length` numbers.

@@ -137,7 +137,7 @@ def _compiled(template: str) -> Any:
 
 
 def _generation_extension() -> type:
-    """Return a Jinja extension for the tag `generation`, which transformers puts around answers.
+    """Return a Jinja extension that accepts the tag `generation`, which templates put around answers.
 
     The tag has no effect here.
     """

@@ -22,7 +22,7 @@ _PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
 def next_words(context: Context, pieces: Sequence[Piece], _task: int) -> Iterator[Example]:
-    """Yield texts in parts of a sample's length; the last token of a part is also the first of the next."""
+    """Yield texts, cut to the length of a sample. The last token of a part also begins the next part."""
     for piece in pieces:
         tokens = context.encode(piece.text)
         if piece.ends_document:

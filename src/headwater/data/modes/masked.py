@@ -82,7 +82,7 @@ def _pairs(documents: list[list[Tokens]], number: int, length: int, generator: n
 def _elsewhere(
     documents: list[list[Tokens]], number: int, wanted: int, generator: np.random.Generator
 ) -> Tokens:
-    """Return about `wanted` tokens of sentences from a random place in another document."""
+    """Return whole sentences from a random place in another document, about `wanted` tokens."""
     other = int(generator.integers(0, len(documents) - 1))
     document = documents[other + (other >= number)]
     place = int(generator.integers(0, len(document)))
@@ -96,7 +96,7 @@ def _elsewhere(
 def _fitting(
     first: Tokens, second: Tokens, room: int, generator: np.random.Generator
 ) -> tuple[Tokens, Tokens]:
-    """Cut two texts to `room` tokens together; the longer text is cut first, at its beginning or its end."""
+    """Cut two texts until both have `room` tokens together. The longer is cut, at its beginning or end."""
     texts = [first, second]
     while (excess := len(texts[0]) + len(texts[1]) - room) > 0:
         longer = int(len(texts[1]) > len(texts[0]))
@@ -142,7 +142,7 @@ def _types(tokens: Tokens, about: Tokens) -> Tokens:
 
 
 def masked_table(example: Example, _number: int, context: Context) -> dict[str, object]:
-    """Return a row of the CSV file from which training draws masks: tokens as text, and their segments."""
+    """Return a row of a CSV file: unmasked tokens as text, and their segments. Training masks them later."""
     tokens, about = example
     line: dict[str, object] = {
         "tokens": [context.tokenizer.id_to_token(int(token)) for token in tokens],

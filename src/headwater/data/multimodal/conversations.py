@@ -15,7 +15,7 @@ IMAGE_MARK = "<image>"
 """Text that marks the place of an image in a conversation."""
 
 _ROLES = {"human": False, "user": False, "gpt": True, "assistant": True}
-"""Roles; True if the loss counts on the turns of this role."""
+"""Role -> True if the labels in the turns of this role count in the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ VICUNA = ChatFormat(
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a sample: a text or an image.
+    """A part of a conversation or caption: a text or an image.
 
     Attributes:
         text: the text; `None` for an image.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CHANNELS = ("input_ids", "attention_mask", "labels", "key_padding_mask", "token_modality_idx")
-"""Tokens; 1 where the label counts in the loss; the next token; 1 at padding; 1 at an image."""
+"""Names of the rows: tokens; 1 where the label counts; labels; 1 where padding is; 1 where an image is."""
 
 NO_IMAGE = "None"
 """Stored path of an image that a sample lacks."""

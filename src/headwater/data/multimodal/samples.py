@@ -70,7 +70,7 @@ class ImageTexts:
         return len(self._index)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         try:
             samples = [self._sample(draw) for draw in draws]
         except DataError as error:
@@ -103,7 +103,7 @@ class ImageTexts:
         }
 
     def _places(self, stored: ImageText, order: npt.NDArray[np.int64]) -> Places:
-        """Return the positions of the features [images, features] in the new order of the tokens."""
+        """Return the positions of image features, [images, features], after the tokens are put in `order`."""
         nowhere = self.sequence_length
         new_place = np.full(nowhere + 1, nowhere, dtype=np.int64)
         new_place[order] = np.arange(nowhere)
@@ -166,7 +166,7 @@ class ImageTexts:
 
 
 def read_image_texts(config: ImageTextDataConfig, model: MultimodalSection) -> ImageTexts:
-    """Return the data set of a section of a params file.
+    """Return the data set that a section of a params file describes.
 
     Raises:
         ConfigError: if `image_data_size` is not the image size of the model.

@@ -46,7 +46,7 @@ class LabelledTexts:
         return len(self.texts)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         indices = [draw % len(self) for draw in draws]
         texts = [self.texts[index] for index in indices]
         encoded = self._tokenizer.encode_batch([text if len(text) > 1 else text[0] for text in texts])
@@ -77,7 +77,7 @@ class LabelledTokens:
         return len(self.words)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         indices = [draw % len(self) for draw in draws]
         encoded = self._tokenizer.encode_batch([self.words[index] for index in indices], is_pretokenized=True)
         labels = [
@@ -108,7 +108,7 @@ def _labels_of_pieces(words: Sequence[int | None], labels: Sequence[int]) -> lis
 def read_labelled_texts(
     config: TextClassificationDataConfig, vocab_size: int, num_labels: int
 ) -> LabelledTexts:
-    """Return the data set of a section of a params file.
+    """Return the data set that a section of a params file describes.
 
     Args:
         config: the section.
@@ -169,7 +169,7 @@ def _mnli_lines(path: Path) -> Iterator[tuple[str, tuple[str, ...], int]]:
 def read_labelled_tokens(
     config: TokenClassificationDataConfig, vocab_size: int, num_classes: int
 ) -> LabelledTokens:
-    """Return the data set of a section of a params file.
+    """Return the data set that a section of a params file describes.
 
     Args:
         config: the section.

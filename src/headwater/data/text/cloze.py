@@ -181,7 +181,7 @@ def _words(passage: str, start: int, stop: int) -> list[_Word]:
 
 
 def _runs(words: Sequence[_Word]) -> list[tuple[int, int]]:
-    """Return the [start, stop) of each run of content words: names, numbers with their unit, other words."""
+    """Return [start, stop) of each run of content words: a name, a number with its unit, or other words."""
     runs: list[tuple[int, int]] = []
     for place, word in enumerate(words):
         if not word.has_content:
@@ -195,7 +195,7 @@ def _runs(words: Sequence[_Word]) -> list[tuple[int, int]]:
 
 
 def _is_boundary(word: str, following: str) -> bool:
-    """True if a name or number begins at the second word, or a name ends at the first."""
+    """True if a name or number begins at `following`, or a name ends at `word`, the word before it."""
     if following[0].islower():
         return word[0].isupper()
     return word[0].islower()

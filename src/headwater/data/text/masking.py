@@ -25,7 +25,7 @@ NEEDED_TOKENS = (PAD, UNKNOWN, BEGIN, SEPARATOR, MASK)
 
 @dataclasses.dataclass(frozen=True)
 class Masking:
-    """Form of the samples, and the choice of the tokens to predict.
+    """Settings of dynamic masking: the form of the samples, and how many tokens to predict.
 
     Attributes:
         length: tokens per sample.
@@ -79,7 +79,7 @@ class MaskedTexts:
         return len(self._records)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch | DataError:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         try:
             samples = [self._sample(draw) for draw in draws]
         except DataError as error:
@@ -111,7 +111,7 @@ class MaskedTexts:
 
 
 def read_masked_texts(config: DynamicMaskDataConfig, model: BertConfig) -> MaskedTexts:
-    """Return the data set of a section of a params file.
+    """Return the data set that a section of a params file describes.
 
     Raises:
         DataError: if a file is missing or damaged, or the vocabulary does not fit the model.

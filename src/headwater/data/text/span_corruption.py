@@ -31,14 +31,14 @@ _SPAN_LENGTH = 3
 
 
 def span_counts(length: int) -> tuple[int, int]:
-    """Return the number of removed tokens of a text of `length` tokens, and the number of spans."""
+    """Return how many tokens are removed from a text of `length` tokens, and in how many spans."""
     left_out = min(max(round(length * _CORRUPTED_SHARE), 1), length - 1)
     spans = min(max(round(left_out / _SPAN_LENGTH), 1), length - left_out)
     return left_out, spans
 
 
 def longest_text(source_length: int, target_length: int) -> int:
-    """Return the maximum tokens of a text whose source and target both fit, each with its end token."""
+    """Return the most tokens that a text may have so that its source and its target fit, with end tokens."""
 
     def fits(length: int) -> bool:
         left_out, spans = span_counts(length)
@@ -111,7 +111,7 @@ class CorruptedTexts:
         return len(self.texts)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         return self._filler.fill([self._pair(draw) for draw in draws])
 
     def _pair(self, draw: int) -> tuple[Tokens, Tokens]:
@@ -121,7 +121,7 @@ class CorruptedTexts:
 
 
 def read_corrupted_texts(config: SpanCorruptionDataConfig, model: Seq2SeqConfig) -> CorruptedTexts:
-    """Return the data set of a section of a params file; each line of the files is a text.
+    """Return the data set that a section of a params file describes; each line of the files is a text.
 
     Raises:
         DataError: if a file is missing, there are too few sentinels, or no text has two tokens.
@@ -152,7 +152,7 @@ def _files(place: Path) -> list[Path]:
 
 
 def _pieces(texts: Iterator[list[int]], length: int, together: int) -> Iterator[list[int]]:
-    """Yield pieces of at most `length` tokens; `together` texts are joined before they are cut."""
+    """Join each `together` texts, and yield pieces of at most `length` tokens of the joined text."""
     while group := list(itertools.islice(texts, together)):
         joined = list(itertools.chain(*group))
         pieces = (joined[start : start + length] for start in range(0, len(joined), length))

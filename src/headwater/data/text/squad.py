@@ -49,7 +49,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A window: the index of a question, and the tokens [start, stop) of its context."""
+    """A part of a context that fits into a sample: index of the question, and tokens [start, stop)."""
 
     question: int
     start: int
@@ -125,7 +125,7 @@ class Windows:
         return len(self.windows)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         samples = [self._sample(self.windows[draw % len(self)]) for draw in draws]
         return {name: torch.from_numpy(np.stack([each[name] for each in samples])) for name in samples[0]}
 
@@ -155,7 +155,7 @@ class Windows:
         ]
 
     def _offset(self, question: int) -> int:
-        """Return the position of the context in the samples of a question."""
+        """Return the position of the first token of the context in the samples of a question."""
         return len(self._asked[question]) + 2
 
     def _places(self, question: int, stride: int) -> Iterator[tuple[int, int]]:
@@ -197,7 +197,7 @@ class Windows:
 
 
 def read_windows(config: QuestionDataConfig, vocab_size: int) -> Windows:
-    """Return the data set of a section of a params file.
+    """Return the data set that a section of a params file describes.
 
     Raises:
         DataError: if a file is missing or malformed, or the vocabulary file does not fit the model.

@@ -27,7 +27,7 @@ _SENTINEL = re.compile(r"<extra_id_\d+>")
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """A vocabulary and its special tokens.
+    """A vocabulary: its size, its special tokens, and the function that encodes texts.
 
     Attributes:
         size: largest token id plus one; sentinels (`<extra_id_N>`) do not count.
@@ -170,7 +170,7 @@ class PairFiller:
 
     @classmethod
     def of(cls, config: TokenPairSection, vocabulary: Vocabulary) -> PairFiller:
-        """Return the filler for a section of a params file."""
+        """Return the `PairFiller` for a section of a params file."""
         padding = vocabulary.padding
         return cls(
             config.src_max_sequence_length,

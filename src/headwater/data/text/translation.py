@@ -45,13 +45,13 @@ class Translations:
         return len(self.sources)
 
     def __getitems__(self, draws: Sequence[int]) -> Batch:
-        """Return the batch of these draws; see `headwater.data.source.Samples`."""
+        """Return the batch of these draws (numbers of samples; see `headwater.data.source.Samples`)."""
         indices = [draw % len(self) for draw in draws]
         return self._filler.fill([(self.sources[index], self.targets[index]) for index in indices])
 
 
 def read_translations(config: TranslationDataConfig, model: Seq2SeqConfig) -> Translations:
-    """Return the data set of a section of a params file, without pairs that are empty or too long.
+    """Return the data set that a section of a params file describes. Empty or too long pairs are left out.
 
     Raises:
         DataError: if a file is missing, two parallel files have different numbers of lines, or no pair is
