@@ -102,7 +102,7 @@ class SetupConfig(Section):
         }
         if len(counts) > 1:
             raise ValueError(
-                "keep_n of checkpoint and n of KeepNCheckpoints in callbacks differ; write one of them"
+                "checkpoint keep_n and the callbacks' KeepNCheckpoints set different numbers of checkpoints to keep"
             )
         return self
 

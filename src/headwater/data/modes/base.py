@@ -88,7 +88,7 @@ class ModeOptions:
 
 
 class Unusable(Exception):
-    """Raised if no example can be made of a record; `reason` is the name under which the record is counted."""
+    """Raised if no example can be made of a record. Such records are counted by their `reason`."""
 
     def __init__(self, reason: Literal["empty", "too_long"]) -> None:
         super().__init__(reason)
