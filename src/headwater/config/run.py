@@ -102,7 +102,7 @@ class SetupConfig(Section):
         }
         if len(counts) > 1:
             raise ValueError(
-                "checkpoint keep_n and the callbacks' KeepNCheckpoints set different numbers of checkpoints to keep"
+                "checkpoint keep_n and the callbacks' KeepNCheckpoints set different numbers to keep"
             )
         return self
 

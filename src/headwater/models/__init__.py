@@ -1,1 +1,1 @@
-"""Models, as plain single-device PyTorch."""
+"""Models, written as plain PyTorch modules for a single device."""

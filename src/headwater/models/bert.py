@@ -30,7 +30,7 @@ from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
 
 
 class Pooler(nn.Module):
-    """Pooled representation of a text, from its first token: [batch, seq, hidden] -> [batch, hidden]."""
+    """Layer that makes one vector of a text's first token: [batch, seq, hidden] -> [batch, hidden]."""
 
     def __init__(self, width: int, nonlinearity: Nonlinearity) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Pooler(nn.Module):
 
 
 class MaskedTokenHead(nn.Module):
-    """Head of masked language modelling: [..., hidden] -> logits [..., vocab], or the loss for targets."""
+    """Head of masked language modelling: [..., hidden] -> logits [..., vocab]; with targets: -> the loss."""
 
     def __init__(self, config: BertConfig, *, fused_loss: bool) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class TokenOutput(Linear):
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, row_weights: Tensor | None = None
     ) -> Tensor:
-        """Return the logits of `hidden` [..., hidden]; with targets and their weights [...] the loss."""
+        """Return the logits of `hidden` [..., hidden]. If targets and weights [...] are given: the loss."""
         if self.scale != 1:
             hidden = hidden * self.scale
         if targets is None or row_weights is None:
@@ -96,7 +96,7 @@ class EncoderModel(nn.Module):
         self.scored: dict[str, Scored] = {}
 
     def encode(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the hidden states [batch, seq, hidden] of a batch; its keys are arguments of `Encoder`."""
+        """Return the hidden states [batch, seq, hidden] of a batch, whose keys are arguments of `Encoder`."""
         names = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "attention_span")
         return self.encoder(**{name: batch[name] for name in names if name in batch})  # type: ignore[no-any-return]
 
@@ -342,7 +342,7 @@ _TOWERS = {"questions": "q_encoder", "contexts": "ctx_encoder"}
 
 
 def _part_of(name: str, config: EncoderSection | DPRConfig) -> tuple[str, EncoderSection]:
-    """Return a parameter's name within its encoder, and the encoder's section; a head keeps its full name."""
+    """Return a parameter's name within its encoder (its full name, if it is in a head) and the section."""
     first, _, rest = name.partition(".")
     if isinstance(config, DPRConfig):
         return rest, getattr(config, _TOWERS[first])

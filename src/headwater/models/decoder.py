@@ -192,7 +192,7 @@ class Inserted(NamedTuple):
     places: Tensor
 
     def into(self, x: Tensor) -> Tensor:
-        """Return `x` [batch, seq, hidden] with the vectors at their positions."""
+        """Return a copy of `x` [batch, seq, hidden] in which the vectors replace those at their positions."""
         length = x.shape[1]
         index = self.places.clamp(max=length).unsqueeze(-1).expand_as(self.vectors)
         # One extra position takes the dropped vectors, and is cut off again.
@@ -362,7 +362,7 @@ class Decoder(nn.Module):
         return rotations(positions, frequencies, magnitude=rotary_magnitude(scaling))
 
     def _mask(self, queries: Tensor, keys: Tensor, window: int | None, span: Tensor | None) -> Tensor | None:
-        """Return `Seen.mask`; `None` if each query sees all keys up to its own."""
+        """Return the attention mask (see `Seen.mask`); `None` if each query sees all keys up to its own."""
         all_before = window is None or window >= len(keys)
         if all_before and span is None and self.alibi is None:
             return None

@@ -71,7 +71,7 @@ def init_parameter(name: str, shape: Sequence[int], config: DecoderConfig, seed:
 
 
 def _stacked_rows(name: str, shape: Sequence[int], config: DecoderConfig) -> tuple[int, ...]:
-    """Return the rows of each matrix that is stacked in parameter `name`; empty if it is one matrix."""
+    """Return the rows of each matrix that is stacked in parameter `name`; empty if nothing is stacked."""
     if ".qkv." in name:
         kv_size = config.num_kv_heads * config.head_size
         return (config.inner_size, kv_size, kv_size)
@@ -119,17 +119,17 @@ def learning_rate_scale(name: str, config: DecoderConfig) -> float:
 
 
 def pretrained_names(name: str) -> tuple[str, ...]:
-    """Return the names of a parameter in a checkpoint; adapters may be missing there."""
+    """Return the names that a parameter may have in a checkpoint; an adapter may be missing there."""
     return (name, MAY_BE_MISSING) if is_adapter(name) else (name,)
 
 
 def layer_namings(name: str, config: DecoderConfig) -> tuple[Sequence[tuple[str, int]], ...]:
-    """Return the parts of a linear layer's weight by the Model Zoo's names and by the library's."""
+    """Return the matrices in a linear layer's weight by the Model Zoo's names, and by transformers' names."""
     return public_parts(name, config), library_parts(name, config)
 
 
 def public_parts(name: str, config: DecoderConfig) -> tuple[tuple[str, int], ...]:
-    """Return the Model Zoo's names of the parameters that are stacked in ours, each with its rows (-1: all).
+    """Return the Model Zoo's names of the parameters stacked in ours, each with its number of rows (-1: all).
 
     Patterns of names in params files use these names. The result is empty for a parameter that the Model Zoo
     does not have.

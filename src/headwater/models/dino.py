@@ -33,7 +33,7 @@ from headwater.models.vit import ClassToken, PatchEmbedding
 
 
 class MaskToken(nn.Module):
-    """Replaces masked patches by a trained vector: [views, n, hidden] -> same shape."""
+    """Layer that replaces masked patches by a trained vector: [views, n, hidden] -> same shape."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class MaskToken(nn.Module):
 
 
 class GridPositions(nn.Module):
-    """Adds a trained vector for each position: [views, 1 + n, hidden] -> same shape.
+    """Layer that adds a trained vector for each position: [views, 1 + n, hidden] -> same shape.
 
     For views with another number of patches the vectors are interpolated.
 
@@ -66,7 +66,7 @@ class GridPositions(nn.Module):
         return x + positions.to(x.dtype)
 
     def _between(self, places: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Return position vectors of another grid, [rows * columns, hidden]: bicubic, as in DINOv2's code."""
+        """Interpolate position vectors to another grid: [rows * columns, hidden], bicubic as in DINOv2."""
         offset = self.interpolation.interpolate_offset
         scale = [(new + offset) / old for new, old in zip(grid, self.grid, strict=True)]
         image = places.unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
@@ -298,7 +298,7 @@ _PUBLIC_NAMES = (
 
 
 def public_parts(name: str) -> tuple[tuple[str, int], ...]:
-    """Return the Model Zoo's name of a parameter, with its rows (-1: all); empty for names outside of trunks.
+    """Return the Model Zoo's name of a parameter and its number of rows (-1: all); empty outside of trunks.
 
     The names are as exact as the patterns in params files need.
     """

@@ -44,7 +44,7 @@ class TimeEmbedding(nn.Module):
 
 
 def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return tokens [batch, n, hidden], scaled and shifted by vectors [batch, 1, hidden]."""
+    """Return tokens [batch, n, hidden] times (1 + `scale`) plus `shift`, both [batch, 1, hidden]."""
     return x * (1 + scale) + shift
 
 

@@ -89,7 +89,7 @@ class DPO(nn.Module):
         return -(model.head(hidden, labels) * weights).sum(-1)  # type: ignore[no-any-return]
 
     def _losses(self, margin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each pair, and its derivative by the margin, both [pairs].
+        """Return the loss of each pair, and the derivative of the loss by the margin, both [pairs].
 
         Args:
             margin: log-likelihood ratio of policy and reference for the chosen answer, minus the same for the
@@ -123,5 +123,5 @@ def pretrained_names(name: str, config: DPOConfig) -> tuple[str, ...]:
 
 
 def _below(name: str) -> str:
-    """Return the name of a parameter within its decoder."""
+    """Return a parameter's name without its first part, which is the name of the decoder it is in."""
     return name.partition(".")[2]

@@ -207,7 +207,7 @@ class Encoder(nn.Module):
         return SequenceProjection(self.config.max_position_embeddings, self.config.linformer.projected_length)
 
     def _projections(self) -> KeyValueProjection | None:
-        """Return the projections of a block, shared as configured (arXiv:2006.04768, section 4)."""
+        """Return a block's projections of Linformer, which blocks may share (arXiv:2006.04768, section 4)."""
         linformer = self.config.linformer
         if linformer is None:
             return None
@@ -216,7 +216,7 @@ class Encoder(nn.Module):
 
     @property
     def _positions(self) -> int:
-        """Rows of the position embedding; RoBERTa's positions begin after the position of padding."""
+        """Number of rows of the position embedding. RoBERTa's first position follows the id of padding."""
         config = self.config
         return config.max_position_embeddings + self._first_position
 
@@ -285,10 +285,10 @@ ENCODER_MATRICES = r"(embedding|position_embedding|segment_embedding)\.weight"
 _PROJECTIONS = r"(projection|blocks\.\d+\.attention\.projections\.(keys|values))\.weight"
 
 _OF_WIDTH = r"blocks\.\d+\.(attention\.(qkv|output)|ffn\.(input|gate))\.weight"
-"""Pattern of the matrices whose inputs are as many as the model is wide."""
+"""Pattern of the names of the matrices that have one input for each element of a hidden state."""
 
 _OF_FILTER = r"blocks\.\d+\.ffn\.output\.weight"
-"""Pattern of the matrices whose inputs are as many as the feed-forward part is wide."""
+"""Pattern of the names of the matrices that have one input for each unit of the feed-forward part."""
 
 
 def encoder_initializer(name: str, config: EncoderSection) -> InitializerConfig | None:

@@ -78,7 +78,7 @@ class F1:
         self.update_count = self._right = self._found = self._there = 0
 
     def compute(self) -> float:
-        """Return the F1 score; 0 without a right prediction."""
+        """Return the F1 score; 0 if no prediction was right."""
         return f_beta(self._right, self._there, self._found) if self._right else 0.0
 
 

@@ -38,7 +38,7 @@ def generate(
     seed: int = 0,
     eos: int | Sequence[int] | None = None,
 ) -> Tensor:
-    """Continue each prompt; the same arguments produce the same tokens.
+    """Generate tokens that continue each prompt; the same arguments produce the same tokens.
 
     Args:
         model: the model, in eval mode.

@@ -47,7 +47,7 @@ class HuggingFaceModel(nn.Module):
 
     @property
     def divisible(self) -> bool:
-        """True if the mean of the losses of micro-batches, weighted by labels, is the loss of the batch."""
+        """True if the batch's loss is the mean of its micro-batches' losses, weighted by labels."""
         balanced = getattr(self.hf.config.get_text_config(), "output_router_logits", False)
         of_batch = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules())
         return not (balanced or of_batch)
@@ -139,7 +139,7 @@ _WRITTEN = ("decoder_input_ids", "decoder_attention_mask")
 
 
 def _shifted_back(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return labels without a shift, as the library expects them, [batch, seq].
+    """Return the labels [batch, seq], moved back so that each is the token at its own position.
 
     In our data the label of a token is the next token. The library shifts the labels itself. The last label
     of a sample is lost, because the model does not read its token.
@@ -190,7 +190,7 @@ def _built(config: HuggingFaceConfig) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _outline(config: HuggingFaceConfig) -> HuggingFaceModel:
-    """Return the model on the meta device."""
+    """Construct the model on the meta device, without values, and return it."""
     with torch.device("meta"):
         return HuggingFaceModel(config)
 

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 _Layers = tuple[str, dict[str, tuple[str, ...]]]
-"""Prefix of the names of blocks, and the library's layers that each linear layer of our block stacks."""
+"""Prefix of the names of blocks; and for each linear layer of our block, the library's layers in it."""
 
 _SPLIT = ("q_proj", "k_proj", "v_proj")
 
 
 def _layers(block: str, qkv: Sequence[str], output: str, *feed_forward: str) -> _Layers:
-    """Return the layers of a family.
+    """Return the names of a family's layers in the transformers library, by our linear layers.
 
     Args:
         block: prefix of the names of blocks.
@@ -80,11 +80,11 @@ LIBRARY_LAYERS: dict[str, _Layers] = {
     "btlm": _JAIS,
     "jais": _JAIS,
 }
-"""The layers of each family. Several layers for one of ours are stacked in it in this order."""
+"""Names of each family's layers in the library. Our layer stacks those in a tuple, in this order."""
 
 
 def library_parts(name: str, config: DecoderConfig) -> tuple[tuple[str, int], ...]:
-    """Return the transformers library's names of the matrices that are stacked in a linear layer of ours.
+    """Return the transformers library's names of the matrices that are stacked in one of our linear layers.
 
     Args:
         name: name of the layer's weight.

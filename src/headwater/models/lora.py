@@ -15,10 +15,10 @@ from headwater.models.layers.linear import Linear
 from headwater.models.layers.lora import LoRALinear, merged
 
 Parts = Sequence[tuple[str, int]]
-"""The matrices that are stacked in a parameter: their names in another library, and their rows (-1: all)."""
+"""The matrices stacked in a parameter: names in another library, and numbers of rows (-1: all)."""
 
 Namings = Callable[[str], Sequence[Parts]]
-"""Function from the name of a parameter to its parts, once for each library whose names are accepted."""
+"""Function that returns the matrices in a parameter, once for each library whose names are accepted."""
 
 
 def add_adapters(model: nn.Module, config: LoRAConfig, namings: Namings) -> None:
@@ -54,11 +54,7 @@ def add_adapters(model: nn.Module, config: LoRAConfig, namings: Namings) -> None
 
 
 def _check_patterns(linears: Sequence[str], config: LoRAConfig, namings: Namings) -> None:
-    """Check that each pattern matches a linear layer.
-
-    Raises:
-        ConfigError: if a pattern matches none.
-    """
+    """Raise a `ConfigError` if a pattern of `target_modules` matches no linear layer."""
     others = [
         part.removesuffix(".weight")
         for linear in linears
@@ -77,7 +73,7 @@ def _check_patterns(linears: Sequence[str], config: LoRAConfig, namings: Namings
 
 
 def _target_rows(name: str, outputs: int, config: LoRAConfig, namings: Namings) -> list[slice]:
-    """Return the rows of each matrix of a layer that gets an adapter; empty if the layer is not a target."""
+    """Return, for the matrices in a layer that get an adapter, their rows; empty if none gets one."""
     if _is_meant(name, config):
         return [slice(0, outputs)]
     found: set[tuple[int, int]] = set()

@@ -25,7 +25,7 @@ from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
 from headwater.models.seq2seq_parameters import init_parameter
 
 _ROWS = 1024
-"""Rows whose logits are in memory at once if only the best token is needed."""
+"""Number of rows of logits that are in memory at once if only the best tokens are needed."""
 
 
 def _norm(config: Seq2SeqConfig) -> nn.Module:
@@ -168,7 +168,7 @@ class Stack(nn.Module):
         return x
 
     def _biased(self, positions: Tensor, seen: Tensor) -> Tensor:
-        """Return `Seen.mask` for a mask of visible keys; it includes the relative bias if there is one."""
+        """Return a mask of visible keys as `Seen.mask`, with the relative bias added if the stack has one."""
         if self.relative_bias is None:
             return seen
         bias: Tensor = self.relative_bias(positions)

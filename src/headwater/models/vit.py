@@ -47,7 +47,7 @@ class PatchEmbedding(Linear):
 
 
 class ClassToken(nn.Module):
-    """Prepends a trained vector: [batch, n, hidden] -> [batch, 1 + n, hidden]."""
+    """Layer that puts a trained vector before the tokens: [batch, n, hidden] -> [batch, 1 + n, hidden]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class ClassToken(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """Adds a trained vector for each position: [batch, n, hidden] -> same shape."""
+    """Layer that adds a trained vector for each position: [batch, n, hidden] -> same shape."""
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class LearnedPositions(nn.Module):
 
 
 class FixedPositions(nn.Module):
-    """Adds sinusoidal position embeddings: [batch, n, hidden] -> same shape."""
+    """Layer that adds sinusoidal position embeddings: [batch, n, hidden] -> same shape."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + sinusoidal_positions(x.shape[1], x.shape[2], device=x.device).to(x.dtype)

@@ -18,7 +18,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class WorkspacePool:
-    """A pool that lends flat tensors and keeps the largest one of each dtype for the next call.
+    """A pool of scratch memory: it lends flat tensors, and keeps the largest of each dtype for the next use.
 
     A large new CPU tensor costs a page fault per 4 KiB, which takes longer than most arithmetic on it. Only
     plain CPU tensors are pooled: CUDA's caching allocator has no such cost, and fake tensors must not outlive
@@ -50,7 +50,7 @@ class WorkspacePool:
                 self._give_back(buffer)
 
     def clear(self) -> None:
-        """Free all idle memory."""
+        """Free the tensors that the pool keeps and that nobody borrows."""
         with self._lock:
             self._idle.clear()
 

@@ -65,7 +65,7 @@ def _by_name(args: Sequence[Any], kwargs: Mapping[str, Any], names: list[str], o
 
 
 def check_names(given: Iterable[str], valid: Iterable[str], owner: str) -> None:
-    """Check that every name is an argument of `owner`.
+    """Raise if a name is not an argument of `owner`.
 
     Args:
         given: names that the user wrote.

@@ -41,7 +41,7 @@ def is_elementwise(name: str) -> bool:
 
 
 def require_elementwise(name: str, *, where: str | None = None) -> None:
-    """Check that masked weights can stay at zero under an optimizer of this name.
+    """Raise if an optimizer's update of a weight depends on other weights: masked weights would not stay 0.
 
     Args:
         name: class of the optimizer.
@@ -52,7 +52,7 @@ def require_elementwise(name: str, *, where: str | None = None) -> None:
     """
     if not is_elementwise(name):
         raise ConfigError(
-            f"{name} does not update each weight by itself: masked ones would grow",
+            f"{name} does not update each weight by itself: masked weights would not stay zero",
             where=where,
             remedy="use an optimizer that updates each weight by itself, such as AdamW or SGD",
         )

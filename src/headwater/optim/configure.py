@@ -176,7 +176,7 @@ def _build(optimizer: torch.optim.Optimizer, entry: Mapping[str, Any], family: t
 def _with_parts(
     optimizer: torch.optim.Optimizer, kind: type[Wrapper], arguments: dict[str, Any], family: type[S]
 ) -> dict[str, Any]:
-    """Return the arguments of a scheduler made of others, with these others constructed."""
+    """Construct the schedulers among the arguments of a combined scheduler; return its arguments."""
     check_names(arguments, kind.argument_names(), kind.__name__)
     single = issubclass(kind, ScalePerParamScheduler)
     key = "scheduler" if single else "schedulers"
@@ -188,7 +188,7 @@ def _with_parts(
 
 
 def _read(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of a scheduler in either form."""
+    """Return name and arguments of a scheduler: `{scheduler: NAME, …}` or `{NAME: {…}}`."""
     if not isinstance(entry, Mapping) or not entry:
         raise ConfigError(
             f"expected a scheduler to be a mapping, got {entry!r}",

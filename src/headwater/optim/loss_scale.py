@@ -12,7 +12,7 @@ GROWTH, GROWTH_INTERVAL = 2.0, 2000
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """The state of the loss scale between two steps.
+    """The loss scale between two steps: the factor, and the counts that decide when the factor changes.
 
     Attributes:
         value: the factor.

@@ -92,7 +92,7 @@ class ExponentialLR(LRScheduler):
 
 
 class InverseExponentialTimeDecayLR(LRScheduler):
-    """Decay with the inverse of a power of the step."""
+    """Decay as 1 / (1 + rate · a power of the step)."""
 
     schedule_class = schedules.InverseExponentialTimeDecay
 
@@ -134,23 +134,23 @@ class MultiplicativeLR(LRScheduler):
 
 
 class CyclicLR(LRScheduler):
-    """A triangle wave."""
+    """A learning rate that rises and falls linearly between two values, again and again."""
 
     schedule_class = schedules.Cyclic
 
 
 class OneCycleLR(LRScheduler):
-    """The one-cycle policy: up to a maximum, then down to almost 0."""
+    """A learning rate that rises once to a maximum, and then falls to almost 0 (the one-cycle policy)."""
 
     schedule_class = schedules.OneCycle
 
 
 class SequentialLR(SequentialScheduler, LRScheduler):
-    """A sequence of schedulers."""
+    """A sequence of learning-rate schedulers, each active until the next one starts."""
 
 
 class ChainedLR(_Chained, LRScheduler):
-    """The product of several schedulers."""
+    """A learning rate that is the product of several schedulers."""
 
 
 class ScalePerParamLR(ScalePerParamScheduler, LRScheduler):

@@ -64,7 +64,7 @@ def configure_param_groups(
 
 
 def learning_rate_factors(adjustments: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
-    """Return the learning-rate factor of each parameter that has one, by name. The first match counts.
+    """Return name -> learning-rate factor of a parameter, for those that match; the first match counts.
 
     Args:
         adjustments: see `adjust_learning_rate` in `configure_param_groups`.
@@ -81,7 +81,7 @@ def learning_rate_factors(adjustments: Mapping[str, float], names: Iterable[str]
 
 
 def _tags(filters: Any, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the tags of each parameter that has any, by name."""
+    """Return name -> tags of a parameter, for the parameters that a filter gives a tag."""
     tags: dict[str, tuple[str, ...]] = {}
     for entry in [filters] if isinstance(filters, Mapping) else filters:
         if set(entry) != {"params", "tag"}:

@@ -1,4 +1,4 @@
-"""A check that an optimizer computes the same results if it updates one parameter at a time."""
+"""A trial of an optimizer: are the results the same if it updates one parameter at a time?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwater.optim.catalog import refusal
 _SHAPES = ((3, 4), (5, 2))
 _GRADIENT_SCALES = (10.0, 0.1, 1.0)  # large first: clipping by a global norm must change the result
 _STEPS = 12
-"""Steps of the probe. Some optimizers do something else in every fifth or tenth step."""
+"""Number of trial steps. Some optimizers do something else in every fifth or tenth step."""
 
 STATE_REMEDY = (
     "create every tensor of the state in the first step of a parameter, with its final shape, for example "
@@ -26,7 +26,7 @@ Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def check_streamable(name: str, build: Build) -> None:
-    """Check that the optimizer computes bit-identical results if it updates one parameter at a time.
+    """Raise unless the optimizer's results stay bit-identical when it updates one parameter at a time.
 
     Two small parameters are trained in two ways. First together, by one optimizer. Then one at a time, as the
     weight store does it: each update uses new tensors and parameter groups, and only the content of
@@ -58,7 +58,7 @@ def check_streamable(name: str, build: Build) -> None:
 
 
 def _refuse_growth(name: str, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-    """Check that a state has all of its tensors after the second step.
+    """Raise if the state tensors of a parameter change in number or shape after the second step.
 
     Args:
         name: name of the optimizer.
@@ -85,7 +85,7 @@ def _train_jointly(optimizer: torch.optim.Optimizer, params: list[torch.nn.Param
 def _train_singly(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[list[torch.Tensor], list[dict[str, Any]], list[dict[str, tuple[int, ...]]]]:
-    """Return the trained values, the state of each, and the shapes in the first state after each step."""
+    """Update one value at a time; return the values, their states, and after each step the first's shapes."""
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     values = _values()
     states: list[dict[str, Any]] = [{} for _ in values]
@@ -105,7 +105,7 @@ def _train_singly(
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state that have a place in the weight store: all but single numbers."""
+    """Return the tensors of an optimizer state that the weight store keeps: all but single numbers."""
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
 
 

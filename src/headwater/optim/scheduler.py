@@ -19,10 +19,10 @@ In a sequence, the entry `None` stands for groups without tags.
 """
 
 ADJUSTMENT_KEYS = ("adjust_learning_rate", "adjust_val")
-"""Keys of a parameter group's factor on the scheduled value; the first that is present counts."""
+"""Keys under which a parameter group can have a factor on the scheduled value; the first key counts."""
 
 NO_WEIGHT_DECAY = "no_weight_decay"
-"""Key that marks a parameter group: weight-decay schedulers change it only if they name the group's tag."""
+"""Key of a parameter group that weight-decay schedulers change only if they name the group's tag."""
 
 
 class Scheduler:
@@ -92,7 +92,7 @@ class Scheduler:
         return [name for name in inspect.signature(cls).parameters if name != "optimizer"]
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the value of the next step, or of step `epoch`."""
+        """Go to the next step, or to step `epoch`, and set the option of the optimizer to the value there."""
         # step_with_optimizer has already taken this step.
         if self._ahead and epoch is None:
             self._ahead = False
@@ -102,7 +102,7 @@ class Scheduler:
         self._write()
 
     def step_with_optimizer(self) -> None:
-        """Step the scheduler. If the user's loop calls `step` too, that call does nothing."""
+        """Go to the next step, after a step of the optimizer. The next call of `step` then does nothing."""
         self._ahead = False
         self.step()
         self._ahead = True
@@ -112,11 +112,11 @@ class Scheduler:
         return list(self._last_values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's position. The schedule itself is not part of the state."""
+        """Return the current step of the scheduler. The schedule itself is not part of the state."""
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the position of another scheduler, and set the value of its step.
+        """Go to the step in `state_dict`, and set the option of the optimizer to the value there.
 
         Raises:
             CheckpointError: if `state_dict` is not the state of a scheduler.
@@ -153,7 +153,7 @@ class Scheduler:
 
 
 class Wrapper(Scheduler):
-    """A scheduler made of others. Only their schedules are used; they are not stepped."""
+    """A scheduler made of others. It uses their schedules; their `step` need not be called."""
 
     def _join(
         self,
@@ -162,7 +162,7 @@ class Wrapper(Scheduler):
         schedule: Schedule,
         tags: Tags,
     ) -> None:
-        """Attach to the optimizer and replace `schedulers`.
+        """Attach this scheduler to the optimizer, where it replaces `schedulers`.
 
         Args:
             optimizer: the optimizer to attach to.
@@ -218,7 +218,7 @@ class SequentialScheduler(Wrapper):
 
 
 class ChainedScheduler(Wrapper):
-    """A product of schedulers: the first one's value, times each other one's value relative to its step 0.
+    """A product of schedulers: the value of the first, times the others' values divided by those at step 0.
 
     Args:
         schedulers: at least one, all for the same optimizer; only the first may start at 0.

@@ -90,7 +90,7 @@ class OptimizerSpec:
         return spec
 
     def with_numbers(self) -> OptimizerSpec:
-        """Return the spec with numbers instead of tensors. Tensors cannot be compared under fake tensors."""
+        """Return the spec with numbers instead of tensors, which cannot be compared during a dry run."""
         if not any(isinstance(each, torch.Tensor | tuple | list) for each in self.kwargs.values()):
             return self
         kwargs = {key: numbers(value) for key, value in self.kwargs.items()}
@@ -98,7 +98,7 @@ class OptimizerSpec:
 
     @property
     def elementwise(self) -> bool:
-        """True if the update may be applied to any slice of a parameter; always false for a foreign class."""
+        """True if a slice of a parameter can be updated alone; False for a class that is foreign."""
         return self.foreign_class is None and is_elementwise(self.name)
 
     def options(
@@ -155,7 +155,7 @@ class OptimizerSpec:
             ) from error
 
     def _check_same_defaults(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer from `build` has the same defaults as `optimizer`."""
+        """Raise if an optimizer from `build` would not have the same defaults as `optimizer`."""
         wanted = _formula_options(optimizer.defaults)
         trial = self.build([torch.nn.Parameter(torch.zeros(2, 2))], to_compile=False)
         rebuilt = _formula_options(trial.defaults)
@@ -170,7 +170,7 @@ NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
 
 
 def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group of an optimizer, in the form that `UpdateRule.apply` takes.
+    """Return the options of an optimizer's parameter group, as `UpdateRule.apply` expects them.
 
     Entries that the optimizer does not read (tags, names, factors) are dropped. Tensors are copied, because a
     scheduler changes them in place. They stay tensors, because optimizers compute with them in their dtype.
@@ -186,7 +186,7 @@ def numbers(value: Any) -> Any:
 
 
 def state_signature(options: Mapping[str, Any]) -> Hashable:
-    """Return a key that is equal for options with which an optimizer keeps the same state tensors.
+    """Return a key of `options`. With equal keys, an optimizer keeps the same state tensors.
 
     The state depends on whether a number such as `momentum` is zero, not on its size. So a schedule of the
     number does not change the key. `lr` never matters.
@@ -229,7 +229,7 @@ def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _with_list(entry: Any) -> Any:
-    """Return a group with its parameters in a list, because an iterator could be read only once."""
+    """Return a parameter group with its parameters in a list, since an iterator can be read only once."""
     if isinstance(entry, dict) and not isinstance(entry["params"], torch.Tensor):
         return {**entry, "params": list(entry["params"])}
     return entry

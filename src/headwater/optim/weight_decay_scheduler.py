@@ -77,7 +77,7 @@ class ExponentialWD(WeightDecayScheduler):
 
 
 class InverseExponentialTimeDecayWD(WeightDecayScheduler):
-    """Decay with the inverse of a power of the step."""
+    """Decay as 1 / (1 + rate · a power of the step)."""
 
     schedule_class = schedules.InverseExponentialTimeDecay
 
@@ -119,23 +119,23 @@ class MultiplicativeWD(WeightDecayScheduler):
 
 
 class CyclicWD(WeightDecayScheduler):
-    """A triangle wave."""
+    """A weight decay that rises and falls linearly between two values, again and again."""
 
     schedule_class = schedules.Cyclic
 
 
 class OneCycleWD(WeightDecayScheduler):
-    """The one-cycle policy: up to a maximum, then down to almost 0."""
+    """A weight decay that rises once to a maximum, and then falls to almost 0 (the one-cycle policy)."""
 
     schedule_class = schedules.OneCycle
 
 
 class SequentialWD(SequentialScheduler, WeightDecayScheduler):
-    """A sequence of schedulers."""
+    """A sequence of weight-decay schedulers, each active until the next one starts."""
 
 
 class ChainedWD(ChainedScheduler, WeightDecayScheduler):
-    """The product of several schedulers."""
+    """A weight decay that is the product of several schedulers."""
 
 
 class ScalePerParamWD(ScalePerParamScheduler, WeightDecayScheduler):

@@ -78,7 +78,7 @@ _EVERYTHING_BEFORE = Seen()
 def visible(
     queries: Tensor, keys: Tensor, *, window: int | None = None, sinks: int = 0, causal: bool = True
 ) -> Tensor:
-    """Return the mask of the keys that each query sees, bool [queries, keys].
+    """Return a mask, bool [queries, keys], that is True for the keys that a query sees.
 
     Args:
         queries: positions of the queries, [queries].
@@ -194,7 +194,7 @@ class SelfAttention(nn.Module):
 
 
 def _mask_after(past: int, query: Tensor) -> Tensor | None:
-    """Return the mask of the `past` + new keys that each new query sees; `None` if the kernel needs none."""
+    """Return the mask of new queries over `past` + new keys; `None` if the kernel's own mask is enough."""
     new = query.shape[2]
     if past == 0 or new == 1:
         return None

@@ -48,7 +48,7 @@ class CrossAttention(nn.Module):
         self.dropout = nn.Dropout(output_dropout)
 
     def forward(self, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
-        """Return the attention of `x` to `memory`, [batch, queries, hidden].
+        """Return the result of the attention of `x` to the sequence `memory`: [batch, queries, hidden].
 
         Args:
             x: sequence of the queries, [batch, queries, hidden].

@@ -31,7 +31,7 @@ class StackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_experts * outputs)) if bias else None
 
     def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Apply each expert's layer to its part of the tokens: [tokens, inputs] -> [tokens, outputs]."""
+        """Apply each expert's layer to the tokens of that expert: [tokens, inputs] -> [tokens, outputs]."""
         weights = self.weight.chunk(self.num_experts)
         biases = [None] * self.num_experts if self.bias is None else self.bias.chunk(self.num_experts)
         return [F.linear(*three) for three in zip(parts, weights, biases, strict=True)]
@@ -132,7 +132,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def _sizes(choices: Tensor, total: int) -> list[int]:
-    """Return the number of rows of each expert; in a dry run, where it is unknown, about equal numbers."""
+    """Return how many tokens each expert gets. In a dry run these are unknown, and about equal numbers."""
     if choices.is_meta or isinstance(choices, FakeTensor):
         even, more = divmod(total, len(choices))
         return [even + (expert < more) for expert in range(len(choices))]

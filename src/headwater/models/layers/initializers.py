@@ -19,7 +19,7 @@ BIASES_AND_NORMS = (
     (r".*\bbias", InitializerConfig(name="zeros")),
     (r".*norm\.weight", InitializerConfig(name="ones")),
 )
-"""Rules for biases and for the factors of normalization layers, see `first_match`."""
+"""Rules for the initial values of biases and of the factors of normalization layers; see `first_match`."""
 
 _TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a standard normal distribution truncated at -2 and 2."""
@@ -28,7 +28,7 @@ _Fill = Callable[[Tensor, InitializerConfig, torch.Generator], Tensor]
 
 
 def _truncated_normal(value: Tensor, initializer: InitializerConfig, generator: torch.Generator) -> Tensor:
-    """Fill `value` by inverting the distribution function, with one draw per element.
+    """Fill `value` from a truncated normal distribution, with one random number per element.
 
     `nn.init.trunc_normal_` is 15 times slower: it draws the whole tensor again until no element is out of
     bounds.

@@ -32,7 +32,7 @@ class Embedding(nn.Embedding):
 
 
 class _Rows(torch.autograd.Function):
-    """Embedding lookup whose gradient is bit-identical to torch's, and is allocated by `large_zeros`."""
+    """Embedding lookup with a faster allocation of the gradient, which is bit-identical to torch's."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, table: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def rotary_frequencies(
 
 def _yarn(frequencies: Tensor, size: int, theta: float, scaling: RotaryScaling) -> Tensor:
     def pair_that_turns(times: float) -> float:
-        """Return the index (not rounded) of the pair with this number of turns in the original length."""
+        """Return the index of the pair that turns `times` times in the original length; it is not rounded."""
         return size * math.log(scaling.original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)

@@ -49,14 +49,14 @@ def passed(milestones: Sequence[int], step: int) -> int:
 
 
 def check_milestones(milestones: Sequence[int], parts: int | None = None) -> None:
-    """Check that milestones are >= 0 and in ascending order, and that their number fits.
+    """Raise if milestones are negative or not in ascending order, or their number does not fit.
 
     Args:
         milestones: steps.
         parts: number of schedules or values that the milestones separate; not checked if `None`.
 
     Raises:
-        ConfigError: otherwise.
+        ConfigError: if one of these is so.
     """
     if any(later < earlier for earlier, later in itertools.pairwise((0, *milestones))):
         raise ConfigError(

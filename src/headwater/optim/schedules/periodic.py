@@ -125,7 +125,7 @@ class OneCycle(Schedule):
         return levels[phase] * (1 - progress) + levels[phase + 1] * progress
 
     def _phases(self) -> tuple[list[float], list[float]]:
-        """Return the last step of each phase, and the values at the ends of the phases."""
+        """Return the last step of each phase; and the value at the start, and at the end of each phase."""
         up, last = self.pct_start * self.total_steps, self.total_steps - 1.0
         lowest = self.initial / self.final_div_factor
         if self.three_phase:
