@@ -39,7 +39,7 @@ from headwater.models.registry import build_model, init_parameter
 CONFIG_FILE = "config.json"
 
 _SHARED = ("head.weight", "mlm.output.weight", "text_model.head.weight")
-"""Second names of shared weights."""
+"""Second names, in a `state_dict`, of weights shared with an embedding. An export skips these names."""
 
 
 def export_hf(
@@ -90,7 +90,7 @@ def export_hf(
 def _what_is_used(
     config: ModelConfig, pairs: Iterable[tuple[str, Tensor]]
 ) -> tuple[ModelConfig, Iterable[tuple[str, Tensor]]]:
-    """Return the model without parts that only training needs: drop DPO's reference, merge adapters."""
+    """Drop what only training needs: DPO's reference model; adapters are merged into the weights."""
     if isinstance(config, DPOConfig):
         config = config.policy_model
         policy = (
@@ -108,7 +108,7 @@ def _what_is_used(
 def import_hf(
     folder: Path, *, config_file: Path | None = None, format: Format | None = None
 ) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
-    """Return the model section, and an iterator over names and values of parameters; see `open_hf`."""
+    """Read a checkpoint: return its model section, and an iterator over (name, parameter); see `open_hf`."""
     found = open_hf(folder, config_file=config_file, format=format)
     return found.config, found.tensors()
 
@@ -163,7 +163,7 @@ class Imported:
         return [each.name for each in self.mapped.values() if not each.theirs]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield our names and the values of all parameters.
+        """Yield the name in our model and the value of each parameter.
 
         Raises:
             CheckpointError: if a file is damaged, or a tensor is missing, unknown or has an unexpected shape.
@@ -171,7 +171,7 @@ class Imported:
         return _read_weights(self.config, self.format, self.folder, self.mapped)
 
     def stored(self) -> dict[str, Callable[[], Tensor]]:
-        """Return a function that reads each parameter in the checkpoint, by our names.
+        """Return, by name in our model, a function that reads the parameter, for each one in the checkpoint.
 
         Parameters that the checkpoint lacks are left out. Tensors that belong to no parameter are included
         under their own names, unless the format says that they hold no weights.
@@ -192,7 +192,7 @@ class Imported:
 
 @contextmanager
 def _sound(path: Path) -> Iterator[None]:
-    """Turn any exception caused by a wrong value in a `config.json` into a `ConfigError`."""
+    """Inside the context, turn exceptions that a wrong value in `config.json` causes into a `ConfigError`."""
     try:
         yield
     except _WRONG_VALUES as error:
@@ -236,7 +236,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_of(hf: Mapping[str, Any], format: Format, found: Format) -> bool:
-    """True if a config can be read as `format`; `found` is the format that the config itself names."""
+    """True if a `config.json` that names the format `found` can also be read as `format`."""
     names_it = found.architecture in (hf.get("architectures") or ())
     return format.model_type == found.model_type and (
         not names_it or format.architecture == found.architecture
@@ -279,7 +279,7 @@ def _write_weights(
 def _checked(
     pairs: Iterable[tuple[str, Tensor]], mapped: Mapping[str, Mapped]
 ) -> Iterator[tuple[Mapped, Tensor]]:
-    """Yield the parameters in their order; check that each parameter of the model arrives exactly once.
+    """Yield `pairs`, with the mapping of each. Raise unless each parameter of the model occurs once.
 
     Raises:
         CheckpointError: if a tensor is unknown, repeated or missing, or has an unexpected shape.
@@ -328,7 +328,7 @@ def _read_weights(
 
 
 def _joined(each: Mapped, places: Mapping[str, StoredTensor], where: str) -> Tensor:
-    """Return a parameter, joined from the stored tensors that hold it.
+    """Read the stored tensors that hold a parameter, and return the parameter made of them.
 
     Raises:
         CheckpointError: if a tensor has an unexpected shape.
@@ -345,7 +345,7 @@ def _joined(each: Mapped, places: Mapping[str, StoredTensor], where: str) -> Ten
 def _places(
     config: ModelConfig, format: Format, folder: Path, expected: Collection[str]
 ) -> dict[str, StoredTensor]:
-    """Return all stored tensors by full name, except unexpected ones that hold no weights."""
+    """Return full name -> stored tensor. Unknown tensors that hold no weights are left out."""
     head, tied = f"{format.head}.weight", getattr(config, "share_embedding_weights", False)
     places = {}
     for stored in (each for part in format.folders or ("",) for each in stored_tensors(folder / part)):
@@ -359,7 +359,7 @@ def _places(
 
 
 def _modern(name: str) -> str:
-    """Return the current name of a tensor; old checkpoints have other names for norms and CLIP's encoder."""
+    """Return the present name of a tensor from an old checkpoint, which named norms and CLIP differently."""
     name = name.replace("vision_tower.vision_model.", "vision_tower.")
     return re.sub(
         r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)

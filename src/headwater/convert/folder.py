@@ -1,4 +1,4 @@
-"""Checkpoints with this package's names: safetensors files and a file with the model section."""
+"""Checkpoints in Headwater's own format: safetensors files and a file with the model section."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_folder(
     max_shard_bytes: int = 5 * 10**9,
     beside: Sequence[Path] = (),
 ) -> None:
-    """Write a folder that a params file can name as `ckpt_path`; it appears when it is complete.
+    """Write a checkpoint folder that a params file can name as `ckpt_path`; only a complete one appears.
 
     Args:
         tensors: names and tensors, in any order; read one at a time.

@@ -28,7 +28,7 @@ def _only(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule for one kind of parameter and the tensors that hold it in the other format.
+    """A rule that converts one kind of our parameters to tensors of the other format, and back.
 
     Attributes:
         ours: name of our parameter; `{}` stands for the index of a layer.
@@ -47,41 +47,41 @@ class Rule:
         assert all(name.count("{}") == layers for name in self.theirs), f"{self} loses a layer number"
 
     def names(self, ours: str) -> tuple[str, ...] | None:
-        """Return their names for our parameter `ours`, or `None` if the rule is not for it."""
+        """Return the other format's names for our parameter `ours`, or `None` if this rule is not for it."""
         pattern = re.escape(self.ours).replace(r"\{\}", r"(\d+)")
         match = re.fullmatch(pattern, ours)
         return None if match is None else tuple(name.format(*match.groups()) for name in self.theirs)
 
 
 def same(ours: str, theirs: str) -> Rule:
-    """Return a rule for a tensor with the same values under another name."""
+    """Return a rule for a tensor that the other format stores unchanged, under another name."""
     return Rule(ours, (theirs,))
 
 
 def transposed(ours: str, theirs: str) -> Rule:
-    """Return a rule for a matrix that they store transposed."""
+    """Return a rule for a matrix that the other format stores transposed."""
     return Rule(ours, (theirs,), lambda tensor: [tensor.t()], lambda tensors: _only(tensors).t())
 
 
 def stacked(ours: str, theirs: Sequence[str], rows: Sequence[int]) -> Rule:
-    """Return a rule for their tensors, with `rows` rows each, that are stacked in our parameter."""
+    """Return a rule for several tensors of the other format, of `rows` rows, that are stacked in ours."""
     return Rule(
         ours, tuple(theirs), lambda tensor: tensor.split(list(rows)), lambda parts: torch.cat(list(parts))
     )
 
 
 def repeated(ours: str, theirs: Sequence[str]) -> Rule:
-    """Return a rule for a tensor that they store several times; an import reads the first copy."""
+    """Return a rule for a tensor of which the other format has copies; an import reads the first."""
     return Rule(ours, tuple(theirs), lambda tensor: [tensor] * len(theirs), lambda copies: copies[0])
 
 
 def permuted(ours: str, theirs: str, order: Tensor) -> Rule:
-    """Return a rule for a tensor with permuted rows: their row `i` is our row `order[i]`."""
+    """Return a rule for a tensor with permuted rows: the other format's row `i` is our row `order[i]`."""
     return reordered(same(ours, theirs), order)
 
 
 def reordered(rule: Rule, order: Tensor, *, dim: int = 0) -> Rule:
-    """Return `rule` with a permuted dimension: their index `i` is our index `order[i]`."""
+    """Return `rule` with a permuted dimension: the other format's index `i` is our index `order[i]`."""
     back = order.argsort()
     return dataclasses.replace(
         rule,
@@ -91,7 +91,7 @@ def reordered(rule: Rule, order: Tensor, *, dim: int = 0) -> Rule:
 
 
 def with_constant(rule: Rule, theirs: str, value: Callable[[], Tensor]) -> Rule:
-    """Return `rule` with one more tensor of theirs, which must have constant values.
+    """Return `rule` with one more tensor of the other format, whose values must be given constants.
 
     Args:
         rule: rule of the parameter.
@@ -119,7 +119,7 @@ def with_constant(rule: Rule, theirs: str, value: Callable[[], Tensor]) -> Rule:
 
 
 def scaled(rule: Rule, *factors: Tensor | float) -> Rule:
-    """Return `rule` for tensors of theirs that hold our parameter times a factor; a factor of 1 is exact.
+    """Return `rule` for a format that stores our parameter times a factor; a factor of 1 changes no bit.
 
     Args:
         rule: rule of the parameter.
@@ -161,13 +161,13 @@ def both(
 
 
 def linear_transposed(ours: str, theirs: str) -> tuple[Rule, Rule]:
-    """Return the rules of a linear layer whose weight they store transposed."""
+    """Return the rules of a linear layer whose weight the other format stores transposed."""
     return transposed(f"{ours}.weight", f"{theirs}.weight"), same(f"{ours}.bias", f"{theirs}.bias")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-    """A parameter of ours with its rule.
+    """A parameter of our model, and the rule that converts it.
 
     Attributes:
         name: name of our parameter.
@@ -182,12 +182,12 @@ class Mapped:
     rule: Rule
 
     def their_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of their tensors."""
+        """Return the shapes of the tensors in the other format."""
         return [tuple(part.shape) for part in self.rule.split(torch.empty(self.shape, device="meta"))]
 
 
 def map_parameters(shapes: Mapping[str, tuple[int, ...]], rules: Iterable[Rule]) -> dict[str, Mapped]:
-    """Return each parameter of ours with its rule; every parameter must have exactly one."""
+    """Return name -> parameter of our model with its rule; exactly one of `rules` must fit each."""
     rules, mapped = tuple(rules), {}
     for name, shape in shapes.items():
         found = [(theirs, rule) for rule in rules if (theirs := rule.names(name)) is not None]

@@ -22,7 +22,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A safetensors file that has still to be written.
+    """Plan of a safetensors file: its name, and the dtype and shape of each tensor.
 
     Attributes:
         file: name of the file.
@@ -34,7 +34,7 @@ class Shard:
 
 
 def plan_shards(tensors: Layout, max_shard_bytes: int) -> list[Shard]:
-    """Distribute tensors, in order, over files of at most `max_shard_bytes`; a larger tensor is alone.
+    """Distribute tensors, in order, over files of at most `max_shard_bytes`. A larger one gets its own file.
 
     The result is the same as in the transformers library.
     """
@@ -76,7 +76,7 @@ def write_index(folder: Path, shards: list[Shard]) -> None:
 
 
 class ShardWriter:
-    """A writer of planned shards that takes tensors in any order and keeps none in memory.
+    """A writer of the planned files: it writes each tensor at once, in whatever order they come.
 
     Args:
         folder: folder of the files.

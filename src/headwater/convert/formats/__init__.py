@@ -81,7 +81,7 @@ CONVERTERS: dict[str, tuple[Format, str]] = dict(sorted({**_NAMES, **_HEADLESS}.
 
 
 def converter_of(format: Format) -> str:
-    """Return the first name that users can pass for a format."""
+    """Return the name of a format's converter that users pass; the first one if there are several."""
     return next(name for name, (other, _) in {**_NAMES, **_HEADLESS}.items() if other is format)
 
 
@@ -130,7 +130,7 @@ def format_of_hf(hf: Mapping[str, Any], *, where: str) -> Format:
 
 
 def encoder_alone(hf: Mapping[str, Any], format: Format) -> Format:
-    """Return the headless format if `config.json` names the encoder class without a head, else `format`."""
+    """Return the headless format if `config.json` names the class of the encoder alone, else `format`."""
     alone = _HEADLESS_FORMATS.get(format.architecture)
     if alone is None or format.schema is DecoderConfig:
         return format

@@ -20,7 +20,7 @@ from headwater.convert.rules import Rule
 from headwater.core.errors import ConfigError
 
 REQUIRED = object()
-"""Default of a key without which a config is invalid."""
+"""Value of `Key.default` for a key that a `config.json` must have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +83,11 @@ class Format:
 
     @property
     def has_initializer(self) -> bool:
-        """True if the model section has an initializer; otherwise the sections of its parts have one."""
+        """True if the model section has the key `initializer`; in other models, sections of parts have it."""
         return "initializer" in self.schema.model_fields
 
     def by_folder(self, hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the content of each `config.json` by its folder, relative to the model's folder."""
+        """Return folder -> content of its `config.json`; folders are relative to the model's folder."""
         return {name: hf[name] for name in self.folders} or {"": hf}
 
     def config_from_hf(self, hf: Mapping[str, Any], *, where: str) -> Any:
@@ -163,11 +163,11 @@ class Format:
 
 
 _LARGEST = {"layer": 10_000, "expert": 100_000, "": 1 << 40}
-"""Maximum value of a key whose name contains the word; the limits are far above those of real models."""
+"""Word -> maximum value of a key whose name contains this word; far above the values of real models."""
 
 
 def check_sizes(hf: Mapping[str, Any], *, where: str) -> None:
-    """Check that no number is absurdly large, before a model of that size is built on the meta device.
+    """Raise if a number is absurdly large: a model of that size must not be built, even on the meta device.
 
     Raises:
         ConfigError: if a number is above its limit.
@@ -192,7 +192,7 @@ _HEADS = (
 
 
 def headless(format: Format) -> Format:
-    """Return the format of the model without its head: the base class, whose tensors have no prefix.
+    """Return the format of a model class without its head, whose tensor names have no prefix.
 
     An import gives the head random initial values, the same as in a run without a checkpoint.
     """
@@ -315,7 +315,7 @@ def grouped(num_kv_heads: int | None, num_heads: int) -> dict[str, Any]:
 
 
 _SCALINGS = ("linear", "yarn", "llama3")
-"""Kinds of rotary scaling that have the same name on both sides."""
+"""Kinds of rotary scaling that have the same name in `config.json` and in a params file."""
 
 
 def rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,7 +362,7 @@ def rope_parameters(config: DecoderConfig) -> dict[str, Any]:
 
 
 def interleaved_heads(config: DecoderConfig) -> Tensor:
-    """Return the order of rows for formats that interleave the heads of queries, keys and values.
+    """Return the order of rows in formats that interleave the heads of queries, keys and values.
 
     Their rows come in groups: the query heads that share a key head, then this key head, then its value head.
         In our rows all queries come first, then all keys, then all values.
@@ -377,6 +377,6 @@ def interleaved_heads(config: DecoderConfig) -> Tensor:
 
 
 def qkv_rows(config: DecoderConfig) -> tuple[int, int, int]:
-    """Return the number of rows of queries, keys and values."""
+    """Return the numbers of rows of queries, of keys and of values in the matrix that stacks them."""
     kv_size = config.num_kv_heads * config.head_size
     return config.inner_size, kv_size, kv_size

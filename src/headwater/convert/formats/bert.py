@@ -207,7 +207,7 @@ BERT_SUMMARIZATION = headless(
         ignored=("embeddings.position_ids",),
     )
 )
-"""Only the encoder is stored, because the transformers library has no class with this head."""
+"""Format of extractive summarization: the encoder alone, as transformers has no class with this head."""
 
 
 def _token_head(config: BertConfig) -> tuple[Rule, ...]:
@@ -288,7 +288,7 @@ ESM = Format(
 
 
 def _tower(architecture: str) -> Format:
-    """Return the format of one encoder of DPR; it is used only for its config."""
+    """Return the format of one of DPR's encoders, which converts its `config.json` but no tensors."""
     return Format(
         model_type="dpr",
         architecture=architecture,

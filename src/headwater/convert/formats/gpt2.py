@@ -29,13 +29,13 @@ GPT2_KEYS = {
 """Keys of GPT-2 and of the formats derived from it."""
 
 SCALE_BY_LAYER = {"scale_qk_dot_by_layer_idx": Key("scale_attn_by_inverse_layer_idx", False)}
-"""A key that only some of these formats have."""
+"""Key that only some of the formats derived from GPT-2 have: scores are divided by the layer's number."""
 
 GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
 """Suffixes of tensors that hold no weights."""
 
 QKV = ("blocks.{}.attention.qkv", "transformer.h.{}.attn.c_attn")
-"""Our name and their name of the projection of queries, keys and values."""
+"""Name of the projection of queries, keys and values: in our model, and in GPT-2."""
 
 
 def gpt2_rules(

@@ -26,7 +26,7 @@ def _rules(config: DecoderConfig) -> tuple[Rule, ...]:
 
 
 _ONLY = {"position_embedding_type": "alibi", "activation_function": "swiglu"}
-"""Values that a config must have; the default of a missing key is another value."""
+"""Key -> value that a `config.json` must have. The key must be there, because its default is different."""
 
 
 def _section(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def _rules(config: MultimodalSection) -> tuple[Rule, ...]:
 
 
 def _below(rule: Rule, ours: str, theirs: str) -> Rule:
-    """Return the rule of a part of a model, with prefixes added to our name and to theirs."""
+    """Return `rule`, which is for a part of a model, with a prefix added to each name."""
     names = tuple(f"{theirs}{name}" for name in rule.theirs)
     return dataclasses.replace(rule, ours=f"{ours}{rule.ours}", theirs=names)
 

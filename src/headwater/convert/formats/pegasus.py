@@ -24,7 +24,7 @@ _SHARED_SIZES = {
     "encoder_ffn_dim": "decoder_ffn_dim",
     "encoder_attention_heads": "decoder_attention_heads",
 }
-"""Keys of the encoder, and the keys of the decoder that must have the same values."""
+"""Key of the encoder -> key of the decoder that must have the same value."""
 
 
 def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _rules(config: Seq2SeqConfig) -> tuple[Rule, ...]:
 
 
 def _order(width: int) -> Tensor:
-    """Return our index of each element of theirs: all sines, then all cosines; ours alternate."""
+    """Return our index of each element of Pegasus's positions: sines, then cosines; ours alternate."""
     return torch.arange(width).view(-1, 2).t().flatten()
 
 
@@ -102,9 +102,9 @@ def _stack_rules(config: Seq2SeqConfig, stack: StackName) -> list[Rule]:
         return [reordered(rule, order) for rule in both(same, here, there)]
 
     def reading(here: str, there: list[str], rows: int) -> list[Rule]:
-        """Return the rules of layers that read hidden states, stacked in ours.
+        """Return the rules of Pegasus's layers that read hidden states and are stacked in one layer of ours.
 
-        If ours have no biases, theirs must be 0.
+        If our layer has no bias, the biases in the checkpoint must be 0.
         """
         rules = both(stacked, here, there, (rows,) * len(there))
         weight = reordered(rules[0], order, dim=1)
@@ -115,7 +115,7 @@ def _stack_rules(config: Seq2SeqConfig, stack: StackName) -> list[Rule]:
         return [weight]
 
     def projection(here: str, there: str) -> Rule:
-        """Return the rule of the output projection of an attention; ours has no bias, so theirs must be 0."""
+        """Return the rule of an attention's output projection. Our model has no bias: Pegasus's must be 0."""
         weight = reordered(same(f"{here}.weight", f"{there}.weight"), order)
         return with_constant(weight, f"{there}.bias", lambda: torch.zeros(width))
 

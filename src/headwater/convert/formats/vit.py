@@ -24,7 +24,7 @@ _KEYS = {
 
 
 def reshaped(ours: str, theirs: str, shape: Sequence[int]) -> Rule:
-    """Return a rule for a tensor of shape `[rows, *shape]` in theirs, `[rows, product(shape)]` in ours."""
+    """Return a rule for a matrix of ours that the other format stores as `[rows, *shape]`."""
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
         (tensor,) = tensors
@@ -34,14 +34,14 @@ def reshaped(ours: str, theirs: str, shape: Sequence[int]) -> Rule:
 
 
 def _vector(ours: str, theirs: str) -> Rule:
-    """Return a rule for a vector that they store as [1, 1, width]."""
+    """Return a rule for a vector that the other format stores as [1, 1, width]."""
     return Rule(
         ours, (theirs,), lambda tensor: [tensor[None, None]], lambda tensors: tensors[0].squeeze(0).squeeze(0)
     )
 
 
 def _positions(ours: str, theirs: str) -> Rule:
-    """Return a rule for a matrix that they store as [1, positions, width]."""
+    """Return a rule for a matrix that the other format stores as [1, positions, width]."""
     return Rule(ours, (theirs,), lambda tensor: [tensor[None]], lambda tensors: tensors[0].squeeze(0))
 
 
@@ -95,7 +95,7 @@ _DINOV2_LAYER = {
 
 
 def both_sizes(value: Any) -> list[int]:
-    """Return [height, width] of a size in a config, which may be one number."""
+    """Return [height, width] for a size in a `config.json`. One number stands for both."""
     return list(value) if isinstance(value, list | tuple) else [value, value]
 
 
