@@ -276,7 +276,10 @@ def test_momentum_follows_half_a_cosine():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": [{"head_model": HEAD, "forward_args": [[trunk(2, 0, 1)]]}]}, "before it is computed"),
+        (
+            {"heads": [{"head_model": HEAD, "forward_args": [[trunk(2, 0, 1)]]}]},
+            "which no earlier call computes",
+        ),
         (
             {"heads": [{"head_model": HEAD, "forward_args": [["trunk.output(0)"]]}]},
             "expected ssl_transform.output",

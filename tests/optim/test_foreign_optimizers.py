@@ -168,7 +168,7 @@ class MyAdamW(torch.optim.AdamW):
         (StateAtBirth, "fails .KeyError"),
         (OddState, "expected its state 'history' to be a tensor or a number, got list"),
         (lambda p: Wrapping(p, Plain(p)), "its argument 'base' is not among its defaults"),
-        (lambda p: Renaming(p, 0.5), "its option 'betas' is not an argument of the same name"),
+        (lambda p: Renaming(p, 0.5), "its option 'betas' is not an argument of its constructor"),
         (torch.optim.LBFGS, "LBFGS cannot be used here: it calls the model several times"),
     ],
 )

@@ -126,7 +126,7 @@ class Choice(Section):
 
     @property
     def chosen(self) -> Section | None:
-        """The section of the name that was given; `None` if its value is null."""
+        """The section under the one key that was given; `None` if it is null."""
         values = (getattr(self, name) for name in self.attributes().values())
         return next((value for value in values if value is not None), None)
 

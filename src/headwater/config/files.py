@@ -77,7 +77,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _in_short(names: Collection[str]) -> list[str]:
-    """Return the names. If they are many, return their folders instead."""
+    """Return the names. If there are many, return only their folders."""
     if len(names) <= _FEW_NAMES:
         return list(names)
     return [f"{folder}/…" for folder in dict.fromkeys(name.partition("/")[0] for name in names)]

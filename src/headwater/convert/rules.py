@@ -71,7 +71,7 @@ def stacked(ours: str, theirs: Sequence[str], rows: Sequence[int]) -> Rule:
 
 
 def repeated(ours: str, theirs: Sequence[str]) -> Rule:
-    """Return a rule for a tensor of which the other format has copies; an import reads the first."""
+    """Return a rule for a tensor that the other format stores in several copies; an import reads one."""
     return Rule(ours, tuple(theirs), lambda tensor: [tensor] * len(theirs), lambda copies: copies[0])
 
 

@@ -161,7 +161,7 @@ class OptimizerSpec:
         rebuilt = _formula_options(trial.defaults)
         for key, value in wanted.items():
             if rebuilt.get(key) != value:
-                why = f"its option {key!r} is not an argument of the same name, so it cannot be rebuilt"
+                why = f"its option {key!r} is not an argument of its constructor, so it cannot be built again"
                 raise refusal(self.name, why)
 
 
@@ -221,7 +221,7 @@ def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     parameters = constructor_of(type(optimizer))
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in {"params", *optimizer.defaults}:
-            why = f"its argument {name!r} is not among its defaults, so it cannot be rebuilt"
+            why = f"its argument {name!r} is not among its defaults, so it cannot be built again"
             raise refusal(type(optimizer).__qualname__, why)
     given = {key: value for key, value in _formula_options(optimizer.defaults).items() if key in parameters}
     chosen = {key: optimizer.defaults.get(key) for key in ("foreach", "fused")}

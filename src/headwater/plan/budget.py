@@ -22,7 +22,7 @@ from headwater.plan.types import Activations, Plan, Resources
 _SLACK_BYTES = 24 * MIB
 
 _FEW_SIZES = 3
-"""Up to this number of micro-batch sizes, all get a real dry run. More sizes are compared by estimates."""
+"""Up to this number of micro-batch sizes, each gets a dry run. More are first estimated."""
 
 
 def make_plan(asked: PlanRequest) -> Plan:

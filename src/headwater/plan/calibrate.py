@@ -43,7 +43,7 @@ class Known:
 
     @property
     def quiet(self) -> bool:
-        """True if no other process used this process's cores during the measurement."""
+        """True if this process got nearly all the time of its cores during the measurement."""
         return self.measurement.cpu_share >= QUIET_CPU_SHARE
 
     def is_undoubted(self, now_s: float) -> bool:

@@ -51,7 +51,7 @@ class StageBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes of activations and gradients in device memory, at the moment of a step with the largest sum."""
+    """Bytes of activations and gradients on the compute device, when their sum is largest in a step."""
 
     activations: int
     gradients: int
@@ -197,12 +197,12 @@ class Footprint:
         return held.gradient if _holds_exact_gradients(plan) else held.gradient_sum
 
     def offloaded_bytes(self, activations: Sequence[Activations]) -> int:
-        """Return the bytes of activations of all stages that one micro-batch moves off the device memory."""
+        """Return the bytes of all stages' activations that one micro-batch moves off the compute device."""
         pairs = zip(self.trace.costs, activations, strict=True)
         return sum(offloaded_bytes(cost, policy) for cost, policy in pairs)
 
     def peak(self, plan: Plan) -> Peak:
-        """Return the bytes of activations and gradients in device memory, when their sum is largest."""
+        """Return the bytes of activations and gradients on the compute device, when their sum is largest."""
         # The key holds all that a peak depends on; the search asks for the same peak many times.
         key = plan.activations, plan.device, plan.gradient_tier, plan.num_micro_batches
         if key not in self._peaks:
@@ -343,12 +343,12 @@ def _kept(cost: StageCost) -> int:
 
 
 def offloaded_bytes(cost: StageCost, policy: Activations) -> int:
-    """Return the bytes of activations of one stage that a micro-batch moves off the device memory."""
+    """Return the bytes of one stage's activations that a micro-batch moves off the compute device."""
     return _kept(cost) if policy is Activations.OFFLOAD else 0
 
 
 def _held(cost: StageCost, policy: Activations) -> int:
-    """Return the bytes of activations that stay in device memory from a stage's forward to its backward."""
+    """Return the bytes of a stage's activations that stay on the compute device from forward to backward."""
     if policy is Activations.KEEP:
         return _kept(cost)
     return cost.input_bytes if policy is Activations.RECOMPUTE else 0

@@ -50,7 +50,7 @@ def measure_apart(
     free = free_host_bytes() if budget is None else min(free_host_bytes(), budget - resident_bytes())
     if free < NEEDED_BYTES:
         logger.info(
-            "the speed of this machine is not measured: that takes %s of memory, %s are free; "
+            "the speed of this machine is not measured: that takes %s of host memory, and %s are free; "
             "`headwater plan --recalibrate` measures it",
             format_bytes(NEEDED_BYTES),
             format_bytes(max(0, free)),

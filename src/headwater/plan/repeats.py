@@ -135,7 +135,7 @@ class Repeats:
     def _repeated_call(
         self, stage: int, number: int, inputs: Sequence[Any], structure: TreeSpec
     ) -> Call | None:
-        """Return a recorded call that costs the same, or `None`. The first one found decides the original."""
+        """Return a recorded call that costs the same, or `None`. A stage's first call sets its original."""
         if number > 0:
             call = self._calls.get((self.original[stage], number))
             return call if call is not None and call.fits(inputs, structure) else None

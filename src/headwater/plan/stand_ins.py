@@ -230,7 +230,7 @@ def _or_ones(value: torch.Tensor | None, fake: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-    """Return a fake result of a grouped product in fp32, which torch 2.13 has for bf16 only."""
+    """Return the fake result of a grouped product in fp32. torch 2.13's fake operator takes bf16 only."""
     product = (left.shape[-2], right.shape[-1])
     if left.dim() != right.dim():  # the groups lie one after the other
         return left.new_empty(product)

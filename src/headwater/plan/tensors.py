@@ -41,7 +41,7 @@ class Tensors(Protocol):
 
 
 class FakeTensors:
-    """Tensors without values. Only integers of batch and buffers have values, and results from them alone."""
+    """Tensors without values, except integers of batch and buffers, and results from these integers alone."""
 
     def __init__(self) -> None:
         self._operators = Operators()

@@ -75,7 +75,7 @@ class HuggingFaceConfig(Section):
         named = getattr(self.architecture, "architectures", None) or ()
         found = next((task for task in get_args(Task) if _classes(task).intersection(named)), None)
         if found is None:
-            what = f"a {named[0]}" if named else "a model of no named class"
+            what = f"a {named[0]}" if named else "a model without the name of its class"
             raise ConfigError(
                 f"{self.hf / CONFIG_FILE} describes {what}, from which the task cannot be determined",
                 where="trainer.init.model.task",

@@ -41,7 +41,7 @@ class MovedActivations:
         self._out[stage, rank] = task
 
     def bring_back(self, stage: int, rank: int) -> list[int]:
-        """Add the task that moves a stage's activations back, if they were moved out; return a list of it."""
+        """Add a task that brings back a stage's activations, if they are out; return what to wait for."""
         if (stage, rank) not in self._out:
             return []
         moved, host, after = self._bytes(stage), self._host, [self._out.pop((stage, rank))]

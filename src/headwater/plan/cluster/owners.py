@@ -44,7 +44,7 @@ class Owners:
         """True if an update writes the new weights to a slab, as host memory has no other place for them."""
 
     def update(self, stage: int, after: Sequence[int]) -> int:
-        """Add the tasks that update a stage and send it to every host; return the last task, -1 if frozen."""
+        """Add the tasks that update a stage and send it to every host; return the last task (-1: frozen)."""
         held = self._predictor.footprint.stages[stage]
         if not held.trained:
             return -1

@@ -179,7 +179,7 @@ class Placement:
 
     @property
     def rates(self) -> Calibration:
-        """The rates of one rank. If cores compute, the ranks divide them; they share memory and disk."""
+        """The rates of one rank. If cores compute, a rank has a part of their FLOPs, but all of the other rates."""
         host = self.cluster.host
         part = 1.0 if host.accelerator is not None else 1.0 / self.ranks
         flops = {f"{name}_flops_per_s": rate * part for name, rate in host.flops_per_s.items()}
@@ -196,7 +196,7 @@ class Placement:
 
 
 def place(cluster: Cluster, num_csx: int) -> Placement:
-    """Divide ranks evenly among the fewest hosts that have room for them; raise if they cannot be.
+    """Divide ranks evenly among the fewest hosts that have room for them; raise if that is not possible.
 
     Raises:
         ConfigError: if the cluster has too few ranks, or they cannot be divided evenly.
