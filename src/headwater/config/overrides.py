@@ -102,7 +102,7 @@ def apply_overrides(document: Document, overrides: Mapping[str, Any], sections: 
 
 
 def _with_notice_of_other_data(document: Document) -> Document:
-    """Add a notice if the params name validation data, since `--data_dir` does not change these."""
+    """Add a notice if the params name validation data, which `--data_dir` does not change."""
     others = []
     for section in ("fit", "validate"):
         path: KeyPath = ("trainer", section, "val_dataloader", "data_dir")

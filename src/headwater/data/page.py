@@ -200,7 +200,7 @@ def _token(
 
 
 def _word(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of a token. A token that is only a part of a character has its tokenizer name."""
+    """Return the text of a token. For a part of a character, return the token's name in the tokenizer."""
     word = str(tokenizer.decode([token], skip_special_tokens=False))
     if isinstance(tokenizer.model, models.WordPiece):
         return _apart(word)

@@ -17,7 +17,7 @@ _SPLIT = ("q_proj", "k_proj", "v_proj")
 
 
 def _layers(block: str, qkv: Sequence[str], output: str, *feed_forward: str) -> _Layers:
-    """Return the names of a family's layers in the transformers library, by our linear layers.
+    """Return our linear layer -> names of the layers in the transformers library, for one family.
 
     Args:
         block: prefix of the names of blocks.

@@ -73,7 +73,7 @@ def _check_patterns(linears: Sequence[str], config: LoRAConfig, namings: Namings
 
 
 def _target_rows(name: str, outputs: int, config: LoRAConfig, namings: Namings) -> list[slice]:
-    """Return, for the matrices in a layer that get an adapter, their rows; empty if none gets one."""
+    """Return the rows of each matrix in a layer that gets an adapter; empty if no matrix gets one."""
     if _is_meant(name, config):
         return [slice(0, outputs)]
     found: set[tuple[int, int]] = set()

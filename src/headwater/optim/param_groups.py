@@ -81,7 +81,7 @@ def learning_rate_factors(adjustments: Mapping[str, float], names: Iterable[str]
 
 
 def _tags(filters: Any, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return name -> tags of a parameter, for the parameters that a filter gives a tag."""
+    """Return name -> tags of a parameter, for the parameters that have any."""
     tags: dict[str, tuple[str, ...]] = {}
     for entry in [filters] if isinstance(filters, Mapping) else filters:
         if set(entry) != {"params", "tag"}:

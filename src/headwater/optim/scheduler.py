@@ -19,7 +19,7 @@ In a sequence, the entry `None` stands for groups without tags.
 """
 
 ADJUSTMENT_KEYS = ("adjust_learning_rate", "adjust_val")
-"""Keys under which a parameter group can have a factor on the scheduled value; the first key counts."""
+"""Keys under which a parameter group can have a factor on the value; the first that is present counts."""
 
 NO_WEIGHT_DECAY = "no_weight_decay"
 """Key of a parameter group that weight-decay schedulers change only if they name the group's tag."""

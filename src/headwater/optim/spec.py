@@ -98,7 +98,7 @@ class OptimizerSpec:
 
     @property
     def elementwise(self) -> bool:
-        """True if a slice of a parameter can be updated alone; False for a class that is foreign."""
+        """True if any slice of a parameter can be updated alone; False if the class is foreign to us."""
         return self.foreign_class is None and is_elementwise(self.name)
 
     def options(

@@ -152,7 +152,7 @@ def _files(place: Path) -> list[Path]:
 
 
 def _pieces(texts: Iterator[list[int]], length: int, together: int) -> Iterator[list[int]]:
-    """Join each `together` texts, and yield pieces of at most `length` tokens of the joined text."""
+    """Join `together` texts at a time, and yield each joined text in pieces of at most `length` tokens."""
     while group := list(itertools.islice(texts, together)):
         joined = list(itertools.chain(*group))
         pieces = (joined[start : start + length] for start in range(0, len(joined), length))

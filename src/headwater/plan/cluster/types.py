@@ -179,7 +179,7 @@ class Placement:
 
     @property
     def rates(self) -> Calibration:
-        """The rates of one rank. If cores compute, a rank has a part of their FLOPs, but all of the other rates."""
+        """The rates of one rank. Ranks on cores divide the FLOPs of the cores, but share all other rates."""
         host = self.cluster.host
         part = 1.0 if host.accelerator is not None else 1.0 / self.ranks
         flops = {f"{name}_flops_per_s": rate * part for name, rate in host.flops_per_s.items()}
