@@ -50,7 +50,7 @@ class WorkspacePool:
                 self._give_back(buffer)
 
     def clear(self) -> None:
-        """Free the tensors that the pool keeps and that nobody borrows."""
+        """Free the tensors that the pool keeps for later use. Borrowed tensors stay."""
         with self._lock:
             self._idle.clear()
 
