@@ -157,6 +157,28 @@ def test_a_campaign_continues_where_it_was_cut_off(monkeypatch, tmp_path):
         Folder(tmp_path, 8)
 
 
+def test_cases_that_were_not_equal_are_run_again_with_another_version(tmp_path, monkeypatch):
+    done = []
+
+    def some(seed, cases, **options):
+        for case in cases:
+            done.append(case)
+            verdict = Verdict.REFUSED if case == 1 else Verdict.EQUAL
+            yield Outcome(case, (Finding(verdict, "disk"),), ())
+
+    monkeypatch.setattr("headwater.conform.grammar.campaign.run_cases", some)
+    monkeypatch.setattr("headwater.conform.grammar.campaign.program", lambda: {"version": "old"})
+    run_campaign(7, 3, workers=1, limit_s=1, folder=Folder(tmp_path, 7))
+    monkeypatch.undo()
+    monkeypatch.setattr("headwater.conform.grammar.campaign.run_cases", some)
+    for _ in range(2):  # the second time all outcomes are of this version, or equal
+        outcomes = run_campaign(7, 4, workers=1, limit_s=1, folder=Folder(tmp_path, 7))
+        assert done == [0, 1, 2, 1, 3]
+        assert [outcome.case for outcome in outcomes] == [0, 1, 2, 3]
+    versions = [outcome.version for outcome in outcomes]
+    assert versions[0] == versions[2] == "old" and headwater.__version__ in versions[1]
+
+
 def test_a_file_at_the_path_of_the_folder_is_refused(tmp_path):
     (tmp_path / "out").touch()
     with pytest.raises(RunError, match="expected a folder"):

@@ -13,6 +13,7 @@ from headwater.conform.grammar.judge import BAD, Verdict
 from headwater.conform.grammar.workers import run_cases
 from headwater.core.errors import ConfigError
 from headwater.core.files import check_place, disk_errors, make_folder
+from headwater.fabric.alike import program
 
 _CASES, _CAMPAIGN, _PROGRAMS = "cases.jsonl", "campaign.json", "programs"
 
@@ -65,7 +66,7 @@ class Folder:
             )
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes so far, and remove an incomplete last line from the file."""
+        """Return the last outcome of each case so far, and remove an incomplete last line from the file."""
         file = self.path / _CASES
         if not file.exists():
             return []
@@ -73,7 +74,8 @@ class Folder:
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             file.write_text(whole)
-        return [Outcome.from_json(json.loads(line)) for line in whole.splitlines()]
+        outcomes = (Outcome.from_json(json.loads(line)) for line in whole.splitlines())
+        return list({outcome.case: outcome for outcome in outcomes}.values())
 
     def add(self, outcome: Outcome) -> None:
         """Append an outcome, and write the scripts of its faults."""
@@ -96,24 +98,35 @@ def run_campaign(
 ) -> list[Outcome]:
     """Run the first `count` cases of a seed and return their outcomes by number.
 
+    A case whose outcome is in the folder is not run again, unless another version of Headwater or torch was
+    compared and was not equal: the fault may be mended.
+
     Args:
         seed: seed of the campaign.
         count: number of cases.
         workers: number of processes at a time.
         limit_s: seconds for each run of a case.
-        folder: folder of the campaign; cases whose outcomes it holds are not run again.
+        folder: folder of the campaign.
         shrinks: true to make programs with faults smaller.
         progress: called with all outcomes after each case.
     """
-    before = {outcome.case: outcome for outcome in (folder.outcomes() if folder else ())}
+    version = ", ".join(program().values())
+    known = folder.outcomes() if folder else []
+    before = {outcome.case: outcome for outcome in known if outcome.version == version or _is_equal(outcome)}
     outcomes = [outcome for case, outcome in before.items() if case < count]
     todo = [case for case in range(count) if case not in before]
     for outcome in run_cases(seed, todo, workers=workers, limit_s=limit_s, shrinks=shrinks):
+        outcome = dataclasses.replace(outcome, version=version)
         if folder is not None:
             folder.add(outcome)
         outcomes.append(outcome)
         progress(outcomes)
     return sorted(outcomes, key=lambda outcome: outcome.case)
+
+
+def _is_equal(outcome: Outcome) -> bool:
+    """True if every comparison of a case was equal."""
+    return all(finding.verdict is Verdict.EQUAL for finding in outcome.findings)
 
 
 def faults(outcomes: Iterable[Outcome]) -> list[Fault]:

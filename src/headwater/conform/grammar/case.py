@@ -30,6 +30,7 @@ class Outcome:
         features: the features of the drawn program.
         smallest: for each fault, the features of the smallest program that has it.
         scripts: for each fault, a script that reproduces it.
+        version: the versions of Headwater and torch that were compared; empty if they are unknown.
     """
 
     case: int
@@ -37,6 +38,7 @@ class Outcome:
     features: tuple[str, ...]
     smallest: tuple[tuple[str, ...], ...] = ()
     scripts: tuple[str, ...] = ()
+    version: str = ""
 
     def faults(self) -> list[Finding]:
         """Return the findings that are faults."""
@@ -54,7 +56,8 @@ class Outcome:
             for each in data["findings"]
         )
         smallest = tuple(tuple(features) for features in data["smallest"])
-        return cls(data["case"], findings, tuple(data["features"]), smallest, tuple(data["scripts"]))
+        scripts, version = tuple(data["scripts"]), data.get("version", "")  # missing in older files
+        return cls(data["case"], findings, tuple(data["features"]), smallest, scripts, version)
 
 
 @dataclasses.dataclass(frozen=True)
