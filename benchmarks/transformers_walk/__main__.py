@@ -40,7 +40,8 @@ def main() -> None:
     built, equal = sum(each.built for each in outcomes), sum(bool(each.equal) for each in outcomes)
     print(f"{len(outcomes)} classes, {built} built, {equal} equal")
     rows = [_row(outcome) for outcome in outcomes]
-    print(save("transformers_walk", {"transformers": transformers.__version__, "classes": rows}))
+    if not args.names and args.every == 1:
+        print(save("transformers_walk", {"transformers": transformers.__version__, "classes": rows}))
     if args.page:
         args.page.write_text(page(outcomes))
 
