@@ -108,10 +108,15 @@ def span_us(count: int = 100_000) -> float:
         return 1e6 * (time.perf_counter() - start) / count
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40, help="steps with the recorder, and without it")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     print(f"one span: {span_us():.2f} µs")
     rows = []
     for name in ("GPT 12×256", "200 tiny stages"):
