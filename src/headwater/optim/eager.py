@@ -10,7 +10,7 @@ from headwater.optim.catalog import OptimizerClass
 
 
 def eager(kind: OptimizerClass) -> OptimizerClass:
-    """Return a subclass of an optimizer whose steps cannot be compiled.
+    """Return a subclass of an optimizer that never imports torch's compiler; its steps cannot be compiled.
 
     torch wraps `step` and `add_param_group` so that its compiler skips them. These wrappers import the
     compiler. The subclass calls the wrapped functions directly, `step` under `torch.no_grad`.

@@ -163,7 +163,7 @@ class Footprint:
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Bytes of the counted part of the weight store."""
+        """Bytes of the weight store, as far as these count against this rank's budgets (see `StoreShare`)."""
         state = sum(stage.state for stage in self.stages)
         return int(self.share.wire * sum(self.slab_sizes) + self.share.state * state)
 

@@ -26,7 +26,7 @@ from headwater.plan.types import (
 from headwater.store.rule import UpdateRule
 
 TraceFor = Callable[[int], Trace]
-"""Micro-batch size -> its dry run. It should cache its results."""
+"""Function that returns the dry run of a micro-batch size. Calls with the same size should be cached."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Timing:
 
     @property
     def quiet(self) -> bool:
-        """True if the process had its cores for itself."""
+        """True if the process got nearly all the time of its cores."""
         return self.cpu_share >= QUIET_CPU_SHARE
 
 

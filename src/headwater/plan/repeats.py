@@ -108,7 +108,7 @@ class Repeats:
         )
 
     def refuse(self) -> None:
-        """Note that backward has run forwards again, perhaps those of skipped stages."""
+        """Record that backward has recomputed forwards: those of skipped stages were not counted then."""
         self._as_expected = False
 
     def call_like(
@@ -153,7 +153,7 @@ class Repeats:
         return call
 
     def note(self, stage: int, inputs: Sequence[Any], structure: TreeSpec, output: Any) -> None:
-        """Keep the call of a stage that has run.
+        """Record the call of a stage that has run, so that equal stages can be skipped.
 
         Args:
             stage: index of the stage.
@@ -184,7 +184,7 @@ class _Input:
 
 
 class _Repeated(torch.autograd.Function):
-    """New tensors that depend on the inputs of a call."""
+    """Autograd function that makes new tensors, which depend on the inputs of a call."""
 
     @staticmethod
     def forward(ctx: Any, news: tuple[_New, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

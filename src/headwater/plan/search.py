@@ -28,7 +28,7 @@ from headwater.plan.types import (
 
 
 class Budgets(NamedTuple):
-    """Bytes of each kind of memory; the fields have the names of the params."""
+    """Limits in bytes: of device memory, host memory and disk. Fields have the names of the params."""
 
     device_memory: int
     host_memory: int
@@ -98,7 +98,7 @@ def _with_whole_masters(plan: Plan, request: Request) -> Plan:
 
 
 def usage(plan: Plan) -> Budgets:
-    """Return the predicted peaks."""
+    """Return the predicted peak bytes of a plan in each kind of memory."""
     prediction = _predicted(plan)
     return Budgets(prediction.device_bytes, prediction.host_bytes, prediction.disk_bytes)
 
@@ -109,7 +109,7 @@ def fits(plan: Plan, request: Request) -> bool:
 
 
 def micro_batch_sizes(request: Request) -> list[int]:
-    """Return the sizes to try, largest first: divisors of the batch size, each at most half of the last."""
+    """Return the sizes to try: divisors of the batch size, each at most half of the one before."""
     if request.fixed.micro_batch_size is not None:
         return [request.fixed.micro_batch_size]
     sizes = [request.batch_size]

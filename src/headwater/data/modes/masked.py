@@ -21,7 +21,7 @@ _SHORT_SHARE = 0.1
 
 
 def masked_pairs(context: Context, pieces: Sequence[Piece], task: int) -> Iterator[Example]:
-    """Yield an example for each pair of texts: its tokens, and [length of the first text, is random].
+    """Yield an example for each pair of texts: tokens, length of the first, and if the second is random.
 
     The length includes the special tokens. Half of the second texts follow the first; the others are random:
     they come from another document of the same task (arXiv:1810.04805, appendix A.2). Without

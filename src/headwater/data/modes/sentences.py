@@ -73,7 +73,7 @@ def _labels(record: Record) -> list[int]:
 
 
 def sentence_fields(example: Example, _number: int, context: Context) -> dict[str, Tokens]:
-    """Return the fields of a sample; token types alternate between 0 and 1 by sentence (section 3.1)."""
+    """Return the fields of a sample; token types alternate between 0 and 1 by sentence."""
     tokens, starts, labels = example
     count = context.options.max_cls_tokens
     sentence = np.zeros_like(tokens)

@@ -71,7 +71,7 @@ class Locator:
         self._boundary = boundary
 
     def find(self, frames: Iterable[tuple[FrameType, int]]) -> Place | None:
-        """Return the place of (frame, line number) pairs, innermost first; `None` without a user's line."""
+        """Return the innermost place of `frames` in the user's code; `None` if no frame is the user's."""
         user: tuple[str, int] | None = None
         function: str | None = None
         module: tuple[str, FrameType] | None = None

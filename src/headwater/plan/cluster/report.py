@@ -19,7 +19,7 @@ _SMALLEST_SHARE = 5e-4
 
 
 def shown_parts(points: Sequence[Point]) -> list[str]:
-    """Return the parts of a step that are shown."""
+    """Return the kinds of work that tables show: those with more than a tiny share of some step."""
     return [
         name
         for name in PARTS

@@ -109,7 +109,7 @@ class Timeline:
         return max(range(len(self.tasks)), key=lambda number: self.tasks[number].end_s, default=-1)
 
     def of(self, resource: int) -> list[int]:
-        """Return the tasks of a resource, in order."""
+        """Return the tasks of a resource, in the order in which they were added."""
         return [number for number, task in enumerate(self.tasks) if resource in task.resources]
 
     def bytes_over(self, resource: int) -> float:
