@@ -1,4 +1,4 @@
-"""Runs in the form of the Cerebras Model Zoo.
+"""Runs of the user's own model, with functions and command line as in the Cerebras Model Zoo.
 
 `run` trains the user's model; `python -m headwater.run` trains a built-in one. Both take the same options:
 
@@ -125,7 +125,7 @@ def _require_eval_data(get_eval_dataloader: DataFunction | None, mode: str) -> D
 
 
 def _ranks(config: UserConfig) -> Fabric:
-    """Return the ranks that the params ask for. Without a launcher, start the script once for each rank."""
+    """Start the ranks that the params ask for, unless a launcher has done so. Return all ranks."""
     cluster, section = config.init.backend.cluster_config, "trainer.init.backend.cluster_config"
     refuse_restarts(cluster, where=f"{section}.max_restarts")
     if cluster.num_csx > 1:

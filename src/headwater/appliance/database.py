@@ -23,7 +23,7 @@ from headwater.core.errors import QueueError
 _VERSION = 1
 _TIMEOUT_S = 60.0
 _DIGITS, _MAX_DIGITS = 12, 18
-"""Digits in the name of a job, and the most digits of a number that always fits 64 bits."""
+"""Digits of the number in a job's name, and the most digits that always fit into 64 bits."""
 _SCHEMA = f"""
 CREATE TABLE jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -153,7 +153,7 @@ class Database:
         self._must_truncate_log = True
 
     def job(self, row: sqlite3.Row) -> Job:
-        """Return the job in a row of the table `jobs`."""
+        """Return the job that a row of the table `jobs` describes."""
         name = job_name(row["id"])
         model_dir = None if row["model_dir"] is None else Path(row["model_dir"])
         return Job(
@@ -209,7 +209,7 @@ def job_name(number: int) -> str:
 
 
 def job_numbers(name: str) -> range:
-    """Return the numbers of the jobs that a name may mean: one job, or all with the same first digits.
+    """Return the numbers of all jobs that `name` may mean. It may leave out the last digits.
 
     A name without leading zeros means one job: `wsjob-7` or `7`. A prefix of a full name, such as
     `wsjob-00000000004`, means every job whose name starts with it.

@@ -1,4 +1,4 @@
-"""The embedded queue, for processes that may write its database."""
+"""The embedded queue: a queue in an SQLite database, for processes that may write the database."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headwater.core.errors import QueueError
 from headwater.core.placement import check_csx_limit
 
 JOB = "HEADWATER_JOB"
-"""Environment variable with a job's own name."""
+"""Environment variable in which a job finds its name."""
 
 _SET_FOR_JOB = (JOB, "HEADWATER_CSX")
 """Environment variables that the queue sets for a job. Jobs that it submits must not inherit them."""
@@ -179,7 +179,7 @@ def model_dir_taken(name: str, phase: str, submission: Submission) -> QueueError
 
 
 def merge_labels(labels: Mapping[str, str], changes: Mapping[str, str | None], name: str) -> dict[str, str]:
-    """Return the labels of a job after some changes.
+    """Apply changes to the labels of a job, and return the new labels.
 
     Args:
         labels: the current labels.

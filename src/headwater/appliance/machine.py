@@ -86,10 +86,10 @@ def job_cores(slots: Sequence[Slot]) -> set[int]:
 
 
 def slots_to_record(slots: Sequence[Slot]) -> list[dict[str, Any]]:
-    """Return the slots as values that JSON can represent."""
+    """Convert slots to values that JSON can represent."""
     return [dataclasses.asdict(slot) for slot in slots]
 
 
 def slots_from_record(record: Sequence[dict[str, Any]]) -> list[Slot]:
-    """Return the slots from the return value of `slots_to_record`."""
+    """Convert the result of `slots_to_record` back to slots."""
     return [Slot(**{**one, "cores": tuple(one["cores"])}) for one in record]

@@ -44,7 +44,7 @@ class Queue(ABC):
 
     @abstractmethod
     def cancel(self, name: str) -> Job:
-        """Ask a job to end (SIGTERM); kill it if it was asked before. Return the job."""
+        """Ask a job to end (SIGTERM). If it was asked before, kill it. Return the job."""
 
     @abstractmethod
     def label(self, name: str, labels: Mapping[str, str | None]) -> Job:

@@ -47,7 +47,7 @@ _ANSWERS: dict[str, tuple[dict[str, tuple[type, ...]], Callable[[Queue, _Argumen
     ),
     "num_csx": ({}, lambda queue, args: queue.num_csx()),
 }
-"""For each request, its fields with their types, and the function that answers it."""
+"""Kind of request -> its fields with their types, and the function that answers it."""
 
 
 def answer(folder: QueueFolder, caller: Caller, line: bytes) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from headwater.appliance.types import Priority
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A waiting job.
+    """A waiting job, as the scheduler sees it.
 
     Attributes:
         number: number of the job; older jobs have smaller numbers.
@@ -54,7 +54,7 @@ def schedule(waiting: Iterable[Request], held: Iterable[int], free: int) -> list
 
 
 def _delays(num_csx: int, missing: int, held: Iterable[int]) -> bool:
-    """True if starting a job now could delay the first job that does not fit.
+    """True if a job with `num_csx` CSXs, started now, could delay the first job that does not fit.
 
     It could if some of the running jobs together release enough CSXs for the first job, but not for both.
 

@@ -26,7 +26,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @contextmanager
 def serving(folder: QueueFolder, places: Places | None = None) -> Iterator[None]:
-    """Answer other users for the duration of the context, if the queue is shared.
+    """Answer requests of other users while the context is active. Does nothing if the queue is not shared.
 
     Args:
         folder: of the queue.
@@ -58,7 +58,7 @@ def socket_address(folder: QueueFolder) -> Iterator[str]:
 
 
 class Places:
-    """Places for connections that are answered at the same time. Each connection has a thread.
+    """Limits how many connections are answered at a time, in all and for each user.
 
     Args:
         most: places for all users together.

@@ -61,7 +61,7 @@ _PHASES = {
     "COMPLETED": Phase.SUCCEEDED,
     "CANCELLED": Phase.CANCELLED,
 }
-"""Phases of Slurm's states. All other states mean that the job failed."""
+"""State in Slurm -> phase of a job. A state that is not listed means that the job has failed."""
 
 _HELD = "JobHeldUser"
 _METADATA_KEYS = {"token", "labels", "priority", "model_dir", "log"}

@@ -38,11 +38,11 @@ _TICK_S, _LOOK_S = 0.1, 1.0
 _START_TIMEOUT_S, _KILL_TIMEOUT_S = 30.0, 10.0
 _TRIES = 3
 _IDLE_S = 60.0
-"""Seconds without a job after which a supervisor ends that was started in the background."""
+"""Seconds without a job after which a supervisor in the background ends."""
 
 
 def supervise(folder: QueueFolder, idle_s: float | None = None) -> None:
-    """Allocate CSXs to jobs until SIGTERM or Ctrl-C. Jobs that run at that time continue.
+    """Run a supervisor until SIGTERM or Ctrl-C. Jobs that are running then continue.
 
     Args:
         folder: the queue's folder.
@@ -91,7 +91,7 @@ def _stopping() -> Iterator[_Stop]:
 
 
 def _take(folder: QueueFolder) -> int:
-    """Take the supervisor's lock and return its file descriptor."""
+    """Lock the queue for this supervisor, and return the descriptor of the lock file."""
     lock = os.open(folder.supervisor_lock, os.O_RDWR | os.O_CREAT, 0o600)
     # `is_locked` takes the lock for an instant, so one failure does not mean a holder.
     end = time.monotonic() + 1
@@ -141,7 +141,7 @@ class Supervisor:
             time.sleep(_TICK_S)
 
     def look(self) -> bool:
-        """Update the state of all jobs and start those that can start; true if a job is not over."""
+        """Update the state of all jobs, and start those that can start. True if some job is not over."""
         self._wrappers = {number: one for number, one in self._wrappers.items() if one.poll() is None}
         # First: it frees CSXs that `_give_slots` can give away.
         self._find_lost()
@@ -208,7 +208,7 @@ class Supervisor:
                 logger.info("%s on %s", job_name(request.number), ", ".join(map(slot_name, slots)))
 
     def _start_wrappers(self) -> None:
-        """Start the wrappers of all jobs that have CSXs, also of those that a killed supervisor left."""
+        """Start a wrapper process for each job that has CSXs and no wrapper."""
         folder = self._database.folder
         for number in self._numbers(Phase.INITIALIZING):
             if number in self._wrappers:
@@ -233,7 +233,7 @@ class Supervisor:
 
 
 def _kill_processes(folder: QueueFolder, job: str) -> None:
-    """Kill the remaining processes of a job without a wrapper; they are recognised by their environment."""
+    """Kill the processes of a job whose wrapper process is gone. Their environment names the job."""
     ended = []
     for process in psutil.process_iter():
         try:

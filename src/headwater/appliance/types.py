@@ -1,4 +1,4 @@
-"""The data types of the queue: jobs, their phases and priorities, and submissions."""
+"""The data types of the queue: jobs, with their phases and priorities, and submissions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "priority": Priority,
     "phase": Phase,
 }
-"""Conversions of the attributes whose types JSON does not have."""
+"""Attribute -> how to convert it, for the attributes whose types JSON does not have."""
 
 _SUBMISSION: dict[str, tuple[type, ...]] = {
     "command": (list, tuple),

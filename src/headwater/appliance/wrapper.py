@@ -93,7 +93,7 @@ def claim(database: Database, number: int) -> sqlite3.Row | None:
 
 
 class Watch:
-    """The run of one job, from its start to its end.
+    """Runs one job: starts its process, ends it on request, and waits for its end.
 
     Args:
         database: the queue's database.
@@ -157,7 +157,10 @@ class Watch:
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return the number and exit code of an ended process; number 0 if all run, `None` if none is left."""
+    """Reap a child process that has ended. Return its number and exit code.
+
+    Return number 0 if all children are running, and `None` if there are no children.
+    """
     try:
         ended, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:

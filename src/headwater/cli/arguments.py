@@ -23,9 +23,9 @@ _MACHINE = frozenset(
     {"num_csx", "num_memx", "target_device", "device_memory", "host_memory", "disk", "micro_batch_size"}
 )
 EVALUATION = _OF_EVERY_RUN | _MACHINE | {"eval_steps", "checkpoint_path"}
-"""Options that an evaluation uses."""
+"""The options of params files that matter to an evaluation."""
 PLANNING = _OF_EVERY_RUN | _MACHINE | {"batch_size"}
-"""Options that a plan uses."""
+"""The options of params files that matter to a plan."""
 
 
 def add_params_arguments(
@@ -94,7 +94,7 @@ _HELP = {
     "seed": "seed of all random numbers",
     "target_device": "CPU, GPU, or CSX for the best device",
 }
-"""Meanings of the options in `SHORT_NAMES`."""
+"""Option in `SHORT_NAMES` -> its help text."""
 
 
 def _help_text(name: str, paths: Sequence[str]) -> str:
@@ -103,7 +103,7 @@ def _help_text(name: str, paths: Sequence[str]) -> str:
 
 
 class _Flag(argparse.Action):
-    """An action that appends `name=value` to `flags`."""
+    """An argparse action that appends `name=value` to `flags`."""
 
     def __call__(
         self,
@@ -141,7 +141,7 @@ def overrides(parser: Parser, rest: Sequence[str]) -> list[str]:
 
 
 def read_params(args: argparse.Namespace) -> RunConfig:
-    """Return the run that the arguments added by `add_params_arguments` describe."""
+    """Read the params file that the arguments name, with the values that they replace."""
     folder = Path(args.params).expanduser()
     if folder.is_dir():
         return read_model_dir(folder, args.overrides)

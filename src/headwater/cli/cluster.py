@@ -47,7 +47,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_cluster_arguments(args: argparse.Namespace) -> None:
-    """Check that the options fit together.
+    """Raise if options of the cluster simulator are combined with options that contradict them.
 
     Raises:
         ConfigError: if they do not, with the name of the option.

@@ -192,7 +192,7 @@ def _length_question(shipped: RunConfig | None) -> Question[tuple[int | None, in
 
 
 def _length(answer: str) -> tuple[int | None, int | None]:
-    """Return the numbers of steps and epochs; one of them is None."""
+    """Return (steps, epochs) as the user wrote the length of the run. One of them is `None`."""
     found = re.fullmatch(r"(\S+)(?: *(steps?|epochs?))?", answer)
     if found is None:
         raise ConfigError(
@@ -257,7 +257,7 @@ def _limits(interview: Interview, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _size(answer: str) -> str | None:
-    """Return the size as the user wrote it, or None for `auto`."""
+    """Return the memory size as the user wrote it, or `None` for `auto`."""
     if answer == _AUTO:
         return None
     parse_bytes(answer)

@@ -126,7 +126,7 @@ def _plans(names: str | None) -> Sequence[str]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file.
+    """Write a report to a file that the user has named.
 
     Raises:
         ConfigError: if it cannot be written.

@@ -65,7 +65,7 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _format(word: str) -> str:
-    """Check the name of a format and return it unchanged; `_meant` maps it to one of the two formats."""
+    """Return the name of a format unchanged, or raise if it is unknown. `_meant` says which format it is."""
     if word in (_HF, _OWN) or _RELEASE.fullmatch(word):
         return word
     raise argparse.ArgumentTypeError(f"expected hf, headwater or cs-X.Y, found {word!r}")

@@ -1,4 +1,4 @@
-"""Questions to the user, which can also be answered by command-line options."""
+"""Questions to the user. Each can be answered on the terminal or by a command-line option."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Question(Generic[Value]):
 
 
 class Interview:
-    """A source of answers: the command line, the terminal, or the defaults."""
+    """Asks questions: takes the answer from the command line, the terminal or the default."""
 
     def __init__(self, *, takes_defaults: bool) -> None:
         self._takes_defaults = takes_defaults

@@ -101,7 +101,7 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def _parsed(words: list[str]) -> argparse.Namespace | None:
-    """Return the arguments with the command's `run`; print the help and return `None` without a command."""
+    """Parse a command line. If it names no command, print the help and return `None`."""
     from headwater.cli.parser import Parser, suggestion
 
     parser = Parser(prog="headwater", description="Train PyTorch models of any size by weight streaming.")

@@ -26,7 +26,7 @@ from headwater.trainer.planning import host_share, plan_run, run_length, trainin
 from headwater.trainer.zoo_job import data_workers, zoo_trainable
 
 _PATIENCE_S = 300.0
-"""Longest time for measuring the speed of the machine, in seconds, if the user asks for a measurement."""
+"""The most seconds that measuring the machine may take, if the user asks for a measurement."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The launcher process of several ranks, which replaces the process that started; see `become_launcher`."""
+"""The program of a launcher process, which runs a command on several ranks; see `become_launcher`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def aligned_empty(num_bytes: int) -> torch.Tensor:
 
 
 def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros. A large tensor gets a memory mapping of its own, so that freeing it returns the memory.
+    """Return zeros. A large tensor gets a separate memory mapping, which is freed with it.
 
     If malloc keeps freed memory (see `tune_allocator`), small blocks are placed in the hole that a large one
     leaves, and the next large tensor takes new memory.

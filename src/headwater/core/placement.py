@@ -1,4 +1,4 @@
-"""How many compute ranks and store ranks a run has."""
+"""The numbers of compute ranks and store ranks of a run."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 SLAB_ALIGNMENT_BYTES = 64
-"""Every parameter starts on a cache line, so that vector kernels treat it like a separate tensor."""
+"""The alignment in bytes of each parameter in a slab: a cache line, as for a separate tensor."""
 
 ParamKey = tuple[int, int]
 """A parameter: the index of its stage, and its index in the stage."""

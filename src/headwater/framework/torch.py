@@ -23,7 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 _backend = ProcessValue[Backend | None](None)
-"""Shared by the process: `initialize` chooses the backend, and `module` has no argument for it."""
+"""The backend that `initialize` has chosen. Global, because `module` has no argument for it."""
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -68,7 +68,7 @@ def dataloader(source: Callable[[], Iterable[Any]] | Iterable[Any]) -> DataExecu
 
 
 def optimizer(torch_optimizer: Opt) -> Opt:
-    """Return the optimizer unchanged: the optimizer of a compiled model's parameters already streams.
+    """Return the optimizer unchanged: any torch optimizer works with streamed parameters.
 
     Raises:
         ConfigError: if it is not a torch optimizer.

@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 
 
 class StreamedStrategy(SingleDeviceStrategy):
-    """A Lightning strategy that keeps weights in a weight store; all else is Lightning on one device.
+    """A Lightning strategy that streams weights from a weight store, and trains on one device.
 
     Each module that `training_step` (or another step) calls is compiled for the backend at its first call:
     the `LightningModule` itself if the step calls `self(...)`, otherwise the parts that it calls, such as
@@ -133,7 +133,7 @@ class StreamedStrategy(SingleDeviceStrategy):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
-        """Tear down like other strategies, but without moving the weights: they already are on the host."""
+        """End the strategy as Lightning does, but do not move the weights: they are on the host already."""
         if self._backend.kind != "CSX":
             super().teardown()
             return

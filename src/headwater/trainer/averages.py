@@ -1,4 +1,4 @@
-"""Moving averages of weights within a model, such as a teacher that averages its student."""
+"""Moving averages of weights in a model, such as a teacher whose weights are an average of the student's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headwater.trainer.job import Average
 
 
 class MovingAverages:
-    """Moves the averages of a model after each step, one stage after the other.
+    """Updates the moving averages of a model after each step, stage by stage.
 
     Several ranks share the store, and each of them moves the part of an average that it updates.
 
@@ -42,7 +42,7 @@ class MovingAverages:
                 self._stages.setdefault(stage, {})[index] = _Follower(keys[source], average.momentum)
 
     def after_update(self, step: int) -> None:
-        """Move all averages after a step.
+        """Update all moving averages. Called after a step.
 
         Args:
             step: number of the step that was applied, from 1.

@@ -54,7 +54,7 @@ class PyTorchBaseModel(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, data: Any) -> torch.Tensor:
-        """Return the scalar loss of a batch of the data loader; its tensors are on the compute device."""
+        """Return the scalar loss of a batch. The batch's tensors are on the compute device."""
 
 
 ModelClass = Callable[[dict[str, dict[str, Any]]], PyTorchBaseModel]
@@ -114,7 +114,7 @@ def _check_parameters(base: PyTorchBaseModel, name: str) -> None:
 
 
 def _side_modules(base: PyTorchBaseModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules beside the model, such as losses and metrics, with the attribute that holds each."""
+    """Yield (attribute, module) for each module that is not the model, such as losses and metrics."""
     for attribute, value in vars(base).items():
         for leaf in tree_leaves(value):
             if isinstance(leaf, nn.Module) and leaf is not base.model:
@@ -122,7 +122,7 @@ def _side_modules(base: PyTorchBaseModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _apart(base: PyTorchBaseModel) -> list[nn.Module]:
-    """Return the modules beside the model that share no module with it."""
+    """Return the modules beside the model that have no submodule in common with the model."""
     inside = set(base.model.modules())
     return [module for _, module in _side_modules(base) if inside.isdisjoint(module.modules())]
 
@@ -150,7 +150,7 @@ class BaseModelLoss:
         return loss.reshape(())
 
     def _follow(self, batch: Any) -> None:
-        """Move losses and metrics to the device of the batch; the engine moves the model."""
+        """Move losses and metrics to the device of the batch. The engine does this for the model itself."""
         device = next((tensor.device for tensor in tensors_in(batch)), None)
         if device is not None and device != self._device:
             self._device = device

@@ -18,7 +18,7 @@ def num_tokens(batch: Any) -> int:
 
 
 def equal_parts(batch: Any, count: int) -> list[Any]:
-    """Return a batch as `count` micro-batches of equal size.
+    """Divide a batch into `count` micro-batches of equal size.
 
     Raises:
         DataError: if the number of samples is not a multiple of `count`.

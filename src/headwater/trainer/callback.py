@@ -11,7 +11,7 @@ from headwater.plan.types import Plan
 
 @dataclasses.dataclass(frozen=True)
 class FitStart:
-    """A run begins, or continues.
+    """The event at the beginning of a run, also of one that continues.
 
     Attributes:
         start_step: steps done before.
@@ -26,7 +26,7 @@ class FitStart:
 
 @dataclasses.dataclass(frozen=True)
 class StepEnd:
-    """One training step is done.
+    """The event after each training step.
 
     Attributes:
         step: number of the step, from 1.
@@ -67,7 +67,7 @@ class StepEnd:
 
 @dataclasses.dataclass(frozen=True)
 class ValidateEnd:
-    """One evaluation of one data set is done.
+    """The event after the evaluation of a data set.
 
     Attributes:
         step: steps trained before.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written during training, found again and deleted; and the lock of their folder."""
+"""Checkpoints of a run: writing during training, finding, deleting; and the lock of the run's folder."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class CheckpointManager:
                 retire(path)
 
     def check(self) -> None:
-        """Raise the error of writing in the background, if it has failed. Returns at once."""
+        """Raise the error if writing in the background has failed. Does not wait."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
@@ -174,7 +174,7 @@ class CheckpointManager:
         return named and path.parent.resolve() == self.model_dir.resolve()
 
     def set_aside(self, step: int, start: Path | None) -> list[Path]:
-        """Rename the checkpoints of steps that a run which starts at `step` will compute again.
+        """Rename checkpoints of later steps than `step`, at which a run starts: it will compute them again.
 
         Otherwise they would be the newest ones, and the next run would continue from them.
 
@@ -229,7 +229,7 @@ class CheckpointManager:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointDescription:
-    """A description of a checkpoint.
+    """Facts of a checkpoint that are known without reading its weights.
 
     Attributes:
         path: its folder.
@@ -303,7 +303,7 @@ def complete_checkpoints(model_dir: Path) -> list[Path]:
 
 
 def _unused(path: Path) -> Path:
-    """Return an unused name that is not found as a checkpoint."""
+    """Return a path that does not exist, and whose name is not that of a checkpoint."""
     names = itertools.chain([_SET_ASIDE_SUFFIX], (f"{_SET_ASIDE_SUFFIX}{n}" for n in itertools.count(2)))
     candidates = (path.with_name(path.name + name) for name in names)
     return next(candidate for candidate in candidates if not candidate.exists())
@@ -317,7 +317,7 @@ def step_of(path: Path) -> int:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that belong in a checkpoint, by qualified name, each once."""
+    """Return name -> buffer for the persistent buffers of a model. A shared buffer is listed once."""
     return {name: buffer for name, buffer in model.named_buffers() if not _is_transient(model, name)}
 
 

@@ -18,7 +18,7 @@ from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.store.snapshot_manifest import MANIFEST_FILE
 
 Read = Callable[[], Tensor]
-"""Returns the values of a tensor."""
+"""Function that reads the values of a tensor."""
 
 _LIBRARY = "hf."
 """Prefix of parameter names in a run of a model of the transformers library."""
@@ -103,7 +103,7 @@ def _difference(tensor: Tensor, other: Tensor) -> str | None:
 
 
 def _both(first: Path, second: Path) -> tuple[dict[str, Read], dict[str, Read]]:
-    """Return the tensors of both checkpoints by comparable names."""
+    """Return the tensors of both checkpoints, under names that are the same for the same weight."""
     pair = [_stored(path) for path in (first, second)]
     foreign = [_is_library_folder(path) for path in (first, second)]
     if foreign[0] != foreign[1]:
@@ -149,12 +149,12 @@ def model_of(path: Path) -> str:
 
 
 def _stored(path: Path) -> dict[str, Read]:
-    """Map the names of a checkpoint's tensors to functions that read them."""
+    """Return name -> function that reads the tensor, for each tensor of a checkpoint."""
     return {stored.name: stored.read for stored in tensors_of(path)}
 
 
 def tensors_of(path: Path) -> list[StoredTensor]:
-    """Return the tensors of a checkpoint in any format.
+    """Return name -> function that reads the tensor, for a checkpoint in any format.
 
     Raises:
         CheckpointError: if the checkpoint is missing or damaged.

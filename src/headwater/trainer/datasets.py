@@ -353,7 +353,7 @@ _OPENERS: dict[type, tuple[type | tuple[type, ...], Callable[[Any, Any], Samples
     SpanCorruptionDataConfig: (Seq2SeqConfig, _corrupted_texts),
     TranslationDataConfig: (Seq2SeqConfig, _translations),
 }
-"""For each kind of data section: the models that read it, and the function that opens it."""
+"""Class of a data section -> the models that use such data, and the function that opens the data set."""
 
 
 _LIBRARY_TASKS: dict[type, str] = {
@@ -365,14 +365,14 @@ _LIBRARY_TASKS: dict[type, str] = {
     TextClassificationDataConfig: "sequence_classification",
     ImageFolderDataConfig: "image_classification",
 }
-"""For each kind of data section: the task of the transformers models that read it."""
+"""Class of a data section -> the task of the transformers models that use such data."""
 
 _PROCESSORS = {
     name: task
     for kind, task in _LIBRARY_TASKS.items()
     for name in get_args(kind.model_fields["data_processor"].annotation)  # type: ignore[attr-defined]
 }
-"""The tasks by the names of data processors in params files."""
+"""Name of a data processor in params files -> the task."""
 
 
 def find_prepared(config: DataConfig) -> Path | None:

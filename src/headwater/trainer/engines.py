@@ -1,4 +1,4 @@
-"""Opens engines of a run, with their plan, the folder of the disk tier, and weights."""
+"""Builds the engines of a run: makes their plan, opens the folder of the disk tier, loads weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_engine(
     fabric: Fabric = ALONE,
     measured: bool = False,
 ) -> Iterator[Engine]:
-    """Open the engine for `work`.
+    """Plan and build the engine for `work`, which is training or an evaluation.
 
     Args:
         init: the params.

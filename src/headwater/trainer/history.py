@@ -16,13 +16,13 @@ from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 logger = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 4096
-"""An upper bound on the line of a step."""
+"""The most bytes of the line of a step."""
 
 _STEP_FIELDS = dataclasses.fields(StepEnd)
 
 
 class History(Callback):
-    """Appends a line for each event. When a run resumes at a step, lines of later steps are removed first.
+    """Appends a line for each step and evaluation. A run that resumes first removes lines of later steps.
 
     All lines up to a checkpoint's step are on disk soon after `on_checkpoint`.
 

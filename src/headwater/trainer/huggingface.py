@@ -47,7 +47,7 @@ class LibraryValues:
         self._stored = functools.cache(lambda: _pretrained(model))
 
     def check(self) -> None:
-        """Raise an error if the folder has no weights that can be read, or these are of another model.
+        """Raise an error if the folder has no weights that can be read, or has those of another model.
 
         Raises:
             CheckpointError: if so.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks a run to stop after its step, the second stops it at once."""
+"""Handling of Ctrl-C and SIGTERM: the first asks a run to stop after its step, the second exits at once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def interrupts() -> Iterator[Interrupt]:
 
 
 def shielded(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield `items`, made by worker processes that do not get Ctrl-C.
+    """Yield `items`. Worker processes that start when the first item is requested ignore Ctrl-C.
 
     A terminal sends the signal to every process of the job. A new process inherits which signals are blocked,
     so the signal is blocked while the workers are started: at the latest when the first item is requested.

@@ -1,4 +1,4 @@
-"""The input of a run: a model with its loss, and data. Everything else is the same for every run."""
+"""The input of a run: a model with its loss, and its data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headwater.config.run import SetupConfig
 
 Batch = Any
-"""Nested tensors, whose first dimension is the sample."""
+"""Tensors in any nesting, whose first dimension counts samples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Trainable:
 
 
 class TrainingData(Protocol):
-    """Endless batches, and the position in them."""
+    """Interface: an endless sequence of batches whose position can be saved and set."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches from the position on."""
+        """Yield batches, beginning at the current position."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -92,7 +92,7 @@ class TrainingData(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A training run.
+    """The input of a training run: model, data and settings.
 
     Attributes:
         init: settings of the run.

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints, one after the other."""
+"""The training loop: runs the steps, evaluations and checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ class Trainer:
         self._end()
 
     def _start(self) -> None:
-        """Call `on_fit_start` of every callback; the first error ends the run."""
+        """Call `on_fit_start` of every callback. Raise the first error."""
         for callback in self._callbacks:
             callback.on_fit_start(FitStart(self.state.step, self.end_step, self._engine.plan))
             self._started.append(callback)
 
     def _end(self) -> None:
-        """Wait for the checkpoint and end every callback that has started, even if one of them fails."""
+        """Wait until the last checkpoint is written, then end all callbacks, even if one of them fails."""
         with ExitStack() as ends:
             # An exit stack calls the last one first: the first callback ends first.
             for callback in reversed(self._started):
@@ -149,7 +149,7 @@ class Trainer:
             self._checkpoints.wait()
 
     def _between_steps(self, interrupt: Interrupt) -> bool:
-        """Evaluate and save if they are due; return False if the run should stop."""
+        """Evaluate and save, each if it is set for this step. Return false if the run should stop."""
         self._checkpoints.check()
         if self._validation_is_due() and not self._asked_to_stop(interrupt):
             self._validate(interrupt)
@@ -177,7 +177,7 @@ class Trainer:
         return _Step(start_s, batch, parts, self._update(), self._loss_weights(parts))
 
     def _after_step(self, step: _Step, report: StepReport) -> None:
-        """Advance the state of the run by a step, and tell the callbacks."""
+        """Update the state of the run after a step, and call the callbacks."""
         batch, update = step.batch, step.update
         # A skipped step changes no weights, so averages must not move either.
         if report.applied:
@@ -292,7 +292,7 @@ class Trainer:
         self._tell(lambda callback: callback.on_checkpoint(self.state.step, path))
 
     def _tell(self, call: Callable[[Callback], None]) -> None:
-        """Tell every callback. The first error is kept, and raised after a checkpoint of all ranks."""
+        """Run `call` for every callback. Keep the first error, which is raised after a checkpoint."""
         for callback in self._callbacks:
             try:
                 call(callback)

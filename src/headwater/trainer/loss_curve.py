@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class LossCurve(Callback):
-    """Draws the losses in a history file when the run ends, or warns. Needs matplotlib.
+    """Draws the losses in a history file when the run ends. If matplotlib is missing, warns instead.
 
     Args:
         history: the file; it must be complete when `on_fit_end` is called.

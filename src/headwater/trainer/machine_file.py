@@ -41,7 +41,7 @@ def write_machine(path: Path, rates: Calibration, free: Resources, device: str) 
 
 
 def machine_document(rates: Calibration, free: Resources, device: str) -> dict[str, Any]:
-    """Return the content of the file."""
+    """Return the content of a cluster file that describes this machine."""
     # On a machine with a GPU only the update is measured in host memory; its rate is bound by that memory.
     memory_rate = rates.memory_bytes_per_s if device == "cpu" else ADAMW_BYTES * rates.adamw_params_per_s
     host: dict[str, Any] = {

@@ -19,27 +19,27 @@ from headwater.trainer.interrupt import Interrupt
 _INTERVAL_S = 0.25
 _LEAST_SHARE, _LEAST_BYTES, _MOST_BYTES = 0.03, 16 * MIB, 256 * MIB
 _TOLERANCE = 1.03
-"""A run may hold this many times its budget without a warning."""
+"""A warning is given if a run takes more than this many times its memory budget."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """The free memory and its limit, in bytes."""
+    """The free and the total host memory, in bytes."""
 
     free: int
     limit: int
 
     @property
     def is_short(self) -> bool:
-        """True if the next large tensor may exhaust the memory."""
+        """True if so little memory is free that the next large tensor may not fit."""
         least = max(_LEAST_BYTES, min(_MOST_BYTES, int(_LEAST_SHARE * self.limit)))
         return self.free < least
 
 
 def tightest_room() -> Room:
-    """Return the room of the control group or machine with the least. Cached files count as free."""
+    """Return the free memory of the container or machine, whichever is less. Cached files count as free."""
     machine = psutil.virtual_memory()
     rooms = [Room(level.limit - level.held, level.limit) for level in memory_levels()]
     return min((Room(machine.available, machine.total), *rooms), key=lambda room: room.free)

@@ -15,11 +15,11 @@ from headwater.trainer.job import Job
 logger = logging.getLogger(__name__)
 
 Options = Callable[[str], Mapping[str, float]]
-"""Options of a parameter by its name."""
+"""Function: name of a parameter -> its optimizer options."""
 
 
 def options_by_name(job: Job) -> Callable[[int], Options] | None:
-    """Return the options by step and name, if the params have schedules for some of the parameters.
+    """Return a function that returns the optimizer options of a parameter at a step.
 
     Args:
         job: the run.
@@ -56,7 +56,7 @@ def options_by_name(job: Job) -> Callable[[int], Options] | None:
 
 
 def _is_for_all(entry: ScheduleConfig, name: str, job: Job) -> bool:
-    """True if a schedule without tags applies to this parameter: biases and norms decay only by a tag."""
+    """True if a schedule without tags applies to this parameter. A weight decay skips biases and norms."""
     shape = tuple(job.trainable.model.get_parameter(name).shape)
     return entry.option == "lr" or not is_bias_or_norm(name, shape)
 

@@ -1,4 +1,4 @@
-"""From a model and the params to a plan and an engine, by dry runs and the resources of the machine."""
+"""Makes the plan and the engine of a run, from its model, its params and the resources of the machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The step for which a plan is made.
+    """The kind of step for which a plan is made: training or inference, and its batch size.
 
     Attributes:
         batch_size: samples of one step.
@@ -180,7 +180,7 @@ def plan_request(
 
 
 def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreShare:
-    """Return the part of the weight store on a host: all weights, and the state that its ranks update.
+    """Return which part of the weight store is on a host: all weights, and optimizer state of its ranks.
 
     Args:
         placement: the ranks.
@@ -225,7 +225,7 @@ def make_engine(
     blank: bool = False,
     fabric: Fabric = ALONE,
 ) -> Engine:
-    """Return an engine for a plan.
+    """Build an engine for a plan.
 
     Args:
         init: the params.

@@ -1,4 +1,4 @@
-"""Weights read from a checkpoint, and other weights written as the first checkpoint of a run."""
+"""Reading weights from a checkpoint, and writing given weights as the first checkpoint of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of params on several ranks: how they start, and checks of their number."""
+"""Runs of params files on several ranks: starts the ranks, and checks their number."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def launch(placement: Placement, command: Sequence[str], *, max_restarts: int, i
 
 
 def program_and_params(config: RunConfig) -> dict[str, str]:
-    """Return the texts that must be equal on all ranks, by name: versions and params."""
+    """Return name -> text of everything that must be equal on all ranks: versions and params."""
     return program() | dict(keys_of(given_params(config)))
 
 
 def keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key and value. Paths count as equal: files may lie elsewhere on another host."""
+    """Yield every key and value. Paths are replaced by one text, because they may differ between hosts."""
     if isinstance(tree, dict | list | tuple) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from keys_of(value, f"{name}.{key}" if name else str(key))

@@ -28,7 +28,7 @@ STATISTICS_FILE = "statistics.json"
 
 @dataclasses.dataclass(frozen=True)
 class PreparedData:
-    """Facts of training data that `headwater data` prepared.
+    """Facts of training data that `headwater data` has prepared, from their statistics file.
 
     Attributes:
         mode: the kind of samples.
@@ -86,7 +86,7 @@ class RunDir:
         return self.path / "data_statistics.json"
 
     def check(self) -> None:
-        """Check that the files of a run can be written, before the run does anything.
+        """Raise if files of the run cannot be written. Called before the run does anything.
 
         Raises:
             RunError: if a folder has the name of a file.

@@ -139,7 +139,7 @@ def simulate(
 
 
 def _impossible(cluster: Cluster, batch_sizes: Mapping[int, int]) -> dict[int, str]:
-    """Return by number why some numbers of CSXs cannot train a batch. Possible numbers are left out."""
+    """Return number of CSXs -> why that many CSXs cannot train a batch. Possible numbers are left out."""
     refused = {}
     for number, batch_size in batch_sizes.items():
         try:

@@ -51,7 +51,7 @@ class SparseTraining:
         self._gathering.release()
 
     def before_update(self, step: int) -> None:
-        """Mask the gradients of a step, which are complete.
+        """Mask the gradients of a step. Called when all gradients are computed, before the update.
 
         Args:
             step: number of the step, from 1.
@@ -79,7 +79,7 @@ class SparseTraining:
         self._gathering.release()
 
     def _by_stage(self, names: Iterable[str]) -> dict[int, dict[int, str]]:
-        """Return names of parameters by stage, and by index in the stage."""
+        """Return stage -> index in the stage -> name, for the named parameters."""
         found: dict[int, dict[int, str]] = {}
         for name in names:
             stage, index = self._keys[name]
@@ -101,7 +101,7 @@ class SparseTraining:
 
 
 def start_sparse(engine: Engine, job: Job, masks: Mapping[str, Any] | None) -> SparseTraining | None:
-    """Return the sparse training of a run; `None` if its params have no section for it.
+    """Return the sparse training of a run, or `None` if its params do not ask for it.
 
     Args:
         engine: holds the weights that the run starts with.

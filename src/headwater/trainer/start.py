@@ -23,7 +23,7 @@ _START_OVER = "--autoload_last_checkpoint=false"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The checkpoint, if any, from which a run starts.
+    """The start of a run: a checkpoint, or initial values.
 
     Attributes:
         path: the checkpoint; `None`: initial values.
@@ -40,7 +40,7 @@ class Start:
     def enter(
         self, engine: Engine, checkpoints: CheckpointManager, *, names: Names, strict: bool = True
     ) -> RunState:
-        """Load this start into the engine.
+        """Load the checkpoint, if there is one, into the engine.
 
         Args:
             engine: holds the initial values.

@@ -14,7 +14,7 @@ from headwater.optim.loss_scale import LossScale
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """The state after a number of steps. Random streams have no state: each is keyed by seed and step.
+    """The state of a run after some steps. It has no random state: random numbers depend on seed and step.
 
     Attributes:
         step: steps done.

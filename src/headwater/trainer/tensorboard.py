@@ -66,7 +66,7 @@ class TensorBoard(Callback):
                 writer.close()
 
     def _writer(self, part: str) -> SummaryWriter:
-        """Return the writer of one of the two folders."""
+        """Return the writer of the folder `train` or `eval`."""
         from torch.utils.tensorboard import SummaryWriter
 
         assert self._purge_step is not None, "a run starts before its first step"

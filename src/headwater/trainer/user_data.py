@@ -48,7 +48,7 @@ def seed_everything(seed: int) -> None:
 
 
 class Passes:
-    """Passes over the batches of a loader; see [Note: randomness of data].
+    """Iterates over the batches of a loader, pass by pass; see [Note: randomness of data].
 
     Args:
         loader: can be iterated over repeatedly.
@@ -74,7 +74,7 @@ class Passes:
 
     @property
     def length(self) -> int | None:
-        """Batches of one pass; `None` if the loader has no length."""
+        """The number of batches in a pass; `None` if the loader has no length."""
         try:
             return len(self.loader)  # type: ignore[arg-type]
         except TypeError:
@@ -120,7 +120,7 @@ class Passes:
 
 
 class RepeatedPasses:
-    """Training data: one pass after the other, without end.
+    """Endless training data: repeats passes over a loader.
 
     A `Seekable` loader resumes at its saved position. With other loaders the batches before it are skipped.
 
@@ -197,7 +197,7 @@ class RepeatedPasses:
 
 
 class RepeatedPass:
-    """Data to evaluate on: each iteration is the same pass. Each of several ranks gets a part of it."""
+    """Data to evaluate on: each iteration yields the same pass. With several ranks, each gets a part."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes

@@ -21,7 +21,7 @@ from headwater.trainer.user_data import Passes, RepeatedPass, RepeatedPasses, se
 from headwater.utils.data.parts import Parts
 
 DataFunction = Callable[[dict[str, dict[str, Any]]], Any]
-"""Returns a data loader for the sections of a params file."""
+"""Function that returns a data loader, given the sections of a params file."""
 
 
 def user_trainable(

@@ -62,13 +62,13 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
 
 
 def _weight(model: ModelConfig, batch: Batch) -> float:
-    """Return how many labels the loss of a batch is a mean of, or else how many samples."""
+    """Return over how many labels, or else samples, the loss of a batch is a mean."""
     labels = FAMILIES[model.name].labels(model, batch)
     return float(num_samples(batch) if labels is None else labels)
 
 
 def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
-    """Return the training run that the params describe.
+    """Return the input of the training run that the params describe.
 
     Args:
         config: the params.

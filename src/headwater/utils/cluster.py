@@ -24,7 +24,7 @@ _CLUSTER_ONLY = (
 
 
 class CSConfig:
-    """The number of compute ranks of a run.
+    """Sets the number of compute ranks of a run, under the name of Cerebras' class.
 
     If it is more than 1, the script is started once for each rank: see [Note: ranks of a script]. Give the
     number here or to `headwater.backend`, before the first forward.

@@ -63,7 +63,7 @@ def _silent_class(writer: Any) -> Any:
 
 
 def _keep_log_dir(self: Any, log_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Set `log_dir`, and write nothing."""
+    """Store `log_dir` as an attribute, and write nothing."""
     self.log_dir = "runs" if log_dir is None else str(log_dir)
 
 

@@ -1,4 +1,4 @@
-"""Batches: tensors in any nesting that hold the same number of samples. Their checks and their transfer."""
+"""Checks of batches, and their transfer to a device. A batch is tensors in any nesting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN = 4
 
 
 def check_batch(batch: Any, *, where: str, ragged: bool = False) -> None:
-    """Check that a loader's output is a batch.
+    """Raise if the output of a loader is not a batch: tensors with the same first dimension.
 
     Args:
         batch: the object from the loader. A leaf may be `None` (an optional tensor).

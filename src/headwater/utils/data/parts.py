@@ -19,7 +19,7 @@ _NO_BATCH = -1.0
 
 
 class Parts:
-    """This rank's parts of the batches of a loader.
+    """Yields this rank's parts of the batches of a loader, and finds out whether the loader divides the data.
 
     If all ranks load the same batches, each rank computes its slice of every batch. If they load different
     batches, the loader has already divided the data, and each rank computes its whole batches. The first
@@ -36,7 +36,7 @@ class Parts:
 
     @property
     def are_shares(self) -> bool:
-        """True if ranks load different batches; false also while this is not yet known."""
+        """True if it is known that ranks load different batches, which are then the parts."""
         return bool(self._are_shares)
 
     def of(self, batches: Iterable[Any]) -> Iterator[Any]:
