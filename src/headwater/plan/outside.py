@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from headwater.core.errors import StreamError
 
 _REENTRANT = "CheckpointFunctionBackward"
-"""The node of `checkpoint(..., use_reentrant=True)`, which refuses a backward to chosen leaves."""
+"""Name of the node of `checkpoint(..., use_reentrant=True)`, which refuses `backward(inputs=...)`."""
 
 
 @final
 class OwnGraph:
-    """The graph that a dry run records, from the time at which this object is made.
+    """The autograd graph that a dry run records. It begins when this object is made.
 
     Args:
         leaves: parameters and buffers of the dry run.
@@ -33,7 +33,7 @@ class OwnGraph:
         self._start: int = torch._C._autograd._get_sequence_nr()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward of a loss; see [Note: graphs from outside].
+        """Run the backward of a loss, but only inside the recorded graph; see [Note: graphs from outside].
 
         Raises:
             StreamError: if the forward uses a graph from outside and a reentrant checkpoint.
@@ -43,8 +43,8 @@ class OwnGraph:
         uses_graph = any(self._is_older(node) for node in nodes)
         if is_reentrant and uses_graph:
             raise StreamError(
-                "the forward uses a tensor with a graph that was recorded before the call, and a reentrant "
-                "checkpoint, whose dry run would use that graph up",
+                "the forward has a reentrant checkpoint, and uses a tensor whose graph was recorded before "
+                "the call; their dry run would free that graph, which your own backward needs",
                 where="torch.utils.checkpoint",
                 remedy="pass use_reentrant=False to the checkpoint",
             )
@@ -64,7 +64,7 @@ class OwnGraph:
 
 
 def _nodes(last: Any) -> Iterator[Any]:
-    """Yield every node of a graph, given its last one."""
+    """Yield every node of a graph, beginning with its last node."""
     seen, waiting = {last}, [last]
     while waiting:
         node = waiting.pop()

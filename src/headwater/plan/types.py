@@ -257,7 +257,7 @@ class Plan:
 
     @property
     def folder(self) -> Path:
-        """The folder of the files, for a plan that puts something on disk."""
+        """The folder of the plan's files on disk; call this only if the plan puts something there."""
         assert self.disk is not None, "a plan that puts something on disk names a folder"
         return self.disk
 
