@@ -60,7 +60,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
     """
     if current().size > 1 and is_open():
         raise CheckpointError(
-            "a state is saved within a step",
+            "with several ranks, a state cannot be saved inside a traced step",
             where=str(path),
             remedy="save it after the step, or in a checkpoint_closure",
         )

@@ -150,7 +150,7 @@ def _require_buffers(model: nn.Module) -> None:
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
         raise CheckpointError(
-            f"buffers without values, which checkpoints mostly lack: {_listed(empty)}",
+            f"buffers of the model have no values, and few checkpoints hold buffers: {_listed(empty)}",
             remedy="build the model within headwater.empty_parameters(), not on the meta device",
         )
 

@@ -243,4 +243,4 @@ def _errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
-        raise QueueError(f"the queue's database: {error}", where=str(path)) from error
+        raise QueueError(f"the database of the queue cannot be used: {error}", where=str(path)) from error

@@ -114,7 +114,7 @@ class ElsewhereTier(Tier):
 
     def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
         raise StoreError(
-            f"stage {self.layouts[stage].stage.name!r} is read by a rank that does not have it",
+            f"stage {self.layouts[stage].stage.name!r} cannot be read on this rank, which does not keep it",
             remedy="let the first rank of the host read weights that are on disk",
         )
 

@@ -102,7 +102,7 @@ class BorrowedWeights(Weights):
 
     def _is_there(self, want: Want) -> bool:
         if self._directory.failure:
-            raise StreamError(self._directory.failure, remedy="see what the first rank of the host has met")
+            raise StreamError(self._directory.failure, remedy="see the error of the first rank of this host")
         return self._directory.find(want) is not None
 
     def close(self) -> None:

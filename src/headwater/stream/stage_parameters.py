@@ -209,9 +209,9 @@ class StageParameters:
         # Other parameters are not written back, so their change would be lost.
         if not changed <= self._written:
             raise StreamError(
-                "the forward changes a weight, and did not in the dry run before the first step",
+                "the forward changes a weight that it did not change in the dry run before the first step",
                 where=f"stage {self._spec.name!r}",
-                remedy="change it between steps, or in the first forward in training mode too",
+                remedy="change the weight between steps, or also in the first forward in training mode",
             )
         for index, value in values.items():
             self._keep(index, value)
@@ -228,7 +228,7 @@ class StageParameters:
                 f"the forward makes {spec.name} a tensor of {value.dtype} and shape {list(value.shape)}; "
                 f"expected {spec.dtype} and {list(spec.shape)}",
                 where=f"stage {self._spec.name!r}",
-                remedy="change it between steps, and in mixed precision always",
+                remedy="assign it between steps, not in the forward",
             )
         self._store.parameters.write_param((self._spec.index, index), value)
 

@@ -45,8 +45,8 @@ def refuse_moving_weights() -> None:
     """
     if in_derivative():
         raise StreamError(
-            "torch.func.grad, vjp, jvp, and what is made of them, need every weight in memory, and this plan "
-            "has fewer slabs than stages",
+            "torch.func.grad, vjp, jvp and functions that use them need every weight in memory at once, but "
+            "this plan has fewer slabs than stages",
             remedy="set num_slabs to the number of stages or more, or tier to memory without num_slabs; or "
             "use torch.autograd.grad or torch.autograd.forward_ad",
         )

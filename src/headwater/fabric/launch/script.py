@@ -66,7 +66,7 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
     if is_rank():
         if OF_SCRIPT in os.environ and not _is_started_by_launcher():
             raise RankError(
-                "this process is not a rank: a rank started it, or its launcher has ended",
+                "this process cannot become a rank: a rank has started it, or its launcher has ended",
                 where=where,
                 remedy="set num_csx=1 in a program that a rank starts",
             )

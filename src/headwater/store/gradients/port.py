@@ -149,7 +149,8 @@ def editable(gradients: GradientSink) -> EditableGradients:
     """
     if not isinstance(gradients, EditableGradients):
         raise StreamError(
-            "gradients of several ranks cannot be looked at or changed", remedy="use one rank: num_csx 1"
+            "with several ranks, the gradients of Engine.train_step cannot be replaced or undone",
+            remedy="use one rank: num_csx 1",
         )
     return gradients
 
@@ -157,7 +158,7 @@ def editable(gradients: GradientSink) -> EditableGradients:
 def consumed_error(name: str) -> StreamError:
     """Return the error for reading a gradient after `optimizer.step()` has consumed it."""
     return StreamError(
-        "this gradient was used up by optimizer.step(), and plain PyTorch would still have it",
+        "optimizer.step() has consumed this gradient; plain PyTorch would still have it",
         where=name,
         remedy="read it before optimizer.step(), and call zero_grad() before the next backward or step",
     )
