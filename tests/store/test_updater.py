@@ -1,5 +1,7 @@
 """The update of the pieces of a stage equals that of whole parameters in plain PyTorch."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -31,15 +33,13 @@ class Stage:
         self.scalars = [None] * len(params)
         self.updater = Updater(self.rule)
 
-    def step(self, gradients, pending=None, is_mine=lambda piece: True):
-        """Update the stage; `gradients` has one entry for each parameter."""
+    def step(self, gradients, pending=None, groups=None):
+        """Update the stage, or some groups of it; `gradients` has one entry for each parameter."""
         update = Update(1, {"lr": 0.1})
         parts = {i: Part(1, update, None) for i, gradient in enumerate(gradients) if gradient is not None}
-        groups = self.tier.groups(0, self.layout.groups, write=True)
+        groups = self.tier.groups(0, groups or self.layout.groups, write=True)
         pending = Pending(1, parts if pending is None else pending)
-        self.scalars = self.updater.apply(
-            self.spec, self.image, groups, gradients, self.scalars, pending, is_mine
-        )
+        self.scalars = self.updater.apply(self.spec, self.image, groups, gradients, self.scalars, pending)
 
     def values(self):
         return [view.clone() for view in self.spec.views(self.image)]
@@ -82,7 +82,8 @@ def test_a_parameter_that_the_update_does_not_name_keeps_its_value_and_its_gradi
 
 def test_only_the_pieces_of_this_rank_are_updated():
     stage = Stage()
-    stage.step(gradients_of(0), is_mine=lambda piece: piece.param == 2)
+    (group,) = stage.layout.groups
+    stage.step(gradients_of(0), groups=[dataclasses.replace(group, pieces=group.pieces[2:])])
     ones, changed = stage.values()[:2], stage.values()[2]
     assert all(bool((value == 1).all()) for value in ones) and torch.equal(changed, plain(1)[2])
     assert stage.scalars[0] is None and stage.scalars[2] is not None

@@ -77,11 +77,6 @@ def takes_dense_gradients(name: str) -> bool:
     return name != "SparseAdam"
 
 
-def needs_plain_kernel(gradient: torch.Tensor) -> bool:
-    """True if a gradient is sparse or complex, so that torch's fused optimizer kernels refuse it."""
-    return gradient.is_sparse or gradient.is_complex()
-
-
 @cache
 def optimizers() -> dict[str, OptimizerClass]:
     """Return the classes of all available optimizers of torch and Headwater, by name."""

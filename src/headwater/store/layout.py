@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -38,6 +39,9 @@ def encoding_of(param: ParamSpec) -> Encoding:
 
 
 MASTER_FIELD = {Encoding.SPLIT: "master.low", Encoding.COPY: "master"}
+"""The field that holds the rest of the master, by encoding. Other fields are optimizer state."""
+
+MASTER_FIELDS = frozenset(MASTER_FIELD.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +68,10 @@ class Field:
     shape: tuple[int, ...]
     offset: int
 
-    def view(self, rest: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a view of the group's bytes."""
-        count = _numel(self.shape) * self.dtype.itemsize
-        return rest[self.offset : self.offset + count].view(self.dtype).view(self.shape)
+    @cached_property
+    def span(self) -> slice:
+        """Its bytes in the group."""
+        return slice(self.offset, self.offset + math.prod(self.shape) * self.dtype.itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +82,19 @@ class Piece:
         param: index of the parameter in its stage.
         start: first element.
         stop: one past the last element.
+        encoding: how its master is stored.
         fields: its tensors beside the wire image.
     """
 
     param: int
     start: int
     stop: int
+    encoding: Encoding
     fields: tuple[Field, ...]
 
     def views(self, rest: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors of the piece by name, as views of the group's bytes."""
-        return {field.name: field.view(rest) for field in self.fields}
+        return {field.name: rest[field.span].view(field.dtype).view(field.shape) for field in self.fields}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +125,7 @@ class StageLayout:
         self.stage = stage
         self.wire_bytes = round_up(stage.slab_bytes)
         self.groups = _pack([
-            _Extent(index, start, stop, _field_shapes(param, states[index], start, stop))
+            _Extent(index, start, stop, encoding_of(param), _field_shapes(param, states[index], start, stop))
             for index, param in enumerate(stage.params)
             for start, stop in _split(param, elementwise and param.strides is None)
         ])  # fmt: skip
@@ -162,6 +168,7 @@ class _Extent:
     param: int
     start: int
     stop: int
+    encoding: Encoding
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
     def place(self, offset: int) -> tuple[Piece, int]:
@@ -170,8 +177,8 @@ class _Extent:
         for name, (dtype, shape) in self.shapes.items():
             fields.append(Field(name, dtype, shape, offset))
             # Aligned, so that a field can be viewed in its dtype.
-            offset += round_up(_numel(shape) * dtype.itemsize, SLAB_ALIGNMENT_BYTES)
-        return Piece(self.param, self.start, self.stop, tuple(fields)), offset
+            offset += round_up(math.prod(shape) * dtype.itemsize, SLAB_ALIGNMENT_BYTES)
+        return Piece(self.param, self.start, self.stop, self.encoding, tuple(fields)), offset
 
 
 def _pack(extents: list[_Extent]) -> tuple[Group, ...]:
@@ -188,10 +195,3 @@ def _pack(extents: list[_Extent]) -> tuple[Group, ...]:
             start += groups[-1].num_bytes
             pieces, used = [], 0
     return tuple(groups)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

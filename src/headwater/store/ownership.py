@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
@@ -53,12 +54,14 @@ class StageOwnership:
         return self._hosts[self.owner(piece)]
 
     def groups(self, wanted: Callable[[Piece], bool], params: Collection[int] | None) -> list[Group]:
-        """Return the groups that contain a piece for which `wanted` is true, among `params` if given."""
-        return [
-            group
-            for group in self._layout.groups
-            if any(wanted(piece) and (params is None or piece.param in params) for piece in group.pieces)
-        ]
+        """Return the pieces for which `wanted` is true, in their groups, among `params` if given."""
+        found = []
+        for group in self._layout.groups:
+            of_params = [piece for piece in group.pieces if params is None or piece.param in params]
+            pieces = tuple(piece for piece in of_params if wanted(piece))
+            if pieces:
+                found.append(dataclasses.replace(group, pieces=pieces))
+        return found
 
     def wire_ranges(self) -> list[slice]:
         """Return, for each host, the slice of the wire image that it updates. The slices do not overlap."""
@@ -140,7 +143,7 @@ class Ownership:
         return self._stages[stage].host(piece) == self.host
 
     def own_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:
-        """Return the groups that contain a piece that this rank updates, among `params` if given."""
+        """Return the pieces that this rank updates, in their groups, among `params` if given."""
         if params is None:
             return self._own_groups[stage]
         return self._groups_of_mine(stage, params)
@@ -149,7 +152,7 @@ class Ownership:
         return self._stages[stage].groups(lambda piece: self.is_mine(stage, piece), params)
 
     def host_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:
-        """Return the groups that contain a piece that this host updates, among `params` if given."""
+        """Return the pieces that this host updates, in their groups, among `params` if given."""
         return self._stages[stage].groups(lambda piece: self.is_here(stage, piece), params)
 
     def own_bytes(self, stage: int) -> slice:

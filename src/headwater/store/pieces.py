@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.store.layout import Encoding, Piece, encoding_of
+from headwater.store.layout import Encoding, Piece
 from headwater.store.masters import Workspaces, read_master, write_master
 from headwater.store.ownership import Ownership
 from headwater.store.rules import UpdateRules
@@ -87,11 +87,9 @@ class Pieces:
         wires = self._stage(stage).flat_views(image)
         ownership = self._ownership
         groups = ownership.own_groups(stage, params) if mine else ownership.host_groups(stage, params)
-        wanted = ownership.is_mine if mine else ownership.is_here
         for group, rest in self._tier.groups(stage, groups, write=False):
             for piece in group.pieces:
-                if (params is None or piece.param in params) and wanted(stage, piece):
-                    yield self._state(stage, piece, wires[piece.param], rest, with_states)
+                yield self._state(stage, piece, wires[piece.param], rest, with_states)
 
     def _state(
         self, stage: int, piece: Piece, wire: torch.Tensor, rest: torch.Tensor, with_states: bool
@@ -99,7 +97,7 @@ class Pieces:
         spec = self._stage(stage).params[piece.param]
         flat_wire = wire[piece.start : piece.stop]
         fields = piece.views(rest)
-        master = read_master(encoding_of(spec), flat_wire, fields, torch.empty(flat_wire.numel()))
+        master = read_master(piece.encoding, flat_wire, fields, torch.empty(flat_wire.numel()))
         names = self._rule.state_layout(spec) if with_states else ()
         states = {name: fields[name] for name in names}
         if spec.strides is not None:
@@ -118,8 +116,7 @@ class Pieces:
         wires = self._stage(stage).flat_views(image)
         for group, rest in self._tier.groups(stage, groups, read=False, write=True):
             for piece in group.pieces:
-                if self._ownership.is_mine(stage, piece):
-                    self._fill(stage, piece, wires[piece.param], rest, fill)
+                self._fill(stage, piece, wires[piece.param], rest, fill)
 
     def change(
         self, stage: int, image: torch.Tensor, params: Collection[int], change: Callable[[PieceState], None]
@@ -136,8 +133,7 @@ class Pieces:
         groups = self._ownership.own_groups(stage, params)
         for group, rest in self._tier.groups(stage, groups, write=True):
             for piece in group.pieces:
-                if piece.param in params and self._ownership.is_mine(stage, piece):
-                    self._fill(stage, piece, wires[piece.param], rest, change, keep=True)
+                self._fill(stage, piece, wires[piece.param], rest, change, keep=True)
 
     def _fill(
         self,
@@ -151,7 +147,7 @@ class Pieces:
     ) -> None:
         """Call `fill` with a piece, then store it. If `keep`, the piece has its old master before."""
         spec = self._stage(stage).params[piece.param]
-        encoding, fields = encoding_of(spec), piece.views(rest)
+        encoding, fields = piece.encoding, piece.views(rest)
         flat_wire = wire[piece.start : piece.stop]
         master = flat_wire
         if encoding is not Encoding.SAME:

@@ -10,7 +10,7 @@ import torch
 
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.optim.catalog import needs_plain_kernel, takes_dense_gradients, takes_sparse_gradients
+from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
 from headwater.optim.probe import STATE_REMEDY, tensors_of
 from headwater.optim.spec import OptimizerSpec, numbers, state_signature
 from headwater.store.layout import Scalars, StageLayout, StateLayout, StateTensor
@@ -18,6 +18,11 @@ from headwater.store.rules import UpdateRules
 
 _PROBE_ELEMENTS = 8
 _PLAIN_KERNEL = {"fused": False, "foreach": False}
+
+
+def needs_plain_kernel(gradient: torch.Tensor) -> bool:
+    """True if the fused kernels of torch refuse a gradient, which is sparse or complex."""
+    return gradient.is_sparse or gradient.is_complex()
 
 
 @final
@@ -66,8 +71,7 @@ class UpdateRule(UpdateRules):
             optimizer.step()
         return {
             name: StateTensor(value.dtype, None if value.shape == probe.shape else tuple(value.shape))
-            for name, value in optimizer.state[probe].items()
-            if _is_stored(value)
+            for name, value in tensors_of(optimizer.state[probe]).items()
         }
 
     def _of_this_thread(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
@@ -109,7 +113,9 @@ class UpdateRule(UpdateRules):
         for master, gradient, own, old in zip(masters, gradients, states, scalars, strict=True):
             master.grad = gradient
             if old is not None:
-                optimizer.state[master] = {**own, **{k: _clone(v) for k, v in old.items()}}
+                # Copies: the other pieces of the parameter start from the same scalars.
+                copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in old.items()}
+                optimizer.state[master] = {**own, **copies}
         optimizer.step()
         optimizer.param_groups = []  # it would keep views of slabs, which must be free for other stages
         after = []
@@ -117,31 +123,32 @@ class UpdateRule(UpdateRules):
             # The gradient's memory is used again for the next batch of pieces.
             master.grad = None
             state = optimizer.state.pop(master, {})
-            self._check_state(state, own)
+            stored = tensors_of(state)
+            if stored.keys() != own.keys():
+                raise self._changed_state(stored, own)
             for name, value in own.items():
-                if state[name] is not value:
-                    # Some optimizers replace a state tensor instead of changing it.
-                    value.copy_(state[name])
+                # Some optimizers replace a state tensor instead of changing it.
+                if stored[name] is not value:
+                    if stored[name].shape != value.shape:
+                        raise self._changed_state(stored, own)
+                    value.copy_(stored[name])
             after.append({name: value for name, value in state.items() if name not in own})
         return after
 
-    def _check_state(self, state: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
-        """Raise unless the optimizer still keeps the state tensors for which memory is reserved.
+    def _changed_state(
+        self, stored: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+    ) -> StreamError:
+        """Return the error for a state without the tensors for which the plan has reserved memory.
 
         Args:
-            state: what the optimizer keeps of a parameter after its step.
+            stored: the tensors that the optimizer keeps of a parameter after its step.
             own: the tensors that the store has for it.
-
-        Raises:
-            StreamError: if a tensor was added or removed, or got another shape.
         """
         expected = {name: tuple(value.shape) for name, value in own.items()}
-        found = {name: tuple(value.shape) for name, value in tensors_of(state).items()}
-        if found == expected:
-            return
+        found = {name: tuple(value.shape) for name, value in stored.items()}
         name = next(name for name in (*found, *expected) if found.get(name) != expected.get(name))
         before, now = _shape_text(expected.get(name)), _shape_text(found.get(name))
-        raise StreamError(
+        return StreamError(
             f"{self.spec.name} has changed its state: expected {name!r} {before} as in its first two steps, "
             f"found it {now}",
             where="optimizer.step()",
@@ -186,11 +193,3 @@ def stage_layout(stage: StageSpec, rule: UpdateRules) -> StageLayout:
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "to be absent" if shape is None else f"of shape {list(shape)}"
-
-
-def _is_stored(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _clone(value: object) -> object:
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -9,11 +9,6 @@ from __future__ import annotations
 import torch
 
 
-def values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the values of a gradient: all of a dense one, the stored ones of a sparse one, each once."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
 def add(total: torch.Tensor, gradient: torch.Tensor, *, in_place: bool) -> torch.Tensor:
     """Return the sum of two gradients, as autograd adds them. May change `total` in place if `in_place`.
 

@@ -69,7 +69,6 @@ class StageUpdate:
                 gradients,
                 self._scalars.of(stage),
                 pending,
-                lambda piece: self._ownership.is_mine(stage, piece),
             )
             self._scalars.replace(stage, scalars)
         for param in pending.parts:

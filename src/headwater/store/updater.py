@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.optim.catalog import needs_plain_kernel
 from headwater.store.gradients.port import Gradients
-from headwater.store.layout import PIECE_ELEMENTS, Encoding, Group, Piece, Scalars, encoding_of
+from headwater.store.layout import MASTER_FIELDS, PIECE_ELEMENTS, Group, Piece, Scalars
 from headwater.store.masters import Workspaces, read_master, write_master
 from headwater.store.rules import UpdateRules
 from headwater.store.sparse import rows_of
@@ -41,18 +40,16 @@ class Updater:
         gradients: Gradients,
         scalars: list[Scalars | None],
         pending: Pending,
-        is_mine: Callable[[Piece], bool],
     ) -> list[Scalars | None]:
         """Run the optimizer over the pieces of a stage for which `is_mine` is true.
 
         Args:
             stage: the stage.
             image: its wire image; changed in place.
-            groups: its groups with their bytes; changed in place.
+            groups: the pieces that this rank owns, in their groups, with the bytes; changed in place.
             gradients: one per parameter; each is set to `None` when its parameter is updated.
             scalars: the optimizer scalars of each parameter.
             pending: the update of each parameter.
-            is_mine: true for the pieces that this rank updates.
 
         Returns:
             The new scalars. Every piece of a parameter starts from the same old ones.
@@ -62,7 +59,7 @@ class Updater:
         after = list(scalars)
         for group, rest in groups:
             changed = [p for p in group.pieces if p.param in pending.parts and gradients[p.param] is not None]
-            for batch in _batches([piece for piece in changed if is_mine(piece)]):
+            for batch in _batches(changed):
                 loaded = self._load(stage, batch, wires, rest, gradients, pending)
                 for piece, new in self._update(loaded, scalars):
                     after[piece.param] = new
@@ -89,12 +86,12 @@ class Updater:
             spec, part = stage.params[piece.param], pending.parts[piece.param]
             gradient = gradients[piece.param]
             assert gradient is not None, "only parameters with a gradient are updated"
-            encoding, fields = encoding_of(spec), piece.views(rest)
+            fields = piece.views(rest)
             wire = wires[piece.param][piece.start : piece.stop]
-            master = read_master(encoding, wire, fields, master_space)
+            master = read_master(piece.encoding, wire, fields, master_space)
             own = part.prepared(_part_of(gradient, spec, piece), master.dtype, gradient_space)
             flat_master = master
-            states = {name: fields[name] for name in self._rule.state_layout(spec)}
+            states = {name: field for name, field in fields.items() if name not in MASTER_FIELDS}
             if gradient.is_sparse:
                 # A sparse kernel addresses rows.
                 rows = (-1, *spec.shape[1:])
@@ -109,9 +106,7 @@ class Updater:
                 }
             rule = self._rule.of(spec.name)
             options = dict(rule.spec.options(spec.name, spec.shape, part.update.options_of(spec.name)))
-            loaded.append(
-                _Loaded(piece, rule, options, encoding, wire, fields, flat_master, master, own, states)
-            )
+            loaded.append(_Loaded(piece, rule, options, wire, fields, flat_master, master, own, states))
         return loaded
 
     def _update(
@@ -139,7 +134,7 @@ class Updater:
             )
             for each, its_scalars in zip(alike, new, strict=True):
                 # Before the next batch overwrites the workspace that holds the masters.
-                write_master(each.encoding, each.flat_master, each.wire, each.fields)
+                write_master(each.piece.encoding, each.flat_master, each.wire, each.fields)
                 yield each.piece, its_scalars
 
 
@@ -151,7 +146,6 @@ class _Loaded:
         piece: its place.
         rule: its optimizer.
         options: arguments of the optimizer.
-        encoding: how its master is stored.
         wire: its wire values, 1-D.
         fields: its tensors beside the wire image.
         flat_master: its values, 1-D in the order of memory.
@@ -163,7 +157,6 @@ class _Loaded:
     piece: Piece
     rule: UpdateRule
     options: dict[str, Any]
-    encoding: Encoding
     wire: torch.Tensor
     fields: Mapping[str, torch.Tensor]
     flat_master: torch.Tensor
@@ -173,8 +166,9 @@ class _Loaded:
 
     def is_like(self, other: _Loaded) -> bool:
         """True if one call of the optimizer can update this piece and `other`."""
-        kernel = needs_plain_kernel(self.gradient) == needs_plain_kernel(other.gradient)
-        return kernel and self.rule is other.rule and self.options == other.options
+        mine, its = self.gradient, other.gradient
+        same_kind = mine.dtype == its.dtype and mine.is_sparse == its.is_sparse
+        return same_kind and self.rule is other.rule and self.options == other.options
 
 
 def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Tensor:

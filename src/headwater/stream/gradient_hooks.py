@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from headwater.core.recorder import COMPUTE, GRADIENT, RECORDER, Work
+from headwater.core.stage import ParamKey, ParamSpec
 from headwater.stream.backward import BackwardWatch
 from headwater.stream.weights import Weights
 
@@ -44,15 +45,15 @@ class GradientHooks:
         self._share = share
         self.last_micro_batch = True
         self._handles = [
-            _register_first(param, self._hook(*key))
+            _register_first(param, self._hook(key, store.spec(key)))
             for key, param in binder.parameters()
             if param.requires_grad
         ]
 
-    def _hook(self, stage: int, index: int) -> Callable[[torch.Tensor], None]:
+    def _hook(self, key: ParamKey, spec: ParamSpec) -> Callable[[torch.Tensor], None]:
         # Weak: Python's collector does not see what such a hook refers to.
         reference = weakref.ref(self)
-        name = self._store.stages[stage].name
+        name = self._store.stages[key[0]].name
         giving: Work = (GRADIENT, name)
         computing: Work = (COMPUTE, name)
 
@@ -68,19 +69,19 @@ class GradientHooks:
             lane.switch(giving)
             hooks._weights.statistics.bytes_out += num_bytes
             try:
-                hooks._give(stage, index, gradient)
+                hooks._give(key, spec, gradient)
             finally:
                 lane.switch(computing, num_bytes)
 
         return hook
 
-    def _give(self, stage: int, index: int, gradient: torch.Tensor) -> None:
-        if not gradient.is_sparse:
+    def _give(self, key: ParamKey, spec: ParamSpec, gradient: torch.Tensor) -> None:
+        if spec.strides is not None and not gradient.is_sparse:
             # autograd gave it the strides of the placeholder; a norm adds up in the order of the memory.
-            gradient = self._store.spec((stage, index)).like_the_parameter(gradient)
+            gradient = spec.like_the_parameter(gradient)
         if self._share != 1.0:
             gradient *= self._share
-        self._store.add_gradient(stage, index, gradient.to("cpu"), last=self.last_micro_batch)
+        self._store.add_gradient(*key, gradient.to("cpu"), last=self.last_micro_batch)
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""

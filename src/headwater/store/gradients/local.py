@@ -72,7 +72,6 @@ class LocalGradients(EditableGradients):
         self._sums.settle_all()
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
-        self._sums.settle_all()
         missing = {key for key in keys if key not in self.status.norms or self._sums.is_lent(key)}
         for stage in sorted({stage for stage, _ in missing}):
             for param, total in enumerate(self._sums.look(stage)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from headwater.store.layout import PIECE_ELEMENTS
-from headwater.store.sparse import values_of
 
 NARROW = (torch.bfloat16, torch.float16)
 """Dtypes whose sums and norms are computed in a wider dtype."""
@@ -13,7 +12,9 @@ NARROW = (torch.bfloat16, torch.float16)
 
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     """Return the 2-norm, in fp32 or wider. A narrow gradient is widened piece by piece."""
-    gradient = values_of(gradient)
+    if gradient.is_sparse:
+        # Entries of one element are added first.
+        gradient = gradient.coalesce().values()
     if gradient.dtype not in NARROW:
         whole: torch.Tensor = torch.linalg.vector_norm(gradient)
         return whole
