@@ -114,13 +114,13 @@ def contents(store: WeightStore) -> dict[str, torch.Tensor | dict[str, object] |
         for piece in store.parameters.read(stage.index):
             name = stage.params[piece.param].name
             runs.setdefault(name, []).append(piece.master.clone())
-            if store.scalars.of(stage.index)[piece.param] is not None:
+            if store.scalars.by_stage[stage.index][piece.param] is not None:
                 for state, values in piece.states.items():
                     runs.setdefault(f"{name}/{state}", []).append(values.clone().view(-1))
         found |= {name: torch.cat(parts) for name, parts in runs.items()}
         found |= {
             f"{spec.name}/scalars": scalars
-            for spec, scalars in zip(stage.params, store.scalars.of(stage.index), strict=True)
+            for spec, scalars in zip(stage.params, store.scalars.by_stage[stage.index], strict=True)
         }
     return found
 

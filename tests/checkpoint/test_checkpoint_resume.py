@@ -146,7 +146,7 @@ def test_weights_load_without_optimizer_state(tmp_path):
     assert CheckpointManager(tmp_path).load(fresh, path, weights_only=True) == (1, {"x": 1})
     ours, theirs = contents(trained), contents(fresh)
     assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
-    assert all(fresh.scalars.of(stage.index) == [None] * len(stage.params) for stage in fresh.stages)
+    assert all(fresh.scalars.by_stage[stage.index] == [None] * len(stage.params) for stage in fresh.stages)
 
 
 def test_weights_from_foreign_files(tmp_path):

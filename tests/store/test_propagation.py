@@ -55,8 +55,8 @@ def test_ranks_exchange_the_scalars_of_the_parameters_that_they_update():
     def program(fabric, ownership, propagation):
         scalars = OptimizerScalars([STAGE], ownership, fabric)
         mine = [{"step": fabric.rank} if ownership.is_first_of_mine(0, p) else None for p in range(SIZE)]
-        scalars.replace(0, mine)
+        scalars.by_stage[0] = mine
         scalars.share()
-        return scalars.of(0)
+        return scalars.by_stage[0]
 
     assert on_ranks(program) == [[{"step": rank} for rank in range(SIZE)]] * SIZE

@@ -52,7 +52,7 @@ def test_an_update_changes_masters_and_scalars_and_leaves_no_gradient(store):
     assert store.parameters.read_param((0, 0)).tolist() == [-1.0] * 4
     assert store.parameters.read_param((0, 1)).tolist() == [-2.0] * 4
     assert store.parameters.read_param((0, 1), "momentum_buffer").tolist() == [2.0] * 4
-    assert store.scalars.of(0) == [{}, {}]
+    assert store.scalars.by_stage[0] == [{}, {}]
     assert store.gradients.take(0) is None
 
 

@@ -100,6 +100,6 @@ def test_whole_parameters_are_read_and_written(store):
     store.parameters.write_param((1, 0), torch.arange(6.0))
     assert torch.equal(store.parameters.read_param((1, 0)), torch.arange(6.0))
     assert store.spec((1, 0)).name == "w1"
-    store.scalars.replace(1, [{"step": 3}])
+    store.scalars.by_stage[1] = [{"step": 3}]
     store.scalars.share()
-    assert store.scalars.of(1) == [{"step": 3}]
+    assert store.scalars.by_stage[1] == [{"step": 3}]

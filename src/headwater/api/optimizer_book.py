@@ -79,7 +79,7 @@ class OptimizerBook:
         store = engine.store
         updaters, began = self._current.updaters.copy(), set()
         for key, _ in engine.parameters():
-            spec, scalars = store.spec(key), store.scalars.of(key[0])[key[1]]
+            spec, scalars = store.spec(key), store.scalars.by_stage[key[0]][key[1]]
             if spec.name not in changed:
                 continue
             if scalars is not None and (scalars or store.rule.state_layout(spec)):
@@ -130,7 +130,7 @@ class OptimizerBook:
         self._current.updaters = updaters
         store = self._current.present.store
         for stage in store.stages:
-            scalars = store.scalars.of(stage.index)
+            scalars = store.scalars.by_stage[stage.index]
             for index, param in enumerate(stage.params):
                 if param.name in fresh:
                     scalars[index] = None

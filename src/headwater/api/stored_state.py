@@ -37,7 +37,7 @@ def stored_scalars(param: object, optimizer: Optimizer) -> Scalars | None:
     home = param.home
     home.store.flush_stage(home.stage)
     model_of(home.store).steps.share_scalars()
-    scalars = home.store.scalars.of(home.stage)[home.index]
+    scalars = home.store.scalars.by_stage[home.stage][home.index]
     return scalars if scalars or layouts_of(home) else None  # SGD without momentum has no state
 
 
@@ -84,6 +84,6 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
 
 
 def set_scalars(home: Home, value: Scalars | None) -> None:
-    scalars = list(home.store.scalars.of(home.stage))
+    scalars = list(home.store.scalars.by_stage[home.stage])
     scalars[home.index] = value
-    home.store.scalars.replace(home.stage, scalars)
+    home.store.scalars.by_stage[home.stage] = scalars

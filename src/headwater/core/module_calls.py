@@ -8,6 +8,7 @@ which torch calls with every hook inside it, is replaced.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -54,12 +55,11 @@ class _Layered:
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(0, args, kwargs)
+        return self._call(0, *args, **kwargs)
 
-    def _call(self, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, depth: int, /, *args: Any, **kwargs: Any) -> Any:
         if depth < len(self.layers):
-            inside = lambda *args, **kwargs: self._call(depth + 1, args, kwargs)  # noqa: E731 one line each
-            return self.layers[depth](inside, args, kwargs)
+            return self.layers[depth](functools.partial(self._call, depth + 1), args, kwargs)
         module = self._module()
         assert module is not None, "a module that is called is alive"
         if self._compiled is not None:

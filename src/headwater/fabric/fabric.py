@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -42,27 +43,27 @@ class Fabric(abc.ABC):
     local_size: int
     hosts: Sequence[int]
 
-    @property
+    @cached_property
     def host(self) -> int:
         """Index of the host of this rank."""
         return self.hosts[self.rank]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
         return self.placement.size
 
-    @property
+    @cached_property
     def num_csx(self) -> int:
         """Number of compute ranks."""
         return self.placement.num_csx
 
-    @property
+    @cached_property
     def computes(self) -> bool:
         """True for a compute rank. A store rank keeps masters and optimizer state, and updates them."""
         return self.rank < self.num_csx
 
-    @property
+    @cached_property
     def num_hosts(self) -> int:
         """Number of hosts."""
         return self.hosts[-1] + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -68,7 +69,7 @@ class Trace:
     written: tuple[str, ...] = ()
     assigned_after_use: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def schedule(self) -> tuple[int, ...]:
         """Stages in the order in which one micro-batch uses them."""
         return self.uses if self.inference else self.uses + self.uses[::-1]

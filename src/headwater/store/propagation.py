@@ -58,7 +58,8 @@ class Propagation:
 
     def updated(self, stage: int, number: int) -> None:
         """Record that this rank has applied (or undone) its pieces of commit `number` in a stage."""
-        self._updated.post(stage * self._fabric.local_size + self._fabric.local_rank, number)
+        if not self._is_single:
+            self._updated.post(stage * self._fabric.local_size + self._fabric.local_rank, number)
         self._last[stage] = number
 
     def wait(self, stage: int, up_to: int | None = None) -> int:

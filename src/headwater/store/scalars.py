@@ -20,6 +20,9 @@ _SCALARS_BY_KEY = dict[ParamKey, dict[str, torch.Tensor | bool | int | float | s
 class OptimizerScalars:
     """The optimizer scalars (step counts and the like) of the parameters that this rank updates.
 
+    Attributes:
+        by_stage: of each parameter of a stage, as its last applied update has left them.
+
     Args:
         stages: the stages.
         ownership: which rank updates which pieces.
@@ -30,20 +33,12 @@ class OptimizerScalars:
         self._stages = stages
         self._ownership = ownership
         self._fabric = fabric
-        self._scalars: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
-
-    def of(self, stage: int) -> list[Scalars | None]:
-        """Return the scalars of each parameter of a stage after the last update that was applied."""
-        return self._scalars[stage]
-
-    def replace(self, stage: int, scalars: list[Scalars | None]) -> None:
-        """Replace the scalars of each parameter of a stage."""
-        self._scalars[stage] = scalars
+        self.by_stage: list[list[Scalars | None]] = [[None] * len(stage.params) for stage in stages]
 
     def share(self) -> None:
         """Copy all scalars to all ranks. All ranks call this together, after all updates are applied."""
         mine = {
-            (stage.index, index): self._scalars[stage.index][index]
+            (stage.index, index): self.by_stage[stage.index][index]
             for stage in self._stages
             for index in range(len(stage.params))
             # One rank for each parameter: the owners of its other pieces have the same scalars.
@@ -51,4 +46,4 @@ class OptimizerScalars:
         }
         for scalars in self._fabric.gather_objects(mine, _SCALARS_BY_KEY):
             for (stage, param), value in scalars.items():
-                self._scalars[stage][param] = value
+                self.by_stage[stage][param] = value

@@ -146,11 +146,11 @@ class Snapshot:
             for piece in itertools.chain(here, self._pieces_of_others(stage.index)):
                 param = stage.params[piece.param]
                 weights.write(param.name, piece.start, piece.master)
-                updated = store.scalars.of(stage.index)[piece.param] is not None
+                updated = store.scalars.by_stage[stage.index][piece.param] is not None
                 for name, values in piece.states.items():
                     known = values if updated else torch.zeros_like(values)  # not written before an update
                     optimizer.write(state_name(param.name, name), piece.start, known)
-        entries = map(self._param_entry, stage.params, store.scalars.of(stage.index))
+        entries = map(self._param_entry, stage.params, store.scalars.by_stage[stage.index])
         return StageEntry(stage.name, weights.path.name, optimizer.path.name, list(entries))
 
     def _pieces_of_others(self, stage: int) -> Iterator[PieceState]:

@@ -266,4 +266,4 @@ def _fill_stage(store: WeightStore, stage: StageSpec, weights: SavedWeights, sta
     store.parameters.write(stage.index, fill)
     scalars = [states[spec.name].scalars if spec.name in states else None for spec in stage.params]
     # After the tensors: scalars say that the state of a parameter has values.
-    store.scalars.replace(stage.index, scalars)
+    store.scalars.by_stage[stage.index] = scalars

@@ -67,10 +67,10 @@ class StageUpdate:
                 image,
                 groups,
                 gradients,
-                self._scalars.of(stage),
+                self._scalars.by_stage[stage],
                 pending,
             )
-            self._scalars.replace(stage, scalars)
+            self._scalars.by_stage[stage] = scalars
         for param in pending.parts:
             gradients[param] = None  # also where another rank has updated the last piece
         self._gradients.put_back(stage, gradients)  # those of parameters that the commit did not name

@@ -39,8 +39,8 @@ def _take_over_param(store: WeightStore, key: ParamKey, before: WeightStore, the
     if layout == before.rule.state_layout(before.spec(there)):
         for name in layout:
             store.parameters.write_param(key, before.parameters.read_param(there, name), name)
-        scalars = store.scalars.of(key[0])
-        scalars[key[1]] = before.scalars.of(there[0])[there[1]]
+        scalars = store.scalars.by_stage[key[0]]
+        scalars[key[1]] = before.scalars.by_stage[there[0]][there[1]]
     gradient = before.gradients.borrow(there)
     if gradient is not None:
         store.set_gradient(*key, gradient)

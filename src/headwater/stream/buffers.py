@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from headwater.core.cleanup import on_failure
 from headwater.core.errors import StreamError
 
 
@@ -43,13 +41,6 @@ class Buffers:
         buffers = self._model.named_buffers(remove_duplicate=False)
         before = [(name, buffer, buffer.clone()) for name, buffer in buffers]
         return lambda: self._put_back(before)
-
-    @contextmanager
-    def transaction(self) -> Iterator[Callable[[], None]]:
-        """Yield a function that restores the buffers; it is called if the context raises."""
-        undo = self.remember()
-        with on_failure(undo):
-            yield undo
 
     def _put_back(self, before: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         with torch.no_grad():

@@ -56,7 +56,10 @@ class Executor:
         self._binder = binder
         self._weights = weights
         self._backward = BackwardWatch(self._end_backward)
-        self._packing = Packing(binder, weights.stable, self._resolve, plan.activations, make_offload(plan))
+        offload = make_offload(plan)
+        # Weights that stay in the same memory are saved like other tensors.
+        is_needed = not weights.stable or offload is not None
+        self._packing = Packing(binder, self._resolve, plan.activations, offload) if is_needed else None
         self._forwards = Forwards(
             binder,
             self._require,
@@ -238,7 +241,8 @@ class Executor:
     def close(self) -> None:
         """Remove all hooks, and release memory and threads."""
         self.leave()
-        self._packing.close()
+        if self._packing is not None:
+            self._packing.close()
 
 
 def _recomputed_modules(model: nn.Module, plan: Plan) -> dict[int, nn.Module]:

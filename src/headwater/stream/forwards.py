@@ -31,7 +31,7 @@ class Forwards:
     Args:
         binder: binds and unbinds parameters.
         require: returns the image of a stage, up to date.
-        packing: replaces the tensors that autograd saves.
+        packing: replaces the tensors that autograd saves; `None` if it may save all of them.
         backward: the backward that runs now, if one does.
         opened: called when a forward begins outside of a backward.
         closed: called when it has ended.
@@ -42,7 +42,7 @@ class Forwards:
         self,
         binder: Binder,
         require: Callable[[int], torch.Tensor],
-        packing: Packing,
+        packing: Packing | None,
         backward: BackwardWatch,
         opened: Callable[[], None],
         closed: Callable[[], None],
@@ -78,10 +78,10 @@ class Forwards:
             lane.switch(self._work[stages[-1]])
         elif lane.work is None:
             lane.switch(_COMPUTE)
-        self._packing.begin_module()
+        if self._packing is not None:
+            self._packing.begin_module(stages)
         for stage in stages:
             self._depth[stage] += 1
-            self._packing.stage = stage
             # Several nested modules may use a stage; the outermost binds it.
             if self._depth[stage] == 1:
                 self._binder.bind(stage, self._require)
@@ -92,7 +92,6 @@ class Forwards:
             self._binder.unbind_all()
         else:
             self._opened()
-            self._packing.begin_forward()
 
     def look_ahead(self, stages: Sequence[int]) -> None:
         """Bind stages whose modules will be called next. `leave` of those modules unbinds them."""
@@ -114,10 +113,10 @@ class Forwards:
             # In `finally`: a stage that refuses a changed weight must not leave the forward open.
             self._nesting -= 1
             self._resume()
-            self._packing.end_module()
+            if self._packing is not None:
+                self._packing.end_module()
             # A recomputed forward ends inside a backward, which still needs the bound weights.
             if not self._nesting and not self._backward.is_running:
-                self._packing.end_forward()
                 self._closed()
 
     def _resume(self) -> None:
@@ -141,4 +140,5 @@ class Forwards:
             RECORDER.lane().switch(self._outer[0])
             self._outer.clear()
         self._nesting = 0
-        self._packing.reset()
+        if self._packing is not None:
+            self._packing.reset()

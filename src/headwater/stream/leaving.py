@@ -49,7 +49,7 @@ def give_state_back(
     """
     # The scalars are those of the last update that was applied.
     store.flush_stage(key[0])
-    scalars, device = store.scalars.of(key[0])[key[1]], param.device
+    scalars, device = store.scalars.by_stage[key[0]][key[1]], param.device
     if scalars is not None:
         tensors = {
             name: store.parameters.read_param(key, name).to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ class MicroBatches:
 
     Attributes:
         matmul: returns a context for matrix products.
+        precision: returns the autocast context of the plan's precision.
 
     Args:
         model: the model.
@@ -64,6 +66,13 @@ class MicroBatches:
         self._loss_function = loss_function
         self._seed = seed
         self.matmul = matmul
+        self.precision: Callable[[], AbstractContextManager[object]] = nullcontext
+        if plan.precision.mixed:
+            self.precision = functools.partial(autocast, plan.precision, plan.device)
+        # This rank computes its part of a batch in this context; see [Note: the whole batch].
+        self._part: Callable[[], AbstractContextManager[object]] = nullcontext
+        if fabric.num_csx > 1:
+            self._part = functools.partial(part_of_batch, self._gather_parts, fabric.rank)
         self._asks_for_whole = False  # true once the model has asked for values of all ranks' parts
 
     def train(self, batch: Any, update: Update, index: int, count: int, share: float | None) -> float:
@@ -106,11 +115,8 @@ class MicroBatches:
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Return the loss of a batch. The caller must be in the contexts `precision` and `matmul`."""
-        return self._loss_function(self._model, self._on_device(batch))
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of the plan's precision."""
-        return autocast(self._plan.precision, self._plan.device)
+        on_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
+        return self._loss_function(self._model, on_device)
 
     def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:
         if self._seed is not None:
@@ -138,15 +144,6 @@ class MicroBatches:
             "the step was not applied",
         )
 
-    def _part(self) -> AbstractContextManager[None]:
-        """Return a context in which this rank computes its part of a batch; see [Note: the whole batch]."""
-        if self._fabric.num_csx == 1:
-            return nullcontext()
-        return part_of_batch(self._gather_parts, self._fabric.rank)
-
     def _gather_parts(self, own: torch.Tensor) -> list[torch.Tensor]:
         self._asks_for_whole = True
         return self._fabric.gather_tensors(own)
-
-    def _on_device(self, batch: Any) -> Any:
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 class Packing:
     """Makes autograd save handles instead of weights, and offloads activations as the plan says.
 
-    Attributes:
-        stage: the stage whose forward runs; its policy decides what happens to an activation.
+    It is not needed if weights stay in the same memory and no activation is offloaded.
 
     Args:
         binder: finds the handle of a tensor that is a view of weights.
-        stable: true if weights stay in the same memory, so that autograd may save them.
         resolve: returns the weight of a handle.
         policies: the policy for the activations of each stage.
         offload: offloads activations; `None` if the plan offloads none.
@@ -33,50 +31,34 @@ class Packing:
     def __init__(
         self,
         binder: Binder,
-        stable: bool,
         resolve: Callable[[WeightHandle], torch.Tensor],
         policies: Sequence[Activations],
         offload: Offload | None,
     ) -> None:
         self._binder = binder
-        self._stable = stable
         self._resolve = resolve
         self._policies = policies
         self._offload = offload
-        self._around_forward = ExitStack()
         self._around_modules: list[ExitStack] = []
-        self.stage = 0
-
-    @property
-    def _is_needed(self) -> bool:
-        return torch.is_grad_enabled() and (not self._stable or self._offload is not None)
-
-    def _hooks(self) -> AbstractContextManager[None]:
-        return without_weights(self._binder.handle_of, self._resolve, self._move_out)
+        self._stage = 0  # whose forward runs; its policy decides what happens to an activation
 
     def _move_out(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        if self._offload is None or self._policies[self.stage] is not Activations.OFFLOAD:
+        if self._offload is None or self._policies[self._stage] is not Activations.OFFLOAD:
             return None
         return self._offload(tensor)
 
-    def begin_forward(self) -> None:
-        """Begin to replace the tensors that autograd saves, until `end_forward`."""
-        if self._is_needed:
-            self._around_forward.enter_context(self._hooks())
+    def begin_module(self, stages: Sequence[int]) -> None:
+        """Begin to replace the tensors that autograd saves in a module with these stages, until `end_module`.
 
-    def end_forward(self) -> None:
-        """Undo `begin_forward`."""
-        self._around_forward.close()
-
-    def begin_module(self) -> None:
-        """Replace saved tensors before the user's hooks, which may be set around this module, get them.
-
-        In backward, where a checkpoint runs a module again, there may be no hooks at all.
+        Hooks that the user has set around the module get what is saved instead.
         """
+        if stages:
+            self._stage = stages[-1]
         around = ExitStack()
+        handle_of = self._binder.handle_of
         # The hooks of an enclosing module do it already.
-        if self._is_needed and not are_weights_kept_out():
-            around.enter_context(self._hooks())
+        if torch.is_grad_enabled() and not are_weights_kept_out(handle_of):
+            around.enter_context(without_weights(handle_of, self._resolve, self._move_out))
         self._around_modules.append(around)
 
     def end_module(self) -> None:
@@ -85,10 +67,9 @@ class Packing:
             self._around_modules.pop().close()
 
     def reset(self) -> None:
-        """Undo all calls of `begin_module`, the innermost first, then `begin_forward`."""
+        """Undo all calls of `begin_module`, the innermost first."""
         while self._around_modules:
             self._around_modules.pop().close()
-        self._around_forward.close()
 
     def close(self) -> None:
         """Release the threads and memory of offloaded activations."""

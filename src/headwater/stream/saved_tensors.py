@@ -84,14 +84,14 @@ class _WithoutWeights:
         offload: Callable[[torch.Tensor], Any],
         outer: _Hooks | None,
     ) -> None:
-        self._handle_of = handle_of
+        self.handle_of = handle_of
         self._resolve = resolve
         self._offload = offload
         self._outer = outer
         self.is_in_checkpoint = own_checkpoints.is_in_another()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        handle = self._handle_of(tensor)
+        handle = self.handle_of(tensor)
         if handle is not None:
             return handle
         if self._outer is not None:
@@ -172,11 +172,13 @@ class _OwnCheckpoints(threading.local):
         return bool(self._entered) and self._entered[-1] == hooks
 
 
-def are_weights_kept_out() -> bool:
-    """True if the innermost hooks for saved tensors are those of `without_weights` or of our checkpoint."""
+def are_weights_kept_out(handle_of: Callable[[torch.Tensor], WeightHandle | None]) -> bool:
+    """True if the innermost hooks are those of `without_weights` with `handle_of`, or of our checkpoint."""
     hooks = _innermost_hooks()
     ours = None if hooks is None else getattr(hooks[0], "__self__", None)
-    return isinstance(ours, _WithoutWeights) or own_checkpoints.are_innermost()
+    if isinstance(ours, _WithoutWeights) and ours.handle_of == handle_of:
+        return True
+    return own_checkpoints.are_innermost()
 
 
 def _innermost_hooks() -> _Hooks | None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.busy import NOTHING_BUSY, Bound, BusyTimes, busy_times
@@ -97,16 +98,17 @@ class TrainStep:
         # A retry must not add to the gradients of the step that failed.
         self._store.begin_step()
         statistics = self._executor.begin(len(batches))
-        with self._buffers.transaction() as undo:
+        with ExitStack() as unless_applied:
+            # The forward may put values into BatchNorm statistics that are not finite.
+            unless_applied.callback(self._buffers.remember())
             loss, refusal = self._accumulate(batches, update, shares)
             # Before `amend`: all ranks raise here, or none does, so no rank waits in a later collective.
             losses = self._agree(loss, refusal, update)
             amend(update)
             with RECORDER.span(GRADIENT):
                 committed = self._store.commit(update)
-            # The forward may have put values into BatchNorm statistics that are not finite.
-            if not committed.applied:
-                undo()
+            if committed.applied:
+                unless_applied.pop_all()
         return StepReport(
             loss=sum(losses) / self._fabric.num_csx,
             gradient_norm=committed.gradient_norm,
