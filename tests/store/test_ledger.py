@@ -16,7 +16,7 @@ def commit(ledger, *keys):
     stages = {}
     for stage, param in keys:
         stages.setdefault(stage, {})[param] = Part(ledger.num_commits, UPDATE, None)
-        ledger.take_gradient((stage, param))
+        ledger.take_gradients([(stage, param)])
     for stage, parts in stages.items():
         ledger.add(stage, parts)
 

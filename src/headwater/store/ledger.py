@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import final
 
 from headwater.core.stage import ParamKey
@@ -45,9 +45,9 @@ class Ledger:
         assert not earlier.keys() & parts.keys(), "a new gradient has made the older update happen"
         self._pending[stage] = Pending(self.num_commits, {**earlier, **parts})
 
-    def take_gradient(self, key: ParamKey) -> None:
-        """Record that the newest commit has taken the gradient of a parameter."""
-        self._taken[key] = self.num_commits
+    def take_gradients(self, keys: Iterable[ParamKey]) -> None:
+        """Record that the newest commit has taken the gradients of these parameters."""
+        self._taken.update(dict.fromkeys(keys, self.num_commits))
 
     def due(self, stage: int, up_to: int | None = None) -> Pending | None:
         """Return the pending update of a stage, or `None`. An update committed after `up_to` is left out."""

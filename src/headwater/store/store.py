@@ -222,12 +222,12 @@ class WeightStore:
         factor = update.factor(norm)
         # Before another thread can see the update, which would otherwise find no gradients.
         self.gradients.commit(keys, {stage for stage, _ in keys if self.ownership.updates(stage)})
+        # For a roll-back, which gives back the gradients of commits that it undoes.
+        self.ledger.take_gradients(keys)
         by_stage: dict[int, dict[int, Part]] = {}
         for stage, param in keys:
             options = update if parts is None else parts[stage, param]
             by_stage.setdefault(stage, {})[param] = Part(self.ledger.num_commits, options, factor)
-            # For a roll-back, which gives back the gradients of commits that it undoes.
-            self.ledger.take_gradient((stage, param))
         # At last: from here on another thread may apply the updates.
         self.access.commit(by_stage)
         return Committed(float(norm), applied=True, params=keys)
