@@ -68,7 +68,7 @@ def guard_call(
 
 
 def _no_transforms(model: nn.Module) -> StreamError:
-    """Return the error for a transform of torch.func, in which torch allows no hooks on saved tensors."""
+    """Return the error for a transform of torch.func in the forward, where torch forbids saved-tensor hooks."""
     return StreamError(
         "torch.func's grad, vjp, jacrev and hessian cannot be used in the forward of a streamed model",
         where=type(model).__name__,

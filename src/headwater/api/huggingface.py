@@ -114,7 +114,7 @@ class _Groups:
         self._groups: dict[str, _Group] = {}
 
     def add(self, name: str, key: str, pattern: str | None, tensor: Tensor) -> None:
-        """Add a tensor that gets another name.
+        """Add a tensor that will be renamed or converted.
 
         Args:
             name: the new name.

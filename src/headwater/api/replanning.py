@@ -116,7 +116,7 @@ class Replanning:
 
     @contextmanager
     def _dry_run(self, trained: Collection[str]) -> Iterator[None]:
-        """Enter the context of a dry run, which must not change what the user's loop can see.
+        """Enter a context for a dry run. At its end, restore everything that the user's loop can see.
 
         Args:
             trained: names of the parameters that require gradients in it.

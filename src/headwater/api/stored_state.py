@@ -42,7 +42,7 @@ def stored_scalars(param: object, optimizer: Optimizer) -> Scalars | None:
 
 
 def layouts_of(home: Home) -> StateLayout:
-    """Return the tensors of the state of a parameter, as the store's update rule keeps them."""
+    """Return name -> dtype and shape of each optimizer state tensor that the store keeps of a parameter."""
     return home.store.rule.state_layout(home.spec)
 
 

@@ -114,7 +114,7 @@ class Structure:
 
 
 def has_lent_parameters(model: nn.Module) -> bool:
-    """True if the model has parameters only for the duration of a call, as with `functional_call`."""
+    """True if the model's parameters are replaced for the duration of a call, as by `functional_call`."""
     params = chain.from_iterable(module._parameters.values() for module in model.modules())
     if any(param is not None and not isinstance(param, nn.Parameter) for param in params):
         return True

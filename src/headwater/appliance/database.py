@@ -110,7 +110,7 @@ class Database:
 
     @property
     def changes(self) -> int:
-        """A number that changes when another process changes the database."""
+        """A counter that differs from its last value if another process has changed the database since."""
         return int(self.rows("PRAGMA data_version")[0][0])
 
     def slots(self) -> list[Slot]:

@@ -111,7 +111,7 @@ def _take(folder: QueueFolder) -> int:
 
 
 class Supervisor:
-    """The allocator of CSXs to jobs.
+    """Decides which jobs start, and gives them CSXs of this machine.
 
     Args:
         database: the queue's database.

@@ -38,7 +38,7 @@ NOT_STARTED = 127
 
 
 def main(folder: str, number: str) -> int:
-    """Run a job to its end.
+    """Run the job with this number, and return when it has ended.
 
     Args:
         folder: the queue's folder.

@@ -42,7 +42,7 @@ _OWN: Mapping[Kind, Bound] = {
 
 @dataclasses.dataclass(frozen=True)
 class BusyTimes:
-    """Seconds of a step by kind of work.
+    """The seconds of a step in which each kind of work ran, and which part of the machine limited it.
 
     Attributes:
         busy_s: by kind, the seconds in which at least one thread did this work. Waits are those of the
@@ -62,7 +62,7 @@ NOTHING_BUSY = BusyTimes()
 def busy_times(
     events: Iterable[Event], begin: int, end: int, thread: str, fetch_bound: Bound = "memory"
 ) -> BusyTimes:
-    """Return the sums of the events in a range of time.
+    """Sum the recorded events in a range of time by kind of work.
 
     Args:
         events: the events; parts outside of the range do not count.
@@ -130,7 +130,7 @@ def merged(spans: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def common(first: Intervals, second: Intervals) -> Intervals:
-    """Return the times that are in both."""
+    """Return the ranges of time that are in both lists."""
     result, i, j = list[tuple[int, int]](), 0, 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
@@ -144,7 +144,7 @@ def common(first: Intervals, second: Intervals) -> Intervals:
 
 
 def without(first: Intervals, second: Intervals) -> Intervals:
-    """Return the times of the first that are not in the second."""
+    """Return the ranges of time in `first` that are not in `second`."""
     result, j = list[tuple[int, int]](), 0
     for begin, end in first:
         while j < len(second) and second[j][1] <= begin:

@@ -26,7 +26,7 @@ def costs_by_shapes(kind: Kind) -> Kind:
 
 
 def has_costs_by_shapes(module: nn.Module) -> bool:
-    """True if the class of a module is marked; a subclass is not marked by that."""
+    """True if `costs_by_shapes` has marked the class of a module. A mark of a base class does not count."""
     return type(module) in _COSTS_BY_SHAPES
 
 

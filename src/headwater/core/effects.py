@@ -59,7 +59,7 @@ def functions_of(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def effects_undone(model: nn.Module) -> Iterator[None]:
-    """Undo what the context does to the Python state that a model's forward and its hooks reach.
+    """Enter a context. At its end, restore all Python objects that a model's forward and hooks can reach.
 
     Changes of tensors in place, files and anything outside of Python's objects stay.
     """

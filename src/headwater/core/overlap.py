@@ -33,7 +33,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """Return the address behind the last element."""
+    """Return the address of the first byte after the last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 

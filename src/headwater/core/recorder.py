@@ -1,4 +1,4 @@
-"""The recorder of the process: which work ran when, on which thread, for which stage.
+"""The recorder of a process: records which work ran when, on which thread, for which stage.
 
 [Note: one state for each thread]
 A thread does one kind of work at a time. So the events of a thread never overlap: work that begins inside
@@ -61,7 +61,7 @@ _LATE_NS = 50_000_000  # an event is appended at most this long after its end, u
 
 
 class Event(NamedTuple):
-    """A piece of work.
+    """A piece of recorded work: its kind, stage, thread, begin, end and bytes.
 
     Attributes:
         kind: kind of work.
@@ -82,7 +82,7 @@ class Event(NamedTuple):
 
 @final
 class Lane:
-    """The present work of one thread. Only that thread uses the lane.
+    """Holds the work that one thread does now. Only that thread uses the lane.
 
     Attributes:
         thread: name of the thread.
@@ -98,7 +98,7 @@ class Lane:
         self._begin = 0
 
     def switch(self, work: Work | None, num_bytes: int = 0) -> Work | None:
-        """Begin other work.
+        """Record the end of this thread's current work, and begin `work`.
 
         Args:
             work: the next work; `None` for nothing.
@@ -169,7 +169,7 @@ class Recorder:
         self._local = _Local(self)
 
     def span(self, kind: Kind, stage: str = "", num_bytes: int = 0) -> Span:
-        """Return a context in which this thread does this work.
+        """Return a context. What the calling thread does inside is recorded as work of this kind.
 
         Args:
             kind: kind of work.

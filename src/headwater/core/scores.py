@@ -23,5 +23,5 @@ def f_beta(hits: Count, labelled: Count, predicted: Count, beta: float = 1.0) ->
 
 
 def intersection_over_union(hits: Count, labelled: Count, predicted: Count) -> Count:
-    """Return items labelled and predicted over items labelled or predicted; arguments as for `f_beta`."""
+    """Return (items both labelled and predicted) / (items labelled or predicted); see `f_beta`."""
     return hits / (labelled + predicted - hits)

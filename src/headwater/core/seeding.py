@@ -17,5 +17,5 @@ def derive_seed(seed: int, *keys: int | str) -> int:
 
 
 def drawing_devices() -> list[int]:
-    """Return the CUDA device with a random state in use, as a list for `torch.random.fork_rng`."""
+    """Return the current CUDA device in a list, or [] if CUDA is not in use; for `torch.random.fork_rng`."""
     return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

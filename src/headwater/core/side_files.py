@@ -46,7 +46,7 @@ def copy_side_files(source: Path, target: Path, *, but: Iterable[str] = ()) -> N
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file; `target` is whole at every moment.
+    """Copy a file atomically: `target` is never incomplete, even if the process is killed.
 
     Raises:
         StoreError: if `source` cannot be read or `target` cannot be written.

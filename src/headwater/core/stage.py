@@ -65,7 +65,7 @@ class ParamSpec:
 
     @property
     def row_numel(self) -> int:
-        """Elements of a row, which is one index in the first dimension."""
+        """The number of elements in a row of the parameter; each index in the first dimension is a row."""
         return math.prod(self.shape[1:])
 
     def arranged(self, flat: torch.Tensor) -> torch.Tensor:

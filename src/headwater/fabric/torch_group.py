@@ -40,7 +40,7 @@ _REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def start_group(switchboard: Switchboard, size: int, timeout_s: float) -> None:
-    """Make the ranks the default group of `torch.distributed`.
+    """Make the ranks of this run the default process group of `torch.distributed`.
 
     Args:
         switchboard: the connections of this rank.

@@ -123,7 +123,7 @@ class StreamedStrategy(SingleDeviceStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build the model inside this context on the host, or in files on the backend's disk."""
+        """Return a context in which a model is built in host memory, or in files on the backend's disk."""
         with super().tensor_init_context(empty_init), torch.device("cpu"), self._backend.device:
             yield
 

@@ -81,7 +81,7 @@ class StageAccess:
 
     @contextmanager
     def reading(self, stage: int, up_to: int | None) -> Iterator[torch.Tensor]:
-        """Hold a stage in the context, with pending updates applied. Yields its wire image for reading.
+        """Lock a stage for the context, apply its pending update, and yield its wire image for reading.
 
         In the disk tier only the part of the image that this host updates is read.
 
@@ -99,7 +99,7 @@ class StageAccess:
 
     @contextmanager
     def changing(self, stage: int) -> Iterator[torch.Tensor | None]:
-        """Hold a stage in the context, with pending updates applied. Yields its wire image, to be changed.
+        """Lock a stage for the context, apply its pending update, and yield its wire image to be changed.
 
         All ranks call this together. The image is `None` on a rank that updates nothing of the stage.
         """
@@ -129,7 +129,7 @@ class StageAccess:
 
     @contextmanager
     def replacing(self, stage: int) -> Iterator[torch.Tensor]:
-        """Hold a stage in the context. Yields memory, into which the caller writes the new wire image.
+        """Lock a stage for the context, and yield memory into which the caller writes its new wire image.
 
         All ranks call this together. Pending updates are discarded, and the stage is no longer torn.
         """

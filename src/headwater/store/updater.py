@@ -140,7 +140,7 @@ class Updater:
 
 @dataclasses.dataclass(eq=False)
 class _Loaded:
-    """A piece with the tensors that its update reads and writes.
+    """A piece with all tensors that the optimizer needs to update it.
 
     Attributes:
         piece: its place.

@@ -254,7 +254,7 @@ class SlabWeights(Weights):
         return not slab.busy and not slab.in_use and not self._directory.is_held(slab.index)
 
     def _place(self, stage: int) -> Slab | None:
-        """Find a slab for the stage that the computation waits for, and start the fetch if needed.
+        """Find a slab for the stage that the computation needs next, and start the fetch if needed.
 
         Return the slab, or `None` if all are in use.
         """
@@ -298,7 +298,7 @@ class SlabWeights(Weights):
         slab.ready = self._loader.start(slab.index, Want(stage, slab.version))
 
     def _serve(self) -> None:
-        """Fetch the stages that other ranks want, until the weights are closed."""
+        """Fetch the stages that other ranks request, until `close`. Runs on a thread."""
         while not self._closing.wait(_SERVE_EVERY_S):
             # Without the lock: this runs 2,000 times a second, and a missed want is seen next time.
             if self._directory.wants():

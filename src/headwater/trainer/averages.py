@@ -52,7 +52,7 @@ class MovingAverages:
         self._gathering.release()
 
     def _move(self, stage: int, followers: Mapping[int, _Follower], step: int) -> None:
-        """Move the averages in a stage."""
+        """Update the moving averages in a stage."""
         sources = self._gathering.bring(
             [follower.source for follower in followers.values()], to=[(stage, index) for index in followers]
         )

@@ -60,7 +60,7 @@ class StepEnd:
 
     @property
     def rate(self) -> tuple[float, str]:
-        """Amount per second, and its unit: `tokens`, or `samples` if the tokens are unknown."""
+        """The rate as (amount per second, unit). The unit is `tokens`, or `samples` if that is unknown."""
         count, unit = (self.tokens, "tokens") if self.tokens else (self.samples, "samples")
         return count / self.step_s, unit
 

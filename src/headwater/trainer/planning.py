@@ -201,7 +201,7 @@ def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreSh
 
 
 def dry_runs(init: SetupConfig, trainable: Trainable, *, inference: bool = False) -> TraceFor:
-    """Return a function that makes a dry run of a number of samples. Each dry run is made once."""
+    """Return a function that makes a dry run with a given number of samples, once for each number."""
 
     @functools.cache
     def trace_for(size: int) -> Trace:

@@ -81,7 +81,7 @@ def _disk(section: DiskSection | None) -> Disk | None:
 
 
 def default_counts(cluster: Cluster) -> list[int]:
-    """Return the powers of two up to the cluster's number of CSXs, or up to 1,024."""
+    """Return the powers of two up to the cluster's number of CSXs, and at most 1,024."""
     most = min(cluster.most_csx, MOST_CSX)
     return [1 << power for power in range(most.bit_length())]
 

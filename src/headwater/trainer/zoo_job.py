@@ -62,7 +62,7 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
 
 
 def _weight(model: ModelConfig, batch: Batch) -> float:
-    """Return over how many labels, or else samples, the loss of a batch is a mean."""
+    """Return the number of labels, or else of samples, over which the loss of a batch is a mean."""
     labels = FAMILIES[model.name].labels(model, batch)
     return float(num_samples(batch) if labels is None else labels)
 

@@ -99,7 +99,7 @@ def _judge(program: Program, plain: Ran, plan: str, traces: KnownTraces) -> Find
 
 
 def _without_kept(ran: Ran) -> list[Shown]:
-    """Return a run's values, without those of tensors that share memory with weights; see `KEPT`."""
+    """Return the values of a run, except those of tensors that share memory with weights; see `KEPT`."""
     return [(name, value) for name, value in ran.shown if not name.startswith(KEPT)]
 
 
