@@ -57,7 +57,7 @@ class Backend:
             raise ConfigError(
                 "torch finds no GPU here",
                 where="backend",
-                remedy="write CPU, or CSX for the best device there is",
+                remedy="write CPU, or CSX for the best device of this machine",
             )
 
     @property

@@ -68,7 +68,7 @@ def guard_call(
 
 
 def _no_transforms(model: nn.Module) -> StreamError:
-    """Return the error for a transform of torch.func in the forward, where torch forbids saved-tensor hooks."""
+    """Return the error for a transform of torch.func in the forward. Saved-tensor hooks fail in it."""
     return StreamError(
         "torch.func's grad, vjp, jacrev and hessian cannot be used in the forward of a streamed model",
         where=type(model).__name__,

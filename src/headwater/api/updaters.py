@@ -132,7 +132,7 @@ class Updaters:
         if missing:
             raise ConfigError(
                 f"{entry.spec.name} needs the state {sorted(missing)} with the new options of the parameter "
-                "group, and it has already updated the parameter without that state",
+                "group, but it has already updated the parameter without that state",
                 where=param.name,
                 remedy="set these options before the first step, or remove the state of the parameter first",
             )
