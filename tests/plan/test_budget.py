@@ -67,6 +67,48 @@ def test_plans_stay_within_budgets_and_keep_fixed_decisions(request):
     assert plan.trace.micro_batch_size == plan.micro_batch_size
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_budget_between_memory_and_disk_is_used_in_full(device):
+    shape = gpt(layers=24, hidden=1024, tied=False)
+
+    def planned(host_memory):
+        resources = Resources(GIB, host_memory, disk=Path("tier"), disk_bytes=8 * GIB)
+        options = {"device": device, "calibration": NOMINAL, "fixed": Fixed(masters="split")}
+        return make_plan(PlanRequest(shape, resources=resources, **options, **ARGUMENTS))
+
+    whole = planned(16 * GIB)
+    assert whole.tier == "memory"
+    stored = whole.prediction.host_parts["weight store"]
+    plans = [planned(whole.prediction.host_bytes - share * stored // 8) for share in range(1, 8)]
+    on_disk = [plan.prediction.disk_parts.get("weight store", 0) / stored for plan in plans]
+    assert on_disk == sorted(on_disk)
+    seconds = [plan.prediction.step_s for plan in plans]
+    assert whole.prediction.step_s <= seconds[0]
+    assert seconds == sorted(seconds)
+    # A stage is moved whole, and a slab for it and staging buffers take memory too.
+    assert all(part <= share / 8 + 0.15 for share, part in enumerate(on_disk, start=1)), on_disk
+
+
+def test_a_disk_that_is_too_small_for_the_whole_store_is_enough_for_a_part():
+    shape = gpt(layers=24, hidden=1024, tied=False)
+    stored = make_plan(PlanRequest(shape, resources=Resources(host_memory=16 * GIB), **ARGUMENTS))
+    half = stored.prediction.host_parts["weight store"] // 2
+    base = stored.prediction.host_bytes - 2 * half
+    resources = Resources(host_memory=base + int(1.3 * half), disk=Path("tier"), disk_bytes=int(1.1 * half))
+    plan = make_plan(PlanRequest(shape, resources=resources, **ARGUMENTS))
+    assert plan.in_memory
+    assert plan.on_disk
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_fixed_tier_holds_every_stage(tier):
+    resources = Resources(host_memory=4 * GIB, disk=Path("tier"), disk_bytes=GIB)
+    fixed = Fixed(tier=tier)
+    plan = make_plan(PlanRequest(gpt(layers=8), resources=resources, fixed=fixed, **ARGUMENTS))
+    assert not plan.in_memory
+    assert len(plan.on_disk) == (len(plan.trace.stages) if tier == "disk" else 0)
+
+
 @settings(deadline=None, max_examples=150)
 @given(requests, st.sampled_from(Budgets._fields), st.integers(1, 8 * MIB))
 def test_more_memory_never_gives_a_slower_plan(request, name, more):

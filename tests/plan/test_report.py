@@ -15,7 +15,7 @@ from headwater.core.placement import Placement
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB
 from headwater.plan.budget import make_plan
-from headwater.plan.options import PlanRequest
+from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.outlook import RunLength
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import draw_plan, group_stages
@@ -36,13 +36,20 @@ def plan_for(host_memory, **changes):
 
 @pytest.fixture(scope="module")
 def streamed():
-    return plan_for(100 * MIB)
+    return plan_for(100 * MIB, fixed=Fixed(tier="disk"))
 
 
 def printed(plan, **arguments):
     console = Console(width=140, record=True, file=io.StringIO())
     print_plan(plan, console=console, **arguments)
     return console.export_text()
+
+
+def test_a_plan_with_stages_in_memory_and_on_disk_tells_and_draws_both(tmp_path):
+    plan = plan_for(100 * MIB)
+    assert f"{len(plan.in_memory)} of 13 stages in memory, the others on disk" in printed(plan)
+    draw_plan(plan, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 def test_equal_stages_are_one_row(streamed):

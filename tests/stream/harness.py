@@ -63,11 +63,13 @@ class Setting:
     precision: Precision = FP32
     patterns: tuple[str, ...] = ()
     whole_masters: bool = False
+    in_memory: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         where = "in_place" if self.in_place else f"{self.slabs}_slabs"
         gradients = "-gradients_on_disk" if self.gradient_tier == "disk" else ""
-        return f"{self.tier}-{where}-{self.activations}{gradients}"
+        memory = f"-{len(self.in_memory)}_in_memory" if self.in_memory else ""
+        return f"{self.tier}{memory}-{where}-{self.activations}{gradients}"
 
 
 @dataclasses.dataclass
@@ -104,6 +106,7 @@ def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path) -> Pla
         num_micro_batches=job.micro_batches,
         gradient_tier=setting.gradient_tier,
         disk=folder,
+        in_memory=setting.in_memory,
     )
 
 

@@ -20,7 +20,18 @@ DISK = [
 ]
 
 
-@pytest.mark.parametrize("setting", IN_PLACE + MEMORY + DISK, ids=str)
+MIXED = [
+    Setting("disk", slabs, policy, gradients, in_memory=frozenset(stages))
+    for stages in ([1], [0, 2], [0, 1, 2, 3])
+    for slabs, policy, gradients in (
+        (2, "keep", "memory"),
+        (2, "offload", "disk"),
+        (ALL, "recompute", "memory"),
+    )
+]
+
+
+@pytest.mark.parametrize("setting", IN_PLACE + MEMORY + DISK + MIXED, ids=str)
 def test_every_setting_equals_plain_pytorch(setting, tmp_path):
     assert_equal(train_streamed(gpt_job(), setting, tmp_path, steps=2), plain_gpt(2))
 
@@ -47,6 +58,7 @@ def test_twenty_steps_equal_plain_pytorch(setting, tmp_path):
         Setting("memory", 2),
         Setting("disk", 3, "recompute", "disk"),
         Setting("disk", ALL),
+        Setting("disk", 2, in_memory=frozenset([0, 2])),
     ],
     ids=str,
 )

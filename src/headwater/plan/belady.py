@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 NEVER = 1 << 62
 """Distance to the next use of a stage that is not in the schedule."""
@@ -18,6 +18,11 @@ NEVER = 1 << 62
 def slab_capacity(slab_class: Sequence[int], slabs: int) -> dict[int, int]:
     """Return the number of slabs of each size class: `slabs`, or the number of its stages if that is less."""
     return {key: min(slabs, count) for key, count in Counter(slab_class).items()}
+
+
+def slab_positions(schedule: Sequence[int], in_place: Collection[int]) -> list[int]:
+    """Return the positions in a schedule of the stages that need a slab: those that are not read in place."""
+    return [position for position, stage in enumerate(schedule) if stage not in in_place]
 
 
 class CachePolicy:
@@ -97,6 +102,22 @@ class CachePolicy:
         length = len(self.schedule)
         for distance in range(1, length + 1):
             yield distance, self.schedule[(position + distance) % length]
+
+
+def slab_policy(
+    schedule: Sequence[int], slab_class: Sequence[int], slabs: int, in_place: Collection[int]
+) -> CachePolicy:
+    """Return the policy for the uses of stages that need a slab; its positions are those of `slab_positions`.
+
+    Args:
+        schedule: stage at each use of one step.
+        slab_class: size class of each stage.
+        slabs: maximum number of slabs of each class.
+        in_place: stages that need no slab.
+    """
+    classes = [size for stage, size in enumerate(slab_class) if stage not in in_place]
+    uses = [schedule[position] for position in slab_positions(schedule, in_place)]
+    return CachePolicy(uses, slab_class, slab_capacity(classes, slabs))
 
 
 @dataclasses.dataclass(frozen=True)

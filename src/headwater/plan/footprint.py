@@ -123,7 +123,7 @@ class Footprint:
     def memory(self, plan: Plan) -> Memory:
         """Return the peak bytes of `plan` in each kind of memory."""
         peak = self.peak(plan)
-        slabs = 0 if plan.in_place else _pool_bytes(self.slab_sizes, plan.slabs)
+        slabs = _pool_bytes(self.sizes_in_slabs(plan), plan.slabs)
         if not plan.shares_slabs:
             slabs *= self._ranks_beside(plan)
         compute = {"slabs": slabs} | peak.parts
@@ -152,14 +152,22 @@ class Footprint:
         host = {"interpreter": self._base_bytes, "data workers": self._worker_bytes}
         if plan.tier == "memory":
             return host | {"weight store": self.stored_bytes}, {}
+        in_memory = sum(self.stages[stage].stored for stage in plan.in_memory)
         readers, images = self.share.disk_ranks, self.share.images
         if plan.device != "cpu":  # each rank reads for itself, through page-locked memory
             readers = max(readers, self._ranks + self.share.store_ranks)
             images += self._ranks
         staging = readers * self.staging_bytes + images * max(self.slab_sizes)
-        return host | {"staging": staging, "snapshot": self.snapshot_bytes}, {
-            "weight store": self.stored_bytes
-        }
+        held = {"weight store": in_memory} if plan.in_memory else {}
+        held |= {"staging": staging, "snapshot": self.snapshot_bytes}
+        return host | held, {"weight store": self.stored_bytes - in_memory}
+
+    def sizes_in_slabs(self, plan: Plan) -> tuple[int, ...]:
+        """Return the bytes of the weights of each stage that is copied to a slab, in the order of stages."""
+        in_place = plan.read_in_place
+        if not in_place:
+            return self.slab_sizes
+        return tuple(size for stage, size in enumerate(self.slab_sizes) if stage not in in_place)
 
     @cached_property
     def stored_bytes(self) -> int:

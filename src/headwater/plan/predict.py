@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from functools import lru_cache
 
 from headwater.core.units import GIB
-from headwater.plan.belady import simulate, slab_capacity
+from headwater.plan.belady import simulate, slab_capacity, slab_positions
 from headwater.plan.footprint import Footprint, StageBytes
 from headwater.plan.types import Activations, Calibration, Plan, Prediction
 
@@ -67,11 +68,8 @@ class Predictor:
         self._link_bytes_per_s = rates.link_bytes_per_s or _NOMINAL_LINK
         self._read_bytes_per_s = rates.disk_read_bytes_per_s or _NOMINAL_READ
         self._write_bytes_per_s = rates.disk_write_bytes_per_s or _NOMINAL_WRITE
-        updated = [stage for stage in footprint.stages if stage.trained]
         self._all_updates_s = sum(map(self.update_s, footprint.stages))
-        self._updated_slabs = sum(stage.slab for stage in updated)
-        self._updated_state = sum(stage.state for stage in updated)
-        self._gradients = sum(stage.gradient for stage in updated)
+        self._gradients = sum(stage.gradient for stage in footprint.stages if stage.trained)
 
     @property
     def adamw_params_per_s(self) -> float:
@@ -98,9 +96,14 @@ class Predictor:
 
     def missed(self, plan: Plan) -> tuple[int, ...]:
         """Return the positions in a micro-batch's schedule at which a stage is fetched into a slab."""
-        if plan.in_place:
+        footprint, in_place = self.footprint, plan.read_in_place
+        positions = slab_positions(footprint.trace.schedule, in_place)
+        if not positions:
             return ()
-        return _missed(self.footprint.trace.schedule, self.footprint.slab_sizes, plan.slabs)
+        capacity = slab_capacity(footprint.sizes_in_slabs(plan), plan.slabs)
+        schedule = tuple(footprint.trace.schedule[position] for position in positions)
+        missed = _missed(schedule, footprint.slab_sizes, tuple(capacity.items()))
+        return tuple(positions[use] for use in missed)
 
     def predict(self, plan: Plan) -> Prediction:
         """Return peak bytes and step time of `plan`, which was made from this predictor's trace."""
@@ -149,34 +152,44 @@ class Predictor:
         """Return the seconds in which CPU cores copy weights to slabs; 0 on a GPU or with the disk tier."""
         if plan.device != "cpu" or plan.tier == "disk":
             return Phases()
-        fetched, rate = self._fetched_bytes(plan), self._rates.memory_bytes_per_s
+        fetched, rate = self._fetched_bytes(plan, plan.read_in_place), self._rates.memory_bytes_per_s
         return Phases(2 * fetched.first / rate, 2 * fetched.rest / rate)
 
-    def _fetched_bytes(self, plan: Plan) -> Phases:
-        """Return the bytes of weights copied to slabs. After an update, a stage in a slab is copied again."""
-        if plan.in_place:
-            return Phases()
+    def _fetched_bytes(self, plan: Plan, left_out: Collection[int]) -> Phases:
+        """Return the bytes of weights copied to slabs. After an update, a stage in a slab is copied again.
+
+        Args:
+            plan: the plan.
+            left_out: stages that do not count.
+        """
         schedule, stages = self.footprint.trace.schedule, self.footprint.stages
         first_uses = set(self.footprint.first_use.values())
-        missed = self.missed(plan)
+        missed = [position for position in self.missed(plan) if schedule[position] not in left_out]
         every = sum(stages[schedule[position]].slab for position in missed)
         first = [stages[schedule[position]] for position in missed if position in first_uses]
         frozen = sum(stage.slab for stage in first if not stage.trained)
         again = every - sum(stage.slab for stage in first)
-        return Phases(self._updated_slabs + frozen, again + (plan.num_micro_batches - 1) * every)
+        updated = sum(stage.slab for stage in self._updated(left_out))
+        return Phases(updated + frozen, again + (plan.num_micro_batches - 1) * every)
+
+    def _updated(self, left_out: Collection[int]) -> list[StageBytes]:
+        """Return the trained stages, except for those that are left out."""
+        stages = enumerate(self.footprint.stages)
+        return [stage for index, stage in stages if stage.trained and index not in left_out]
 
     def _disk_s(self, plan: Plan) -> Phases:
         """Return the seconds of disk transfers. Reads and writes at the same time slow each other down."""
         read, write = Phases(), Phases()
         later = plan.num_micro_batches - 1
         if plan.tier == "disk":
-            fetched, share = self._fetched_bytes(plan), self.footprint.share
-            state = share.state * self._updated_state
-            if share.images:  # a stage that is updated before its fetch is read twice
-                state += share.state * self._updated_slabs
+            fetched, share = self._fetched_bytes(plan, plan.in_memory), self.footprint.share
+            updated = self._updated(plan.in_memory)
+            slabs, state = sum(stage.slab for stage in updated), sum(stage.state for stage in updated)
+            write = _add(write, slabs + share.state * state, 0)
+            # With images a stage is updated before its fetch, and read twice.
+            again = share.state * (state + (slabs if share.images else 0))
             readers = self.footprint.disk_readers(plan)
-            read = _add(read, readers * fetched.first + state, readers * fetched.rest)
-            write = _add(write, self._updated_slabs + share.state * self._updated_state, 0)
+            read = _add(read, readers * fetched.first + again, readers * fetched.rest)
         if plan.gradient_tier == "disk":
             held = self.footprint.held_gradients(plan)
             measured = int(self.footprint.sums_stay)  # sums of several ranks are read again for their norms
@@ -194,7 +207,7 @@ class Predictor:
         """Return the seconds of transfers between host and device, which go both ways at once."""
         if plan.device == "cpu":
             return Phases()
-        count, fetched = plan.num_micro_batches, self._fetched_bytes(plan)
+        count, fetched = plan.num_micro_batches, self._fetched_bytes(plan, ())
         moved = self.footprint.offloaded_bytes(plan.activations)
         gradients = count * self._gradients
         first = max(fetched.first, moved)
@@ -207,5 +220,7 @@ def _add(phases: Phases, first: float, rest: float) -> Phases:
 
 
 @lru_cache(maxsize=4096)
-def _missed(schedule: tuple[int, ...], slab_sizes: tuple[int, ...], slabs: int) -> tuple[int, ...]:
-    return simulate(schedule, slab_sizes, slab_capacity(slab_sizes, slabs))
+def _missed(
+    schedule: tuple[int, ...], slab_sizes: tuple[int, ...], capacity: tuple[tuple[int, int], ...]
+) -> tuple[int, ...]:
+    return simulate(schedule, slab_sizes, dict(capacity))

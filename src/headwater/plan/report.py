@@ -15,7 +15,7 @@ from rich.table import Table
 from headwater.core.errors import ConfigError
 from headwater.core.stage import StageSpec
 from headwater.core.units import counted, format_bytes, format_count
-from headwater.plan.belady import CachePolicy, replay, slab_capacity
+from headwater.plan.belady import replay, slab_capacity, slab_policy, slab_positions
 from headwater.plan.outlook import RunLength, outlook, step_table
 from headwater.plan.types import Activations, Plan, Prediction, Resources, StageCost
 
@@ -150,14 +150,19 @@ def _stage_table(plan: Plan) -> Table:
 
 def _decisions(plan: Plan) -> Iterator[str]:
     where = "read in place" if plan.in_place else f"in {_slab_text(plan)}"
+    if plan.in_memory and plan.read_in_place:
+        where += f"; {counted(len(plan.in_memory), 'stage is', 'stages are')} read in place"
+    tier: str = plan.tier
+    if plan.in_memory:
+        tier = f"{len(plan.in_memory)} of {len(plan.trace.stages)} stages in memory, the others on disk"
     yield f"weights: {plan.precision.name} on {plan.device}, {where}"
     if plan.trace.inference:
-        yield f"masters: {plan.tier}; nothing is kept for backward"
+        yield f"masters: {tier}; nothing is kept for backward"
     else:
         state = (
             "whole masters and optimizer state" if plan.masters == "whole" else "masters and optimizer state"
         )
-        yield f"{state}: {plan.tier}; gradients wait for the update: {plan.gradient_tier}"
+        yield f"{state}: {tier}; gradients wait for the update: {plan.gradient_tier}"
     samples = plan.micro_batch_size * plan.num_micro_batches
     count = plan.placement.num_csx
     ranks = "" if count == 1 else f"{count} CSXs × "
@@ -170,7 +175,8 @@ def _decisions(plan: Plan) -> Iterator[str]:
 
 
 def _slab_text(plan: Plan) -> str:
-    sizes = [stage.slab_bytes for stage in plan.trace.stages]
+    in_place = plan.read_in_place
+    sizes = [stage.slab_bytes for stage in plan.trace.stages if stage.index not in in_place]
     count = sum(slab_capacity(sizes, plan.slabs).values())
     return f"{counted(count, 'slab', 'slabs')} for {counted(len(sizes), 'stage', 'stages')}"
 
@@ -237,13 +243,16 @@ def _draw_schedule(plan: Plan, axes: Axes) -> None:
     from matplotlib.patches import Patch
 
     sizes, schedule = [stage.slab_bytes for stage in plan.trace.stages], plan.trace.schedule
-    slabs = len(sizes) if plan.in_place else plan.slabs
-    policy = CachePolicy(schedule, sizes, slab_capacity(sizes, slabs))
-    cells = [[_ABSENT] * len(schedule) for _ in sizes]
-    for use in replay(policy, rounds=2):  # the second round overwrites the first, which began empty
-        for stage in range(len(sizes)):
-            cells[stage][use.position] = _READY if stage in use.resident else _ABSENT
-        cells[use.stage][use.position] = _USED[plan.activations[use.stage]]
+    in_place = plan.read_in_place
+    positions = slab_positions(schedule, in_place)
+    cells = [[_READY if stage in in_place else _ABSENT] * len(schedule) for stage in range(len(sizes))]
+    # The second round overwrites the first, which began empty.
+    for use in replay(slab_policy(schedule, sizes, plan.slabs, in_place), rounds=2):
+        begin, end = positions[use.position], [*positions, len(schedule)][use.position + 1]
+        for stage in set(range(len(sizes))) - in_place:
+            cells[stage][begin:end] = [_READY if stage in use.resident else _ABSENT] * (end - begin)
+    for position, stage in enumerate(schedule):
+        cells[stage][position] = _USED[plan.activations[stage]]
     axes.imshow(cells, cmap=ListedColormap(_COLORS), vmin=0, vmax=len(_COLORS) - 1, aspect="auto")
     if not plan.trace.inference:
         axes.axvline(len(schedule) / 2 - 0.5, color="black", linewidth=0.8, linestyle=":")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +25,9 @@ from headwater.plan.types import (
     Trace,
     shares_slabs,
 )
+
+_SLAB_STRIDE, _RUNGS = 4, 6
+"""Of plans that keep some stages in memory: every n-th number of slabs is tried, and so many rungs."""
 
 
 class Budgets(NamedTuple):
@@ -141,6 +144,8 @@ def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterat
             for step in steps:
                 plan = dataclasses.replace(with_slabs, activations=ladder[step].activations)
                 yield dataclasses.replace(plan, prediction=predictor.predict(plan))
+        if not smallest:
+            yield from _mixes(predictor, frame, ladder, request)
 
 
 def _footprint(trace: Trace, request: Request) -> Footprint:
@@ -189,6 +194,58 @@ def _slab_counts(request: Request, frame: Plan) -> Sequence[int]:
     while counts[-1] < most:
         counts.append(min(most, counts[-1] + max(1, counts[-1] // 10)))
     return [*counts[:-1], max(counts[-1], len(frame.trace.stages))]
+
+
+def _mixes(predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: Request) -> Iterator[Plan]:
+    """Yield plans with some stages in host memory and the others on disk, each with as many as fit there.
+
+    A byte of a stage in memory saves more disk traffic than a byte of a slab: weights, masters and optimizer
+    state are all read and written in each step. So there are fewer numbers of slabs to try than without
+    stages in memory. Which policies are tried does not depend on the budgets: with a larger budget the same
+    plans fit, so no plan gets slower.
+    """
+    several = request.ranks > 1 or request.share != WHOLE_STORE
+    if frame.tier != "disk" or request.fixed.tier is not None or frame.trace.inference or several:
+        return
+    footprint, counts = predictor.footprint, range(len(frame.trace.stages))
+    order = _first_to_memory(footprint)
+    for slabs in _slab_counts(request, frame)[::_SLAB_STRIDE]:
+        for rung in [*ladder[:: -(-len(ladder) // _RUNGS)], ladder[-1]]:
+            plan = dataclasses.replace(frame, slabs=slabs, activations=rung.activations)
+            mixes = [dataclasses.replace(plan, in_memory=frozenset(order[:count])) for count in counts]
+            fitting = bisect_right(
+                mixes,
+                request.budgets.host_memory,
+                key=lambda mix: sum(footprint.memory(mix).host.values()),
+            )
+            if fitting > 1:
+                mix = mixes[fitting - 1]
+                yield dataclasses.replace(mix, prediction=predictor.predict(mix))
+
+
+def _first_to_memory(footprint: Footprint) -> list[int]:
+    """Return the stages in the order in which they move from disk to memory: most saved traffic first.
+
+    Stages that save equally much follow each other at large distances, so that the disk transfers that remain
+    are spread over the step.
+    """
+
+    def saved(stage: int) -> float:
+        held = footprint.stages[stage]
+        # Forward and backward each read the weights; an update reads and writes everything.
+        moved = 2 * held.slab + (held.slab + 2 * held.state if held.trained else 0)
+        return round(moved / held.stored, 3) if held.stored else 0.0
+
+    return sorted(range(len(footprint.stages)), key=lambda stage: (-saved(stage), _spread(stage)))
+
+
+def _spread(number: int) -> float:
+    """Return a place between 0 and 1, far from the places of smaller numbers: the van der Corput sequence."""
+    place, weight = 0.0, 0.5
+    while number:
+        place += weight * (number % 2)
+        number, weight = number // 2, weight / 2
+    return place
 
 
 class Rung(NamedTuple):

@@ -221,7 +221,7 @@ class Plan:
         trace: the dry run that it was made from.
         precision: precision of the run.
         device: `cpu` or `cuda`.
-        tier: where masters and optimizer state are stored.
+        tier: where weights, masters and optimizer state are stored; see `in_memory`.
         in_place: True if weights are read in the memory tier, without slabs (CPU only).
         slabs: maximum number of slabs for each size class; with `len(stages)` or more, no stage is fetched
             twice in a step.
@@ -233,6 +233,7 @@ class Plan:
         disk: folder of the disk tier.
         budget: limits of the run, with a value for every limit that applies.
         placement: the ranks of the run; each computes its part of the batch.
+        in_memory: stages that are stored in host memory although `tier` is `disk`.
     """
 
     trace: Trace
@@ -249,6 +250,20 @@ class Plan:
     disk: Path | None = None
     budget: Resources | None = None
     placement: Placement = ONE_RANK
+    in_memory: frozenset[int] = frozenset()
+
+    @property
+    def on_disk(self) -> tuple[int, ...]:
+        """The stages whose weights, masters and optimizer state are stored on disk."""
+        stages = range(len(self.trace.stages)) if self.tier == "disk" else ()
+        return tuple(stage for stage in stages if stage not in self.in_memory)
+
+    @property
+    def read_in_place(self) -> frozenset[int]:
+        """The stages whose weights a CPU reads in the memory of the store, without a slab."""
+        if self.in_place:
+            return frozenset(range(len(self.trace.stages)))
+        return self.in_memory if self.device == "cpu" else frozenset()
 
     @property
     def masters(self) -> Masters:

@@ -32,7 +32,7 @@ class Binder:
         store: the place of the values of unbound parameters.
         device: the device that computes.
         stable: true if each stage is always bound to the same memory.
-        writable: true if bound weights are the memory of the store, so that writes to them reach it.
+        writable: stages whose bound weights are the memory of the store, so that writes to them reach it.
         written: names of the parameters that the model's forward changed in the dry run.
     """
 
@@ -43,7 +43,7 @@ class Binder:
         device: torch.device,
         *,
         stable: bool = False,
-        writable: bool = False,
+        writable: Collection[int] = (),
         written: Collection[str] = (),
     ) -> None:
         self._store = store
@@ -54,7 +54,7 @@ class Binder:
                 store,
                 device,
                 stable=stable,
-                writable=writable,
+                writable=stage.index in writable,
                 written=[index for index, spec in enumerate(stage.params) if spec.name in written],
             )
             for stage in store.stages

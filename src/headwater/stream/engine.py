@@ -87,7 +87,7 @@ class Engine:
                 self.store,
                 self._device.torch_device,
                 stable=weights.stable,
-                writable=plan.in_place and not plan.precision.mixed,
+                writable=frozenset() if plan.precision.mixed else plan.read_in_place,
                 written=plan.trace.written,
             )
             for stage in range(len(plan.trace.stages)):

@@ -45,9 +45,8 @@ class SlabLoader:
         self._pool = pool
         self._directory = directory
         self._device = device
-        on_disk = store.tier.resident_wire(stages[0].index) is None
-        largest = max(stage.slab_bytes for stage in stages)
-        self._staging = aligned_empty(largest) if on_disk and not device.reads_host else None
+        read = [stage.slab_bytes for stage in stages if store.tier.resident_wire(stage.index) is None]
+        self._staging = aligned_empty(max(read)) if read and not device.reads_host else None
         self._unlock = device.page_lock([] if self._staging is None else [self._staging])
         # Updates run on this thread too: on one core beside a model on the CPU, else on all cores.
         make_pool = single_core_pool if device.reads_host else ThreadPoolExecutor
@@ -80,7 +79,7 @@ class SlabLoader:
                 torch.no_grad(),
                 self._device.copying(mark),
             ):
-                if self._staging is None:
+                if self._staging is None or self._store.tier.resident_wire(stage) is not None:
                     self._store.fetch(stage, buffer, up_to)
                 else:
                     self._store.fetch(stage, self._staging, up_to)

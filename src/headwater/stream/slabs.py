@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
@@ -55,20 +55,26 @@ class SlabPool:
         slabs: all slabs, in the same order on every rank that shares them.
         slab_class: size class of each stage.
         capacity: number of slabs of each class.
-        holds_all: true if every stage has a separate slab.
+        holds_all: true if every stage that needs a slab has a separate one.
 
     Args:
         stages: the stages.
         slabs: maximum number of slabs of each class.
         allocate: returns memory for a slab, given its bytes.
+        in_place: indices of the stages that need no slab.
     """
 
     def __init__(
-        self, stages: Sequence[StageSpec], slabs: int, allocate: Callable[[int], torch.Tensor]
+        self,
+        stages: Sequence[StageSpec],
+        slabs: int,
+        allocate: Callable[[int], torch.Tensor],
+        in_place: Collection[int] = (),
     ) -> None:
         self.slab_class = [stage.slab_bytes for stage in stages]  # stages of equal size share slabs
-        self.capacity = slab_capacity(self.slab_class, slabs)
-        self.holds_all = sum(self.capacity.values()) == len(stages)
+        in_slabs = [size for stage, size in enumerate(self.slab_class) if stage not in in_place]
+        self.capacity = slab_capacity(in_slabs, slabs)
+        self.holds_all = sum(self.capacity.values()) == len(in_slabs)
         sizes = [size for size, count in self.capacity.items() for _ in range(count)]
         self.slabs = [Slab(allocate(size), index, size) for index, size in enumerate(sizes)]
 

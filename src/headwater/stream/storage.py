@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ from headwater.plan.types import Plan
 from headwater.store.build import GradientOptions, build_store
 from headwater.store.disk import DiskTier, file_sizes
 from headwater.store.files import sums_bytes
+from headwater.store.layout import StageLayout
 from headwater.store.memory import MemoryTier
+from headwater.store.mixed import MixedTier
 from headwater.store.ownership import Ownership
 from headwater.store.rules import UpdateRules
 from headwater.store.store import WeightStore
@@ -20,7 +23,7 @@ from headwater.store.tier import ElsewhereTier, Tier
 from headwater.stream.borrowed import BorrowedWeights
 from headwater.stream.device import Device
 from headwater.stream.options import EngineOptions
-from headwater.stream.weights import InPlaceWeights, SlabWeights, Weights
+from headwater.stream.weights import InPlaceWeights, MixedWeights, SlabWeights, Weights
 
 
 def make_store(
@@ -47,9 +50,16 @@ def make_store(
     ranks = fabric.neighbours if options.user_loop else fabric
 
     def make_tier(ownership: Ownership) -> Tier:
+        def in_memory(layouts: Sequence[StageLayout]) -> Tier:
+            return MemoryTier(layouts, fabric=ranks, page_lock=device.page_lock)
+
         if plan.tier == "memory":
-            return MemoryTier(ownership.layouts, fabric=ranks, page_lock=device.page_lock)
-        return _disk_tier(ownership, plan, ranks, options)
+            return in_memory(ownership.layouts)
+        if not plan.in_memory:
+            return _disk_tier(ownership, plan, ranks, options)
+        assert ranks.size == 1, "several ranks keep all stages in memory, or all on disk"
+        on_disk = functools.partial(DiskTier, folder=plan.folder, verify=options.verify_disk)
+        return MixedTier(ownership.layouts, plan.in_memory, in_memory, on_disk)
 
     folder = plan.folder if plan.gradient_tier == "disk" else None
     if folder is not None:
@@ -78,6 +88,10 @@ def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric)
         return InPlaceWeights(store)
     # A rank that shares no slabs fills its own, as if it were alone.
     sharing = fabric if plan.shares_slabs else ALONE
+    in_place = plan.read_in_place
+    if in_place:
+        slabs = SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing, in_place)
+        return MixedWeights(in_place, InPlaceWeights(store), slabs)
     if sharing.local_rank != 0 or not sharing.computes:
         return BorrowedWeights(store, plan.trace.stages, plan.slabs, sharing)
     return SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing)

@@ -6,9 +6,9 @@ import abc
 import dataclasses
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import torch
 
@@ -16,7 +16,7 @@ from headwater.core.errors import StreamError
 from headwater.core.recorder import RECORDER, WAIT
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.plan.belady import CachePolicy
+from headwater.plan.belady import CachePolicy, slab_positions
 from headwater.stream.device import Device
 from headwater.stream.slab_loader import SlabLoader
 from headwater.stream.slabs import NO_VERSION, Slab, SlabDirectory, SlabPool, Want
@@ -107,6 +107,7 @@ class InPlaceWeights(Weights):
 
     def require(self, stage: int) -> torch.Tensor:
         self.statistics.hits += 1
+        # Applies the update that waits for the stage.
         self._store.fetch(stage)
         image = self._store.tier.resident_wire(stage)
         assert image is not None, "only a tier in memory can be read in place"
@@ -130,6 +131,7 @@ class SlabWeights(Weights):
         slabs: maximum number of slabs of each size class.
         device: the device of the slabs.
         fabric: the ranks that share the slabs.
+        in_place: indices of the stages that are never asked for here, and need no slab.
     """
 
     def __init__(
@@ -139,12 +141,13 @@ class SlabWeights(Weights):
         slabs: int,
         device: Device,
         fabric: Fabric = ALONE,
+        in_place: Collection[int] = (),
     ) -> None:
         super().__init__()
         self._store = store
         self._stages = stages
         self._fabric = fabric
-        self._pool = SlabPool(stages, slabs, shared_slab(fabric, device))
+        self._pool = SlabPool(stages, slabs, shared_slab(fabric, device), in_place)
         self._directory = SlabDirectory(fabric, len(self._pool.slabs))
         self._loader = SlabLoader(store, stages, self._pool, self._directory, device)
         self.stable = self._pool.holds_all
@@ -317,6 +320,39 @@ class SlabWeights(Weights):
         # After the loader, whose thread writes to slabs.
         self._pool.close()
         self._resident.clear()
+
+
+@final
+class MixedWeights(Weights):
+    """Weights of some stages in the store's own memory, and of the other stages in slabs.
+
+    Args:
+        in_memory: indices of the stages in the store's memory.
+        in_place: provides these.
+        slabs: provides the others.
+    """
+
+    def __init__(self, in_memory: Collection[int], in_place: InPlaceWeights, slabs: SlabWeights) -> None:
+        super().__init__()
+        self._in_memory = in_memory
+        self._in_place = in_place
+        self._slabs = slabs
+        self.stable = slabs.stable
+
+    def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
+        # Both count into the statistics of this step.
+        self._in_place.statistics = self._slabs.statistics = self.statistics
+        in_slabs = [schedule[position] for position in slab_positions(schedule, self._in_memory)]
+        self._slabs.begin(in_slabs, repeats=repeats)
+
+    def rest(self) -> None:
+        self._slabs.rest()
+
+    def require(self, stage: int) -> torch.Tensor:
+        return (self._in_place if stage in self._in_memory else self._slabs).require(stage)
+
+    def close(self) -> None:
+        self._slabs.close()
 
 
 def shared_slab(fabric: Fabric, device: Device) -> Callable[[int], torch.Tensor]:

@@ -39,9 +39,14 @@ class Owners:
             self._memory = timeline.resource("store", "memory")
             self._disk = DiskQueue(timeline, "store", store.disk)
             self._slowness = predictor.adamw_params_per_s / store.memory.adamw_params_per_s
-        self._on_disk = tier == "disk"
-        self.need_slabs = self._on_disk and host.network is None
-        """True if an update writes the new weights to a slab, as host memory has no other place for them."""
+        in_memory = plan.in_memory if store is None else frozenset[int]()
+        stages = range(len(plan.trace.stages)) if tier == "disk" else ()
+        self._on_disk = frozenset(stages) - in_memory
+        self._alone = host.network is None
+
+    def needs_slab(self, stage: int) -> bool:
+        """True if an update writes new weights to a slab, as host memory has no other place for them."""
+        return self._alone and stage in self._on_disk
 
     def update(self, stage: int, after: Sequence[int]) -> int:
         """Add the tasks that update a stage and send it to every host; return the last task (-1: frozen)."""
@@ -49,19 +54,19 @@ class Owners:
         if not held.trained:
             return -1
         moved, before = self._part * held.state, list(after)
-        if self._plan.tier == "disk":
+        if stage in self._plan.on_disk:
             moved += self._part * held.slab
         if self._plan.gradient_tier == "disk":
             waiting = self._predictor.footprint.held_gradient(self._plan, stage)
             before = [self._host_disk.read("gradients", stage, self._part * waiting, before)]
-        if self._on_disk:
+        if stage in self._on_disk:
             before = [self._disk.read("masters", stage, moved, before)]
         done = self._compute(stage, before)
-        if self._on_disk:
+        if stage in self._on_disk:
             self._disk.write("masters written", stage, moved, done)
         if self._network is None or self._placement.streams_from_store:
             return self._timeline.add(Kind.UPDATE, "updated", stage, 0.0, after=done)
-        if self._plan.tier == "memory":
+        if stage not in self._plan.on_disk:
             return self._network.broadcast(stage, held.slab, done)
         read = self._host_disk.read("weights to send", stage, self._part * held.slab, done)
         arrived = self._network.broadcast(stage, held.slab, [read])

@@ -100,6 +100,7 @@ def _point_document(point: Point, first: Point) -> dict[str, Any]:
         "parts_s": point.parts,
         "plan": {
             "tier": plan.tier,
+            "stages_in_memory": len(plan.in_memory) if plan.tier == "disk" else len(plan.trace.stages),
             "gradient_tier": plan.gradient_tier,
             "slabs": None if plan.in_place else plan.slabs,
             "micro_batch_size": plan.micro_batch_size,

@@ -6,7 +6,7 @@ from collections import deque
 from itertools import pairwise
 from typing import final
 
-from headwater.plan.belady import CachePolicy, replay, slab_capacity
+from headwater.plan.belady import replay, slab_policy, slab_positions
 from headwater.plan.cluster.host import HostResources
 from headwater.plan.cluster.owners import Owners
 from headwater.plan.cluster.timeline import Kind
@@ -29,6 +29,7 @@ class WeightsIn:
         self._plan, self._footprint = plan, predictor.footprint
         self._host, self._owners = host, owners
         self._schedule = plan.trace.schedule
+        self._on_disk = frozenset(plan.on_disk)
         self._missed = set(predictor.missed(plan))
         self._freed_by = freed_by(plan) if self._missed else {}
         self._used: list[list[int]] = []  # tasks of every use, by rank
@@ -39,7 +40,7 @@ class WeightsIn:
     def supply(self, use: int) -> None:
         """Queue the fetch for a use. For a stage's first use, add its update too, if that needs no slab."""
         stage = self._stage(use)
-        if self._is_first(use) and not self._owners.need_slabs:
+        if self._is_first(use) and not self._owners.needs_slab(stage):
             self._whole[stage] = self._owners.update(stage, after=[])
         # The queue keeps fetches in the order of uses: a later one must not take the slab of an earlier one.
         self._fetches.append(use)
@@ -94,20 +95,24 @@ class WeightsIn:
         stage, network = self._stage(use), self._host.network
         slab = self._footprint.stages[stage].slab
         everywhere = [task for tasks in freed for task in tasks]
-        if self._is_first(use) and self._owners.need_slabs:
+        if self._is_first(use) and self._owners.needs_slab(stage):
             self._whole[stage] = self._owners.update(stage, after=everywhere)
         whole = [self._whole[stage]] if self._whole.get(stage, -1) >= 0 else []
         again = use % len(self._schedule) in self._missed
         moves = again or (
-            self._is_first(use) and not self._plan.in_place and self._footprint.stages[stage].trained > 0
+            self._is_first(use)
+            and stage not in self._plan.read_in_place
+            and self._footprint.stages[stage].trained > 0
         )
         if not moves:
             return [whole for _ in self._host.ranks]
         if self._host.placement.streams_from_store:
             assert network is not None, "weights stream over it"
             return [[network.broadcast(stage, slab, [*whole, *everywhere])] for _ in self._host.ranks]
-        from_disk = self._plan.tier == "disk"
-        updated = self._is_first(use) and self._owners.need_slabs and self._footprint.stages[stage].trained
+        from_disk = stage in self._on_disk
+        updated = (
+            self._is_first(use) and self._owners.needs_slab(stage) and self._footprint.stages[stage].trained
+        )
         if from_disk and not updated:
             whole = [*whole, self._host.disk.read("weights", stage, slab, everywhere)]
         if self._plan.device == "cpu":
@@ -131,15 +136,16 @@ class WeightsIn:
 
 def freed_by(plan: Plan) -> dict[int, int]:
     """Return, for each use that evicts a stage, how many uses earlier that stage was last used."""
-    schedule = plan.trace.schedule
+    schedule, in_place = plan.trace.schedule, plan.read_in_place
     sizes = [stage.slab_bytes for stage in plan.trace.stages]
-    policy = CachePolicy(schedule, sizes, slab_capacity(sizes, plan.slabs))
-    uses = list(replay(policy, rounds=2))
+    uses = list(replay(slab_policy(schedule, sizes, plan.slabs, in_place), rounds=2))
+    positions = slab_positions(schedule, in_place)
+    at = [*positions, *(len(schedule) + position for position in positions)]  # of each use, in two steps
     distances = {}
     for index, (before, use) in enumerate(pairwise(uses), start=1):
         gone = before.resident - use.resident
-        if index >= len(schedule) and gone:
+        if index >= len(positions) and gone:
             (victim,) = gone
             last = next(other for other in range(index - 1, -1, -1) if uses[other].stage == victim)
-            distances[use.position] = index - last
+            distances[positions[use.position]] = at[index] - at[last]
     return distances
