@@ -73,6 +73,7 @@ class MeasuredPlan(TypedDict):
 
     flops_per_step: float
     tier: str
+    stages_in_memory: int
     in_place: bool
     slabs: int
     micro_batch_size: int

@@ -139,6 +139,7 @@ def _described(plan: Plan) -> MeasuredPlan:
         "flops_per_step": plan.num_micro_batches
         * sum(cost.flops + cost.backward_flops for cost in plan.trace.costs),
         "tier": plan.tier,
+        "stages_in_memory": len(plan.trace.stages) - len(plan.on_disk),
         "in_place": plan.in_place,
         "slabs": plan.slabs,
         "micro_batch_size": plan.micro_batch_size,

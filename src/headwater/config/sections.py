@@ -86,7 +86,8 @@ class BackendConfig(Section):
         micro_batch_size: number of samples that are computed together.
         num_slabs: number of slabs, which hold the weights of stages on the device.
         activations: keep, recompute or offload the tensors that backward needs.
-        tier: storage of masters and optimizer state.
+        tier: storage of weights, masters and optimizer state; `auto` may put some stages in memory and the
+            others on disk.
         gradient_tier: storage of gradients that wait for the update.
         masters: `split` always stores bf16 weights and their fp32 masters in 4 bytes per parameter; `auto`
             uses 6 bytes, with faster updates, if they fit.
