@@ -42,8 +42,8 @@ def event(kind, begin, end, thread="main", num_bytes=0):
     return Event(kind, "", thread, begin * 10**9, end * 10**9, num_bytes)
 
 
-def times(*events, fetch_bound="memory"):
-    return busy_times(events, 0, 10 * 10**9, "main", fetch_bound)
+def times(*events, fetches="memory"):
+    return busy_times(events, 0, 10 * 10**9, "main", fetches)
 
 
 def test_work_of_several_threads_at_once_counts_once():
@@ -73,4 +73,4 @@ def test_a_wait_is_bound_by_what_other_threads_do_meanwhile():
 def test_a_fetch_to_a_gpu_is_bound_by_the_link():
     events = (event(WAIT, 0, 3), event(FETCH, 0, 3, "fetch"))
     assert times(*events).bound_s == {"memory": 3.0}
-    assert times(*events, fetch_bound="link").bound_s == {"link": 3.0}
+    assert times(*events, fetches="link").bound_s == {"link": 3.0}

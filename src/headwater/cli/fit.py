@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shlex
 import sys
@@ -19,7 +20,9 @@ from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.jobs import current_umask, submit_job
 from headwater.cli.output import open_console
 from headwater.config.run import RunConfig
+from headwater.config.sections import CallbackConfig, OpProfilerConfig
 from headwater.config.user import UserConfig
+from headwater.core.errors import ConfigError
 from headwater.fabric.cluster import is_watched
 from headwater.fabric.membership import current
 from headwater.trainer.interrupt import EXIT_CODE
@@ -45,12 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="put the command into the queue instead of running it; see --job_labels and --job_priority",
     )
+    parser.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        help="profile these steps: print the time of each module, and write a trace to profile/ in model_dir",
+    )
     add_params_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, or submit the command to the queue; return the exit code."""
-    config = read_params(args)
+    config = with_profile(read_params(args), args.profile)
     if args.submit:
         return submit(config, args.words)
     for key in ("job_labels", "job_priority"):
@@ -62,6 +70,31 @@ def run(args: argparse.Namespace) -> int:
         command = ("-P", "-m", "headwater", *args.words)
         return launch(placement, command, max_restarts=restarts, in_place=args.is_process)
     return train(config)
+
+
+def with_profile(config: RunConfig, steps: str | None) -> RunConfig:
+    """Return the run with a profile of these steps, instead of the profiles in its params.
+
+    Args:
+        config: the run.
+        steps: `FIRST:LAST`, or one step; nothing changes if not given.
+
+    Raises:
+        ConfigError: if the text is not a range of steps.
+    """
+    if steps is None:
+        return config
+    first, _, last = steps.partition(":")
+    if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
+        raise ConfigError(
+            f"expected the first and the last step, such as 5:10, got {steps!r}",
+            where="--profile",
+            remedy="write two step numbers from 1 with a colon between them",
+        )
+    section = OpProfilerConfig(start_step=int(first), end_step=int(last or first))
+    others = [entry for entry in config.init.callbacks if entry.OpProfiler is None]
+    callbacks = (*others, CallbackConfig(OpProfiler=section))
+    return dataclasses.replace(config, init=config.init.model_copy(update={"callbacks": callbacks}))
 
 
 def submit(config: RunConfig, words: Sequence[str]) -> int:

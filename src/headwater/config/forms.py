@@ -49,7 +49,7 @@ RUNCONFIG_KEYS: dict[str, KeyPath] = {
 """New path of each key of `runconfig`, below `trainer.init`."""
 
 IGNORED_OF_SCHEDULES = {"alpha": "end_learning_rate sets the rate at the end of the schedule"}
-_ELSEWHERE = ("checkpoint_path", "load_checkpoint_states")
+_ELSEWHERE = ("checkpoint_path", "load_checkpoint_states", "op_profiler_config")
 """Keys of `runconfig` that are converted by code, because no single key of the newer form replaces them."""
 
 OLDER_KEYS: dict[KeyPath, KeyPath] = {
@@ -295,6 +295,9 @@ class _Translation:
                 self._place(("runconfig", key), ("init", *RUNCONFIG_KEYS[key]))
             elif key == "load_checkpoint_states":
                 self._load_states()
+            elif key == "op_profiler_config":
+                old: KeyPath = ("runconfig", key)
+                self.callbacks[old] = {"OpProfiler": self.source.get(old)}
             elif key == "checkpoint_path":
                 for section in ("fit", "validate"):
                     if section in self.result.tree["trainer"]:

@@ -25,6 +25,7 @@ from headwater.config.sections import (
     LoggerConfig,
     LoggingConfig,
     LoopConfig,
+    OpProfilerConfig,
     PrecisionConfig,
     ValidateAllConfig,
     ValidateConfig,
@@ -141,6 +142,11 @@ class SetupConfig(Section):
         """The states that the run loads from the checkpoint with which it starts, such as `("model",)`."""
         states = (entry.load_checkpoint_states for entry in self._callbacks("LoadCheckpointStates"))
         return next(states, ("all",))
+
+    @property
+    def profiles(self) -> list[OpProfilerConfig]:
+        """The profiles to take."""
+        return self._callbacks("OpProfiler")
 
     def _callbacks(self, name: str) -> list[Any]:
         given = (getattr(entry, name) for entry in self.callbacks)

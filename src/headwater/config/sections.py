@@ -288,6 +288,32 @@ class LoadCheckpointStatesConfig(Section):
     load_checkpoint_states: Annotated[tuple[str, ...], OneOrMore] = ("all",)
 
 
+class OpProfilerConfig(Section):
+    """A profile of some steps: the time of each module, forward and backward, and of all other work.
+
+    Attributes:
+        start_step: first profiled step, from 1.
+        end_step: last profiled step.
+        depth: levels of modules with rows of their own below a block, such as its attention; 0 for whole
+            blocks.
+        operators: list the operators inside each module too, by `torch.profiler`, which slows these steps.
+    """
+
+    start_step: int = Field(ge=1)
+    end_step: int = Field(ge=1)
+    depth: int = Field(default=1, ge=0)
+    operators: bool = False
+
+    @model_validator(mode="after")
+    def _starts_before_its_end(self) -> Self:
+        if self.start_step > self.end_step:
+            raise ValueError(
+                f"expected start_step at most end_step, got start_step {self.start_step} and end_step "
+                f"{self.end_step}"
+            )
+        return self
+
+
 _Flags = Annotated[dict[str, Any] | None, _Wafer]
 _Profiler = Annotated[dict[str, Any] | None, NoEffect("rates and memory are always logged")]
 
@@ -299,6 +325,7 @@ class CallbackConfig(Choice):
     KeepNCheckpoints: KeepNCheckpointsConfig | None = None
     LoadCheckpointStates: LoadCheckpointStatesConfig | None = None
     CheckLoss: Annotated[EmptySection | None, NoEffect("the loss is always checked")] = None
+    OpProfiler: OpProfilerConfig | None = None
     RateProfiler: _Profiler = None
     DurationProfiler: _Profiler = None
     FlopUtilization: _Profiler = None

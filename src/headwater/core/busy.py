@@ -59,8 +59,13 @@ class BusyTimes:
 NOTHING_BUSY = BusyTimes()
 
 
+def fetch_bound(device: str) -> Bound:
+    """Return what a fetch is bound by on a device."""
+    return "memory" if device == "cpu" else "link"
+
+
 def busy_times(
-    events: Iterable[Event], begin: int, end: int, thread: str, fetch_bound: Bound = "memory"
+    events: Iterable[Event], begin: int, end: int, thread: str, fetches: Bound = "memory"
 ) -> BusyTimes:
     """Sum the recorded events in a range of time by kind of work.
 
@@ -69,7 +74,7 @@ def busy_times(
         begin: beginning of the range, in ns.
         end: end of the range, in ns.
         thread: name of the computing thread.
-        fetch_bound: what a fetch is bound by: `memory` where it is a copy in host memory, else `link`.
+        fetches: what a fetch is bound by: `memory` where it is a copy in host memory, else `link`.
     """
     own: dict[Kind, list[tuple[int, int]]] = {}
     others: dict[Kind, list[tuple[int, int]]] = {}
@@ -86,13 +91,13 @@ def busy_times(
             spans = spans + others.get(kind, [])
         if spans:
             busy[kind] = _seconds(merged(spans))
-    return BusyTimes(busy, _bounds(own, others, fetch_bound), moved)
+    return BusyTimes(busy, _bounds(own, others, fetches), moved)
 
 
 def _bounds(
     own: Mapping[Kind, Sequence[tuple[int, int]]],
     others: Mapping[Kind, Sequence[tuple[int, int]]],
-    fetch_bound: Bound,
+    fetches: Bound,
 ) -> dict[str, float]:
     """Divide the time of the computing thread among the parts of the machine that limit it."""
     seconds: dict[Bound, float] = dict.fromkeys(BOUNDS, 0.0)
@@ -103,7 +108,7 @@ def _bounds(
     # In this order: a fetch that updates or copies is not waiting for the disk at that moment.
     limits: tuple[tuple[tuple[Kind, ...], Bound], ...] = (
         ((UPDATE, GRADIENT), "memory"),
-        ((FETCH,), fetch_bound),
+        ((FETCH,), fetches),
         ((COLLECTIVE,), "link"),
         ((DISK_READ, DISK_WRITE), "disk"),
     )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headwater.core.buffers import return_pages
-from headwater.core.busy import Bound
+from headwater.core.busy import fetch_bound
 from headwater.core.errors import StreamError
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.stage import ParamKey, StageSpec
@@ -107,8 +107,14 @@ class Engine:
             seed=seed,
             matmul=FastMatmul if options.fast_matmul and plan.device == "cpu" else nullcontext,
         )
-        bound: Bound = "memory" if plan.device == "cpu" else "link"
-        self._step = TrainStep(self.store, self.executor, self.buffers, self._micro_batches, fabric, bound)
+        self._step = TrainStep(
+            self.store,
+            self.executor,
+            self.buffers,
+            self._micro_batches,
+            fabric,
+            fetches=fetch_bound(plan.device),
+        )
         self._detached = False
         return_pages()  # initial values took more memory than a step is allowed to take
 

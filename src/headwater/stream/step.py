@@ -53,7 +53,7 @@ class TrainStep:
         buffers: the model's buffers; a failed step leaves them unchanged.
         micro_batches: computes the losses.
         fabric: the ranks.
-        fetch_bound: what a fetch is bound by; see `busy_times`.
+        fetches: what a fetch is bound by; see `busy_times`.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class TrainStep:
         buffers: Buffers,
         micro_batches: MicroBatches,
         fabric: Fabric,
-        fetch_bound: Bound = "memory",
+        fetches: Bound = "memory",
     ) -> None:
         self._store = store
         self._executor = executor
         self._buffers = buffers
         self._micro_batches = micro_batches
         self._fabric = fabric
-        self._fetch_bound = fetch_bound
+        self._fetches = fetches
 
     def run(
         self,
@@ -85,7 +85,7 @@ class TrainStep:
             report = self._run(batches, update, amend, shares)
         end = time.perf_counter_ns()
         thread = RECORDER.lane().thread
-        times = busy_times(RECORDER.events(begin, end), begin, end, thread, self._fetch_bound)
+        times = busy_times(RECORDER.events(begin, end), begin, end, thread, self._fetches)
         return dataclasses.replace(report, step_s=1e-9 * (end - begin), times=times)
 
     def _run(

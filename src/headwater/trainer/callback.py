@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import nn
+
 from headwater.plan.types import Plan
 
 
@@ -17,11 +19,13 @@ class FitStart:
         start_step: steps done before.
         end_step: the step at which it ends.
         plan: the plan of its steps.
+        model: the model that is trained.
     """
 
     start_step: int
     end_step: int
     plan: Plan
+    model: nn.Module | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,9 @@ class StepEnd:
         hit_rate: share of stage uses for which the weights were on the device, or already being copied.
         wait_s: seconds of the step in which it waited for weights.
         samples: samples in its batch.
+        busy_s: seconds in which threads were busy, by kind of work; see `headwater.core.recorder.Kind`.
+        bound_s: seconds of the computing thread by the part of the machine that limited it: `compute`,
+            `memory`, `disk`, `link`, `input`.
     """
 
     step: int
@@ -57,6 +64,8 @@ class StepEnd:
     hit_rate: float
     wait_s: float
     samples: int = 0
+    busy_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    bound_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def rate(self) -> tuple[float, str]:

@@ -10,9 +10,11 @@ from rich.console import Console
 from headwater.config.run import SetupConfig
 from headwater.config.sections import TensorBoardLoggerConfig
 from headwater.core.errors import ConfigError
+from headwater.trainer.bound import BoundSummary
 from headwater.trainer.callback import Callback
 from headwater.trainer.history import History
 from headwater.trainer.loss_curve import LossCurve
+from headwater.trainer.op_profiler import make_op_profilers
 from headwater.trainer.progress import ProgressBar
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.tensorboard import TensorBoard
@@ -29,7 +31,9 @@ def make_callbacks(init: SetupConfig, run_dir: RunDir, console: Console | None) 
     Raises:
         ConfigError: if the params name TensorBoard, but it is not installed.
     """
-    callbacks: list[Callback] = [History(run_dir.history)]
+    # The profiler first: the time of other callbacks does not belong to a step.
+    callbacks = [*make_op_profilers(init.profiles, run_dir.profile, console), History(run_dir.history)]
+    callbacks.append(BoundSummary())
     if console is not None:
         log_loss_scale = init.precision.log_loss_scale
         callbacks.append(ProgressBar(console, init.logging.log_steps, log_loss_scale=log_loss_scale))

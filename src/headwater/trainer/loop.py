@@ -13,6 +13,7 @@ from contextlib import ExitStack
 import torch
 
 from headwater.core.batches import num_samples
+from headwater.core.busy import BusyTimes, busy_times, fetch_bound
 from headwater.core.errors import HeadwaterError, NonFiniteError
 from headwater.core.recorder import INPUT, RECORDER
 from headwater.plan.types import Plan
@@ -38,14 +39,14 @@ class _Step:
     """The input of a training step: its batch, divided into micro-batches, and the update to make.
 
     Attributes:
-        start_s: clock at which the wait for the batch began.
+        start_ns: clock at which the wait for the batch began.
         batch: the batch; `None` on a rank that does not compute.
         parts: its micro-batches.
         update: the update of the weights.
         loss_weights: see `Trainer._loss_weights`.
     """
 
-    start_s: float
+    start_ns: int
     batch: Batch
     parts: Sequence[Batch]
     update: Update
@@ -136,8 +137,9 @@ class Trainer:
 
     def _start(self) -> None:
         """Call `on_fit_start` of every callback. Raise the first error."""
+        event = FitStart(self.state.step, self.end_step, self._engine.plan, self._engine.model)
         for callback in self._callbacks:
-            callback.on_fit_start(FitStart(self.state.step, self.end_step, self._engine.plan))
+            callback.on_fit_start(event)
             self._started.append(callback)
 
     def _end(self) -> None:
@@ -169,12 +171,12 @@ class Trainer:
 
     def _next_step(self, batches: Iterator[Batch]) -> _Step:
         """Return the next step: its update, and its batch in micro-batches."""
-        start_s = time.perf_counter()
+        start_ns = time.perf_counter_ns()
         with RECORDER.span(INPUT):
             batch = next(batches)
         count = self._engine.plan.num_micro_batches
         parts = [None] * count if batch is None else equal_parts(batch, count)
-        return _Step(start_s, batch, parts, self._update(), self._loss_weights(parts))
+        return _Step(start_ns, batch, parts, self._update(), self._loss_weights(parts))
 
     def _after_step(self, step: _Step, report: StepReport) -> None:
         """Update the state of the run after a step, and call the callbacks."""
@@ -189,6 +191,7 @@ class Trainer:
             data=self._job.train.state_dict(),
         )
         fabric = self._engine.fabric
+        times = self._times(step.start_ns)
         event = StepEnd(
             step=update.step,
             loss=report.loss,
@@ -197,14 +200,21 @@ class Trainer:
             applied=report.applied,
             loss_scale=update.loss_scale,
             tokens=int(sum(fabric.gather(num_tokens(batch)))),
-            step_s=time.perf_counter() - step.start_s,
+            step_s=1e-9 * (time.perf_counter_ns() - step.start_ns),
             bytes_in=report.statistics.bytes_in,
             bytes_out=report.statistics.bytes_out,
             hit_rate=report.statistics.hit_rate,
             wait_s=report.statistics.wait_s,
             samples=0 if batch is None else fabric.num_csx * num_samples(batch),
+            busy_s=times.busy_s,
+            bound_s=times.bound_s,
         )
         self._tell(lambda callback: callback.on_step_end(event))
+
+    def _times(self, begin: int) -> BusyTimes:
+        """Return the seconds since `begin` by kind of work."""
+        end, bound = time.perf_counter_ns(), fetch_bound(self._engine.plan.device)
+        return busy_times(RECORDER.events(begin, end), begin, end, RECORDER.lane().thread, bound)
 
     def _loss_weights(self, parts: Sequence[Batch]) -> list[float] | None:
         """Return the weight of each micro-batch in the loss of the batch; `None` if all are equal."""

@@ -76,6 +76,11 @@ class RunDir:
         return self.path / "train"
 
     @property
+    def profile(self) -> Path:
+        """The folder of the profile of some steps."""
+        return self.path / "profile"
+
+    @property
     def model_config(self) -> Path:
         """The `config.json` of a model of the transformers library. Other runs do not have the file."""
         return self.path / CONFIG_FILE

@@ -41,7 +41,6 @@ RUNCONFIG: Rules = {
     "enable_distributed": _PROCESSES,
     "multireplica": _PROCESSES,
     "show_debug_metrics": Ignored(_TUNING),
-    "op_profiler_config": Ignored(_TUNING),
     "mgmt_address": _PLAN,
     "mount_dirs": _PLAN,
     "python_paths": _PLAN,

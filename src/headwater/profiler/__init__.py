@@ -1,0 +1,1 @@
+"""The profiler: from recorded work to tables, traces and pictures."""

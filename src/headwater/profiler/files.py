@@ -1,0 +1,62 @@
+"""The files of a profile."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwater.core.errors import HeadwaterError
+from headwater.core.files import check_place, disk_errors, replace_file
+from headwater.profiler.chrome import chrome_trace
+from headwater.profiler.profile import Profile, document_of
+from headwater.profiler.timeline import timeline_png
+
+logger = logging.getLogger(__name__)
+
+PROFILE, TRACE, TIMELINE, OPERATORS = (
+    "op_profile.json",
+    "chrome_trace.json",
+    "timeline.png",
+    "operators.txt",
+)
+
+
+def check_folder(folder: Path) -> None:
+    """Check that the folder can be written, before there is work to lose.
+
+    Raises:
+        RunError: if it cannot be written.
+    """
+    check_place(folder, expected="a folder")
+
+
+def write_profile(
+    folder: Path, profile: Profile, ranks: Sequence[Profile] = (), offsets_ns: Sequence[int] | None = None
+) -> None:
+    """Write the files of a profile, or warn.
+
+    Args:
+        folder: the folder; made if missing.
+        profile: the profile of this rank.
+        ranks: the profiles of all ranks, for the trace; that of this rank alone if not given.
+        offsets_ns: what is added to the clock of each rank.
+    """
+    try:
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / PROFILE, json.dumps(document_of(profile), indent=1).encode())
+        trace = chrome_trace(ranks or [profile], offsets_ns)
+        replace_file(folder / TRACE, json.dumps(trace).encode())
+        if profile.operators is not None:
+            replace_file(folder / OPERATORS, profile.operators.encode())
+        if importlib.util.find_spec("matplotlib") is None:
+            logger.info(
+                "matplotlib is not installed: %s is left out (pip install 'headwater[plot]')", TIMELINE
+            )
+        else:
+            replace_file(folder / TIMELINE, timeline_png(profile))
+    except (HeadwaterError, ImportError, ValueError, ArithmeticError) as error:
+        logger.warning("the profile was not written; the training is not affected: %s", error)

@@ -1,0 +1,67 @@
+"""The operators inside modules, recorded by `torch.profiler`."""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from time import perf_counter_ns
+from typing import Any, final
+
+import torch
+
+_MARK = "headwater: begin of the profile"
+_MOST_OPERATORS, _MOST_MODULES = 8, 20
+
+
+@final
+class OperatorWatch:
+    """Records all operators from now until `stop`."""
+
+    def __init__(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+        self._running = True
+        # The profiler has another clock; this moment is known on both.
+        self._begin_ns = perf_counter_ns()
+        with torch.profiler.record_function(_MARK):
+            pass
+
+    def stop(self) -> None:
+        """End the recording."""
+        if self._running:
+            self._running = False
+            self._profiler.stop()
+
+    def table(self, stamps: Sequence[tuple[int, int]], names: Mapping[int, str]) -> str:
+        """Return a table of the operators of each module, and torch's table of all operators.
+
+        Args:
+            stamps: (clock, row) whenever another row begins.
+            names: name of each row.
+        """
+        events: list[Any] = list(self._profiler.events())
+        mark = next(event.time_range.start for event in events if event.name == _MARK)
+        begins = [begin for begin, _ in stamps]
+        sums: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0]))
+        for event in events:
+            if event.name == _MARK or not event.self_cpu_time_total:
+                continue
+            place = bisect.bisect_right(begins, self._begin_ns + 1e3 * (event.time_range.start - mark))
+            total = sums[stamps[place - 1][1] if place else -1][event.name]
+            total[0] += event.self_cpu_time_total
+            total[1] += 1
+        order = sorted(sums, key=lambda row: -sum(time for time, _ in sums[row].values()))
+        lines = []
+        for row in order[:_MOST_MODULES]:
+            operators = sorted(sums[row].items(), key=lambda item: -item[1][0])[:_MOST_OPERATORS]
+            lines.append(names[row])
+            lines += [
+                f"  {name:<48} {1e-3 * time:>12.3f} ms {count:>8.0f} calls"
+                for name, (time, count) in operators
+            ]
+        averages = self._profiler.key_averages()
+        return "\n".join([*lines, "", averages.table(sort_by="self_cpu_time_total", row_limit=40)])

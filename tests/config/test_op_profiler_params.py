@@ -1,0 +1,62 @@
+"""A profile of steps in params files of both forms, and on the command line."""
+
+import pytest
+
+from headwater.cli.fit import with_profile
+from headwater.config import load_params, shipped_params
+from headwater.core.errors import ConfigError
+
+OLDER = """
+train_input: {data_processor: GptHDF5MapDataProcessor, data_dir: data, batch_size: 4}
+model: {name: gpt2, vocab_size: 50, hidden_size: 32, num_hidden_layers: 2, num_heads: 2, filter_size: 64,
+        max_position_embeddings: 8}
+optimizer: {optimizer_type: AdamW, learning_rate: 0.1}
+runconfig: {max_steps: 10, op_profiler_config: {start_step: 1, end_step: 3}}
+"""
+
+
+def steps(config):
+    return [(entry.start_step, entry.end_step) for entry in config.init.profiles]
+
+
+def test_op_profiler_config_of_the_older_form(tmp_path):
+    (tmp_path / "params.yaml").write_text(OLDER)
+    config = load_params(tmp_path / "params.yaml")
+    assert steps(config) == [(1, 3)]
+    assert not any("op_profiler_config" in notice for notice in config.notices)
+
+
+def test_the_callback_of_the_newer_form():
+    callbacks = "trainer.init.callbacks=[{OpProfiler: {start_step: 2, end_step: 2, operators: true}}]"
+    config = load_params(shipped_params()["gpt/tiny"], [callbacks])
+    assert steps(config) == [(2, 2)] and config.init.profiles[0].operators
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("start_step: 1", "start_step: 4", "start_step at most end_step, got start_step 4 and end_step 3"),
+        ("start_step: 1", "start_step: 0", "start_step"),
+        ("end_step: 3", "last_step: 3", "last_step"),
+    ],
+)
+def test_a_wrong_range_is_an_error_with_its_place(tmp_path, old, new, message):
+    (tmp_path / "params.yaml").write_text(OLDER.replace(old, new))
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_params(tmp_path / "params.yaml")
+    assert "params.yaml" in str(caught.value)
+
+
+def test_the_option_of_the_command_line_replaces_the_profiles_of_the_params(tmp_path):
+    (tmp_path / "params.yaml").write_text(OLDER)
+    config = load_params(tmp_path / "params.yaml")
+    assert with_profile(config, None) is config
+    assert steps(with_profile(config, "5:10")) == [(5, 10)]
+    assert steps(with_profile(config, "7")) == [(7, 7)]
+
+
+@pytest.mark.parametrize("text", ["10:5", "0:3", "a:b", "5-10", ":5", "1:2:3"])
+def test_text_that_is_not_a_range_of_steps(text):
+    config = load_params(shipped_params()["gpt/tiny"])
+    with pytest.raises(ConfigError, match="expected the first and the last step, such as 5:10"):
+        with_profile(config, text)

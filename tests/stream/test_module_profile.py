@@ -1,0 +1,250 @@
+"""A profile attributes the time of steps to modules, forward and backward, and changes no results."""
+
+import dataclasses
+import io
+import json
+import logging
+import time
+from collections import defaultdict
+
+import pytest
+import torch
+from gpt_job import gpt_job, plain_gpt
+from harness import History as Results
+from harness import Setting, assert_equal, collect, make_engine, regression
+from rich.console import Console
+from torch import nn
+
+from headwater.core.errors import ConfigError, RunError
+from headwater.plan.types import Prediction
+from headwater.profiler.chrome import LANES
+from headwater.profiler.files import write_profile
+from headwater.profiler.profile import document_of, table_of
+from headwater.profiler.taking import ProfiledSteps
+from headwater.trainer.callback import FitStart, StepEnd
+from headwater.trainer.op_profiler import OpProfiler
+
+SETTINGS = [
+    Setting(in_place=True),
+    Setting(tier="disk"),
+    Setting(slabs=2, activations="recompute"),
+]
+
+
+def profiled(job, setting, folder, *, steps=3, only=(1,), results=None, **options):
+    """Train, and return the profile of some steps."""
+    with make_engine(job, setting, folder) as engine:
+        taken = None
+        for step in range(steps):
+            if step == only[0]:
+                taken = ProfiledSteps(engine.model, engine.plan, **options)
+            begin = time.perf_counter_ns()
+            report = engine.train_step(job.batches(step), job.update(step))
+            end = time.perf_counter_ns()
+            if step in only:
+                taken.add_step(step, begin, end)
+            if step == only[-1]:
+                profile = taken.finish()
+            if results is not None:
+                results.losses.append(report.loss)
+                results.norms.append(report.gradient_norm)
+        if results is not None:
+            collect(engine, results)
+        return profile
+
+
+def rows(profile):
+    return {row.name: row for row in profile.modules}
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_profile_changes_no_results_and_its_shares_are_the_whole_step(setting, tmp_path):
+    results = Results()
+    profile = profiled(gpt_job(micro_batches=2), setting, tmp_path, results=results)
+    assert_equal(results, plain_gpt(3, 2))
+    found = rows(profile)
+    for part in ("attn", "mlp", "ln_1"):
+        for block in range(4):
+            forward, backward = (found[f"model.transformer.h.{block}.{part}.{way}"] for way in ("fwd", "bwd"))
+            assert forward.calls == backward.calls == 2
+            assert forward.seconds > 0 and backward.seconds > 0
+    entries = [*document_of(profile)["modules"], *document_of(profile)["others"]]
+    assert sum(entry["share"] for entry in entries) == pytest.approx(1, abs=1e-6)
+    assert all(entry["share"] >= 0 for entry in entries)
+
+
+def test_layers_exist_only_while_a_profile_is_taken(tmp_path):
+    job = gpt_job()
+    with make_engine(job, Setting(), tmp_path) as engine:
+
+        def around():
+            return {
+                path: len(getattr(vars(module).get("_call_impl"), "layers", ()))
+                for path, module in engine.model.named_modules()
+            }
+
+        before = around()
+        taken = ProfiledSteps(engine.model, engine.plan)
+        assert around() != before
+        taken.close()
+        assert around() == before
+
+
+class Slow(nn.Module):
+    """A linear layer that sleeps in forward, and longer in backward."""
+
+    FORWARD_S, BACKWARD_S = 0.02, 0.03
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            time.sleep(Slow.FORWARD_S)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            time.sleep(Slow.BACKWARD_S)
+            return gradient.clone()
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(self.Sleep.apply(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.slow = Slow()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.last(torch.tanh(self.slow(self.first(x) * 2)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_time_is_attributed_to_the_module_that_spends_it(activations, tmp_path):
+    again = Slow.FORWARD_S if activations == "recompute" else 0
+    setting = Setting(slabs=2, activations=activations)
+    profile = profiled(regression(Model, 2, 4), setting, tmp_path, steps=2)
+    found = rows(profile)
+    for block in range(2):
+        name = f"model.layers.{block}.slow"
+        assert found[f"{name}.fwd"].seconds >= Slow.FORWARD_S
+        assert found[f"{name}.bwd"].seconds >= Slow.BACKWARD_S + again
+    slow_s = sum(row.seconds for row in profile.modules if ".slow." in row.name)
+    # All other rows together hold none of the sleeps, so most of the time is that of the slow modules.
+    assert {row.name.split(".")[3] for row in profile.modules[:4]} == {"slow"}
+    assert slow_s >= 2 * (Slow.FORWARD_S + Slow.BACKWARD_S + again)
+
+
+def test_deeper_rows_are_taken_out_of_those_around_them(tmp_path):
+    shallow = rows(profiled(regression(Model, 2, 4), Setting(), tmp_path, steps=2, depth=0))
+    assert {"model.layers.0.fwd", "model.layers.1.bwd", "model.fwd"} <= shallow.keys()
+    assert shallow["model.layers.0.fwd"].seconds >= Slow.FORWARD_S
+    assert shallow["model.layers.0.fwd"].flops > 0
+    deep = rows(profiled(regression(Model, 2, 4), Setting(), tmp_path, steps=2, depth=2))
+    assert deep["model.layers.0.slow.linear.fwd"].seconds < deep["model.layers.0.slow.fwd"].seconds
+
+
+def test_the_table_lists_the_ten_most_expensive_rows_and_all_other_work(tmp_path):
+    profile = profiled(gpt_job(), Setting(tier="disk"), tmp_path)
+    text = io.StringIO()
+    Console(file=text, width=140).print(table_of(profile))
+    lines = text.getvalue().splitlines()
+    assert lines[1].split()[:3] == ["PyTorch", "module", "time,"]
+    assert [line.split()[0] for line in lines[2:12]] == [str(number) for number in range(10)]
+    assert lines[2].split()[1] == profile.modules[0].name
+    for name in ("other rows of modules", "wait for weights", "gradients to the store", "rest of the step"):
+        assert name in text.getvalue()
+    assert lines[-1].split()[-1] == "100.00"
+
+
+def test_operators_are_listed_by_module(tmp_path):
+    profile = profiled(gpt_job(), Setting(in_place=True), tmp_path, operators=True)
+    text = profile.operators
+    block = text[text.index("model.transformer.h.0.attn.fwd") :].split("model.")[1]
+    assert "aten::" in block
+    assert "Self CPU time total" in text
+
+
+def run_callback(callback, job, setting, folder, *, steps, plan=lambda plan: plan):
+    with make_engine(job, setting, folder) as engine:
+        callback.on_fit_start(FitStart(0, steps, plan(engine.plan), engine.model))
+        for step in range(1, steps + 1):
+            start = time.perf_counter()
+            report = engine.train_step(job.batches(step), job.update(step))
+            step_s = time.perf_counter() - start
+            callback.on_step_end(StepEnd(step, report.loss, 0.1, 1.0, True, 1.0, 0, step_s, 0, 0, 1.0, 0.0))
+        callback.on_fit_end()
+
+
+def with_prediction(plan):
+    parts = {"update": 0.01, "compute": 0.1, "copy": 0.0, "disk": 0.05, "link": 0.0, "overlap": -0.02}
+    return dataclasses.replace(plan, prediction=Prediction(0, 0, 0, 0.14, {}, parts))
+
+
+def test_the_files_of_a_profile_can_be_read(tmp_path):
+    folder = tmp_path / "profile"
+    console = Console(file=io.StringIO(), width=140)
+    callback = OpProfiler(2, 3, folder, console)
+    run_callback(callback, gpt_job(), Setting(tier="disk"), tmp_path, steps=4, plan=with_prediction)
+    assert "Time of steps 2 to 3" in console.file.getvalue()
+    found = json.loads((folder / "op_profile.json").read_text())
+    assert found["steps"] == [2, 3]
+    assert found["prediction"]["compute"]["predicted_ms"] == pytest.approx(100)
+    assert {"update", "compute", "disk", "step"} == found["prediction"].keys()
+    assert found["all_threads"]["disk read"]["bytes"] > 0
+    trace = json.loads((folder / "chrome_trace.json").read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert set(LANES) <= set(lanes.values())
+    ends = defaultdict(float)
+    work = sorted((event for event in trace if event["ph"] == "X"), key=lambda event: event["ts"])
+    for event in work:
+        assert event["ts"] >= ends[event["tid"]] - 1e-3  # nothing overlaps in a lane
+        ends[event["tid"]] = event["ts"] + event["dur"]
+    assert {"compute", "update", "fetch", "disk read", "disk write", "gradient"} <= {e["cat"] for e in work}
+    assert any(event["name"] == "model.transformer.h.0.attn.bwd" for event in work)
+    pytest.importorskip("matplotlib")
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_ends_before_the_last_profiled_step_has_a_profile(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        run_callback(OpProfiler(2, 9, tmp_path / "p"), regression(Model, 2, 4), Setting(), tmp_path, steps=2)
+    assert "ends with the run at step 2, not at step 9" in caplog.text
+    assert json.loads((tmp_path / "p" / "op_profile.json").read_text())["steps"] == [2]
+
+
+def test_steps_that_the_run_does_not_have_are_an_error_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match="between 1 and 4, the last step of the run, got 5 to 6"):
+        run_callback(OpProfiler(5, 6, tmp_path / "p"), regression(Model, 2, 4), Setting(), tmp_path, steps=4)
+    for start, end in ((3, 2), (0, 2)):
+        with pytest.raises(ConfigError, match="expected 1 <= start_step <= end_step"):
+            OpProfiler(start, end, tmp_path)
+
+
+def test_a_folder_that_is_a_file_is_an_error_before_the_run(tmp_path):
+    (tmp_path / "p").write_text("")
+    with pytest.raises(RunError, match="expected a folder or nothing, found a file"):
+        run_callback(OpProfiler(1, 1, tmp_path / "p"), regression(Model, 2, 4), Setting(), tmp_path, steps=1)
+
+
+def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    (tmp_path / "q").write_text("")
+    profile = profiled(regression(Model, 2, 4), Setting(), tmp_path, steps=2)
+    with caplog.at_level(logging.WARNING):
+        write_profile(tmp_path / "q", profile)
+    assert "the profile was not written; the training is not affected" in caplog.text
