@@ -26,7 +26,7 @@ def members() -> dict[str, set[str]]:
     """Return the names that each class of the engine defines: methods, attributes, and those of its bases."""
     found: dict[str, set[str]] = {}
     bases: dict[str, list[str]] = {}
-    for folder in ("core", "plan", "store", "stream", "fabric", "api", "trainer"):
+    for folder in ("core", "plan", "store", "stream", "profiler", "fabric", "api", "trainer"):
         for file in sorted((SOURCE / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef):

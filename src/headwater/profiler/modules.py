@@ -67,7 +67,7 @@ class ModuleWatch:
     Attributes:
         names: name of each row; `.fwd` and `.bwd` of each module.
         stamps: (clock, row) whenever another row begins, in order.
-        calls: number of calls by row; a backward is called as often as its forward.
+        calls: number of calls by row; only forwards are counted.
 
     Args:
         modules: the modules by qualified name; the model itself has the empty name.
@@ -136,7 +136,7 @@ class ModuleWatch:
         self._switch(REST)
 
     def _claim(self, behind: list[Any], first: int, hook: Callable[[Any], None]) -> list[Any]:
-        """Register a hook on all nodes that were created since number `first` and have none yet.
+        """Register a hook on all nodes that were created since number `first`, unless they have one.
 
         Args:
             behind: nodes to begin with.

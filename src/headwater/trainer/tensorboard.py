@@ -50,6 +50,7 @@ class TensorBoard(Callback):
             "stream/bytes_out": event.bytes_out,
             "stream/slab_hit_rate": event.hit_rate,
             "stream/wait_s": event.wait_s,
+            **{f"time/{kind.replace(' ', '_')}_s": seconds for kind, seconds in event.busy_s.items()},
         })  # fmt: skip
 
     def on_validate_end(self, event: ValidateEnd) -> None:
