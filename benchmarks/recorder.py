@@ -121,8 +121,10 @@ def main() -> None:
     rows = []
     for name in ("GPT 12×256", "200 tiny stages"):
         rows.append(measure(name, None, args.steps))
+        print(rows[-1], flush=True)
         with tempfile.TemporaryDirectory(prefix="headwater-bench-") as folder:
             rows.append(measure(name, Path(folder), args.steps))
+        print(rows[-1], flush=True)
     print_table(rows)
     print(save("recorder", {"span_us": span_us(), "rows": rows}))
 
