@@ -57,7 +57,7 @@ def test_waits_of_other_threads_do_not_count():
 
 
 def test_parts_outside_of_the_range_do_not_count():
-    found = times(event(COMPUTE, -5, 3), event(INPUT, 9, 12))
+    found = times(event(COMPUTE, -5, 3), event(INPUT, 9, 12), event(INPUT, 20, 30), event(COMPUTE, -9, -7))
     assert found.busy_s == {"compute": 3.0, "input": 1.0}
 
 

@@ -206,6 +206,9 @@ def test_the_files_of_a_profile_can_be_read(tmp_path):
     assert found["steps"] == [2, 3]
     assert found["prediction"]["compute"]["predicted_ms"] == pytest.approx(100)
     assert {"update", "compute", "disk", "step"} == found["prediction"].keys()
+    assert all(entry["ratio"] > 0 for entry in found["prediction"].values())
+    whole_ms = found["step_ms"]
+    assert all(0 < entry["ms"] <= whole_ms for entry in found["all_threads"].values())
     assert found["all_threads"]["disk read"]["bytes"] > 0
     trace = json.loads((folder / "chrome_trace.json").read_text())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}

@@ -80,6 +80,8 @@ def busy_times(
     others: dict[Kind, list[tuple[int, int]]] = {}
     moved: dict[str, int] = {}
     for kind, _, name, first, last, num_bytes in events:
+        if last <= begin or first >= end:
+            continue
         where = own if name == thread else others
         where.setdefault(kind, []).append((max(first, begin), min(last, end)))
         if num_bytes:

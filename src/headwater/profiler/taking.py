@@ -65,6 +65,8 @@ class ProfiledSteps:
         """Remove the layers, and return the profile of the steps."""
         self.close()
         thread = RECORDER.lane().thread
+        # Work that continues in the next step was read twice.
+        self._events = list(dict.fromkeys(self._events))
         own = [event for event in self._events if event.thread == thread]
         stamps, names = self._watch.stamps, dict(enumerate(self._watch.names))
         names |= {LOSS: "loss", REST: "step"}
