@@ -2,8 +2,8 @@
 
 One process trains a model, and the recorder is on in every second step. The cost is the difference of the
 medians, as a share of a step. Neighbouring steps see the same machine. On a busy machine the difference is
-noise; then `counted_percent` is the better number: the events of a step times the cost of one, and the time in
-which they are read.
+noise; then `counted_percent` is the better number: the events of a step times the cost of one, and the time
+in which they are read.
 """
 
 from __future__ import annotations
