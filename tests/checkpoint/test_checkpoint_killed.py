@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkpoint_runs import LARGE, assert_same, make_store, train
 from killed_run import HISTORY_WRITTEN, NUM_KILLS, NUM_STEPS
+
+from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 
@@ -33,3 +36,18 @@ def test_killed_run_resumes_to_the_same_bits(tmp_path, tier):
     assert (
         len({tuple(outcome["resumed_from"]) for outcome in outcomes}) >= 4
     )  # kills were spread over the run
+
+
+def test_a_kill_within_a_write_behind_leaves_the_checkpoint_before(tmp_path):
+    """The threads that write large parameters are killed with the process."""
+    command = [sys.executable, str(SCRIPT.with_name("killed_save.py")), str(tmp_path), "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "checkpoint_2.partial").is_dir()
+    manager = CheckpointManager(tmp_path)
+    with ModelDirLock(tmp_path):
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint_1"]
+        loaded, expected = make_store(shapes=LARGE), make_store(shapes=LARGE)
+        manager.load(loaded, manager.newest_whole())
+    train(expected, 0)
+    assert_same(loaded, expected)

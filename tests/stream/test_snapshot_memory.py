@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from headwater.core.transfers import BUFFER_BYTES
+
 pytestmark = pytest.mark.real_start
 
 SCRIPT = """
@@ -80,5 +82,5 @@ def test_training_with_checkpoints_stays_within_the_plan(measured):
 
 
 def test_saving_two_stages_at_once_uses_the_memory_in_the_plan(measured):
-    counted = measured["parts"]["snapshot"]
+    counted = measured["parts"]["snapshot"] - BUFFER_BYTES  # these reads need no buffers for writes
     assert counted / 2 < measured["held"] <= counted

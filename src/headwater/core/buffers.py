@@ -24,6 +24,11 @@ def round_up(count: int, multiple: int = PAGE_BYTES) -> int:
     return -(-count // multiple) * multiple
 
 
+def round_down(count: int, multiple: int = PAGE_BYTES) -> int:
+    """Return the largest multiple of `multiple` that is at most `count`."""
+    return count // multiple * multiple
+
+
 def aligned_empty(num_bytes: int) -> torch.Tensor:
     """Allocate a page-aligned uint8 tensor of zeros in a memory mapping that only this tensor uses.
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 import weakref
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from headwater.core.errors import CheckpointError, CorruptError, DiskFullError, RunError, StoreError
+import torch
 
-CHUNK_BYTES = 4 << 20
+from headwater.core.buffers import PAGE_BYTES, round_up
+from headwater.core.errors import CheckpointError, CorruptError, DiskFullError, RunError, StoreError
+from headwater.core.transfers import RUN_BYTES, WriteBehind, read_pages, write_all
+
+CHUNK_BYTES = RUN_BYTES
 """Largest chunk with a checksum. Reading verifies whole chunks, so they are small."""
 
 Chunk = tuple[int, int, int]
@@ -23,6 +28,9 @@ Chunk = tuple[int, int, int]
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a file or folder that is still being written, or that is being deleted."""
+
+BEHIND_BYTES = 1 << 18
+"""Smallest chunk that a thread writes, through a buffer."""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -183,6 +191,7 @@ class CheckedFile:
         self.path = path
         self.num_bytes = num_bytes
         self._chunks: list[Chunk] = []
+        self._behind: WriteBehind | None = None
         with disk_errors(path):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
             try:
@@ -194,7 +203,10 @@ class CheckedFile:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Offset, length and checksum of each chunk that was written, in file order."""
+        """Offset, length and checksum of each chunk, in file order; blocks until all are written."""
+        if self._behind is not None:
+            with disk_errors(self.path):
+                self._behind.drain()
         return sorted(self._chunks)
 
     def __enter__(self) -> Self:
@@ -203,23 +215,48 @@ class CheckedFile:
         return self
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Write bytes at `offset`. Each byte of the file is written once."""
+        """Write bytes at `offset`, perhaps after the return. Each byte of the file is written once.
+
+        Raises:
+            StoreError: if this or an earlier write has failed.
+        """
         with disk_errors(self.path):
             for first in range(0, len(data), CHUNK_BYTES):
                 chunk = data[first : first + CHUNK_BYTES]
-                done = 0
-                while done < len(chunk):
-                    done += os.pwrite(self._fd, chunk[done:], offset + first + done)
-                # The checksum is of the bytes in memory, so that reading finds what the disk has damaged.
-                self._chunks.append((offset + first, len(chunk), zlib.crc32(chunk)))
+                if len(chunk) < BEHIND_BYTES:
+                    write_all(self._fd, offset + first, chunk)
+                    self._note(offset + first, len(chunk), zlib.crc32(chunk))
+                else:
+                    self._behind = self._behind or WriteBehind(self.path, self._fd, self._note)
+                    self._behind.write(offset + first, chunk)
+
+    def put_zeros(self, offset: int, count: int) -> None:
+        """Write zeros at `offset`: note their checksum. The reserved space holds zeros already."""
+        for first in range(offset, offset + count, CHUNK_BYTES):
+            length = min(CHUNK_BYTES, offset + count - first)
+            self._note(first, length, _checksum_of_zeros(length))
+
+    def _note(self, offset: int, length: int, checksum: int) -> None:
+        self._chunks.append((offset, length, checksum))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        behind, self._behind = self._behind, None
         with disk_errors(self.path):
             try:
                 if kind is None:
+                    if behind is not None:
+                        behind.drain()
                     os.fsync(self._fd)
             finally:
+                # Before the descriptor is closed, whose number another file may get.
+                if behind is not None:
+                    behind.abandon()
                 os.close(self._fd)
+
+
+@functools.lru_cache(maxsize=16)
+def _checksum_of_zeros(count: int) -> int:
+    return zlib.crc32(bytes(count))
 
 
 class FileBytes:
@@ -247,7 +284,7 @@ class FileBytes:
             weakref.finalize(self, os.close, self._held)
         self.num_bytes = (path.stat() if self._held is None else os.fstat(self._held)).st_size
         self._chunks: Sequence[Chunk] | None = None
-        self._last: tuple[int, bytes] | None = None  # a chunk that was read in part: its rest may be next
+        self._last: tuple[int, bytearray] | None = None  # a chunk that was read in part: its rest may be next
         if chunks is not None:
             self.expect(chunks)
 
@@ -271,49 +308,116 @@ class FileBytes:
             )
 
     def read(self, low: int, count: int, what: str) -> bytes:
-        """Return `count` bytes from offset `low` on.
+        """Return `count` bytes from offset `low` on; see `read_into`."""
+        data = bytearray(count)
+        self.read_into(low, memoryview(data), what)
+        return bytes(data)
+
+    def read_into(self, low: int, into: memoryview, what: str) -> None:
+        """Fill `into` with the bytes from offset `low` on. Several threads may call it at once.
 
         Args:
             low: offset in the file.
-            count: number of bytes.
+            into: writable memory.
             what: name of the bytes, for errors.
 
         Raises:
             CorruptError: if the bytes are not those that were written.
         """
         if self._chunks is None:
-            return self._read(low, count, what)
-        high, parts = low + count, []
+            self._read(low, into, what)
+            return
+        high = low + len(into)
         index = bisect_right(self._chunks, low, key=lambda chunk: chunk[0]) - 1
         while index < len(self._chunks) and self._chunks[index][0] < high:
             offset, length, _ = self._chunks[index]
-            chunk = self._chunk(index, what)
-            parts.append(chunk[max(low - offset, 0) : high - offset])
-            # A run of elements seldom ends at a chunk: the next run begins in the same one.
-            self._last = (index, chunk) if high < offset + length else None
+            start, stop = max(low, offset), min(high, offset + length)
+            part = into[start - low : stop - low]
+            if stop - start == length:
+                self._read_chunk(index, part, what)
+            else:
+                chunk = self._chunk(index, what)
+                part[:] = chunk[start - offset : stop - offset]
+                # A run of elements seldom ends at a chunk: the next run begins in the same one.
+                self._last = (index, chunk) if high < offset + length else None
             index += 1
-        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _chunk(self, index: int, what: str) -> bytes:
+    def read_padded(self, low: int, count: int, buffer: torch.Tensor, what: str) -> torch.Tensor:
+        """Return `count` bytes from offset `low` on, past the page cache if possible; see `read_into`.
+
+        Args:
+            low: offset in the file.
+            count: number of bytes.
+            buffer: page-aligned uint8 memory, `PADDING_BYTES` larger than `count`.
+            what: name of the bytes, for errors.
+
+        Returns:
+            The part of `buffer` with the bytes.
+
+        Raises:
+            CorruptError: if the bytes are not those that were written.
+        """
+        before = low % PAGE_BYTES
+        part = buffer[before : before + count]
+        chunks = self._whole_chunks(low, count)
+        pages = buffer[: round_up(before + count)]
+        with disk_errors(self.path):
+            path = str(self.path) if self._held is None else f"/proc/self/fd/{self._held}"
+            done = chunks is not None and read_pages(path, low - before, pages, before + count)
+        if chunks is None or not done:
+            self.read_into(low, part.numpy().data, what)
+            return part
+        for index in chunks:
+            assert self._chunks is not None, "only a file with checksums has chunks"
+            offset, length, _ = self._chunks[index]
+            self._check(index, part[offset - low : offset - low + length].numpy().data, what)
+        return part
+
+    def _whole_chunks(self, low: int, count: int) -> range | None:
+        """Return the chunks that make up a run; `None` if the run begins or ends within a chunk."""
+        if self._chunks is None:
+            return range(0)
+        first = bisect_right(self._chunks, low, key=lambda chunk: chunk[0]) - 1
+        stop = bisect_left(self._chunks, low + count, key=lambda chunk: chunk[0])
+        ends = self._chunks[stop - 1][0] + self._chunks[stop - 1][1]
+        return range(first, stop) if (self._chunks[first][0], ends) == (low, low + count) else None
+
+    def _chunk(self, index: int, what: str) -> bytearray:
         assert self._chunks is not None, "only a file with checksums has chunks"
-        if self._last is not None and self._last[0] == index:
-            return self._last[1]
+        last = self._last  # once: another thread may replace it
+        if last is not None and last[0] == index:
+            return last[1]
+        data = bytearray(self._chunks[index][1])
+        self._read_chunk(index, memoryview(data), what)
+        return data
+
+    def _read_chunk(self, index: int, into: memoryview, what: str) -> None:
+        assert self._chunks is not None, "only a file with checksums has chunks"
+        self._read(self._chunks[index][0], into, what)
+        self._check(index, into, what)
+
+    def _check(self, index: int, data: memoryview, what: str) -> None:
+        """Compare the bytes of a chunk with its checksum."""
+        assert self._chunks is not None, "only a file with checksums has chunks"
         offset, length, checksum = self._chunks[index]
-        data = self._read(offset, length, what)
         if zlib.crc32(data) != checksum:
             raise CorruptError(
                 f"{what}: bytes {offset} to {offset + length} of the file are not what was written",
                 where=str(self.path),
                 remedy=_OTHER_COPY,
             )
-        return data
 
-    def _read(self, low: int, count: int, what: str) -> bytes:
+    def _read(self, low: int, into: memoryview, what: str) -> None:
         with disk_errors(self.path), self._opened() as file:
-            data = _read_at(file, low, count)
-        if len(data) < count:
-            raise CorruptError(f"{what}: the file is truncated", where=str(self.path), remedy=_OTHER_COPY)
-        return data
+            done = 0
+            while done < len(into):
+                # One call reads 2 GiB at most.
+                count = os.preadv(file, [into[done:]], low + done)
+                if count == 0:
+                    raise CorruptError(
+                        f"{what}: the file is truncated", where=str(self.path), remedy=_OTHER_COPY
+                    )
+                done += count
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -322,11 +426,3 @@ class FileBytes:
             return
         with self.path.open("rb") as file:
             yield file.fileno()
-
-
-def _read_at(file: int, low: int, count: int) -> bytes:
-    """Return `count` bytes from offset `low` on, or all up to the end. One `pread` reads 2 GiB at most."""
-    parts = [os.pread(file, count, low)]
-    while parts[-1] and (done := sum(map(len, parts))) < count:
-        parts.append(os.pread(file, count - done, low + done))
-    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -10,14 +10,18 @@ import dataclasses
 import json
 import math
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_down
 from headwater.core.errors import CheckpointError
 from headwater.core.files import CHUNK_BYTES, CheckedFile, Chunk, FileBytes
+from headwater.core.transfers import PADDING_BYTES, Read, read_ahead, shared_transfers
 
 DTYPE_CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -32,6 +36,7 @@ DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 """Name of a dtype in the safetensors format -> dtype."""
 
 _LENGTH_BYTES = 8
+_LARGE_BYTES = 1 << 20  # tensors of this size are read by several threads
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
 TensorKind = tuple[torch.dtype, tuple[int, ...]]
@@ -109,6 +114,11 @@ class TensorFileWriter(CheckedFile):
         assert values.dtype == place.dtype, f"{name} is laid out as {place.dtype}, not {values.dtype}"
         self.put(place.offset + start * place.dtype.itemsize, as_bytes(values))
 
+    def write_zeros(self, name: str, start: int, count: int) -> None:
+        """Write zeros to a run of `count` elements of tensor `name` that begins with its element `start`."""
+        size = self.places[name].dtype.itemsize
+        self.put_zeros(self.places[name].offset + start * size, count * size)
+
     def write_pieces(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
         """Write tensor `name` from pieces in order, converted to its dtype in the file."""
         start = 0
@@ -141,6 +151,7 @@ class TensorFile:
 
     def __init__(self, path: Path, chunks: Sequence[Chunk] | None = None, *, hold: bool = False) -> None:
         self._bytes = FileBytes(path, chunks, hold=hold)
+        self._transfers = shared_transfers()  # kept, so that not every read starts threads
         self.path = path
         if self._bytes.num_bytes < _LENGTH_BYTES:
             raise _not_safetensors(path, "it is too short")
@@ -171,12 +182,43 @@ class TensorFile:
             CorruptError: if the bytes are not those that were written.
         """
         place = self.places[name]
-        if count == 0:
-            return torch.empty(0, dtype=place.dtype)
         size = place.dtype.itemsize
-        data = self._bytes.read(place.offset + start * size, count * size, f"tensor {name}")
-        # A copy, because torch warns of tensors over bytes that cannot be written.
-        return torch.frombuffer(bytearray(data), dtype=place.dtype)
+        low = place.offset + start * size
+        if count * size < _LARGE_BYTES:
+            values = torch.empty(count, dtype=place.dtype)
+            if count:
+                self._bytes.read_into(low, as_bytes(values), f"tensor {name}")
+            return values
+        before = low % PAGE_BYTES
+        buffer = aligned_empty(count * size + PADDING_BYTES)
+        threads = self._transfers.threads
+        # The parts share the pages at their borders, and read the same bytes into these.
+        for reading in [
+            threads.submit(
+                self.read_padded, name, first, parts, buffer[round_down(before + (first - start) * size) :]
+            )
+            for _, _, first, parts in self._runs(name, start, count)
+        ]:
+            reading.result()
+        return _in_dtype(buffer[before : before + count * size], place.dtype)
+
+    def read_padded(self, name: str, start: int, count: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Read a run of elements of tensor `name` to a padded buffer, and return its bytes there.
+
+        Args:
+            name: the tensor.
+            start: the first element.
+            count: number of elements.
+            buffer: page-aligned uint8 memory, `PADDING_BYTES` larger than the run.
+
+        Raises:
+            CorruptError: if the bytes are not those that were written.
+        """
+        place = self.places[name]
+        size = place.dtype.itemsize
+        if count == 0:
+            return buffer[:0]
+        return self._bytes.read_padded(place.offset + start * size, count * size, buffer, f"tensor {name}")
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Return tensor `name` in its shape."""
@@ -184,17 +226,51 @@ class TensorFile:
         return self.read(name, 0, math.prod(shape)).view(shape)
 
     def read_pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield tensor `name` in 1-D pieces of up to `CHUNK_BYTES`, in order."""
-        place = self.places[name]
-        numel, count = math.prod(place.shape), CHUNK_BYTES // place.dtype.itemsize
-        for start in range(0, numel, count):
-            yield self.read(name, start, min(count, numel - start))
+        """Yield tensor `name` in order, in 1-D pieces of up to `CHUNK_BYTES`, each valid until the next."""
+        runs = self._runs(name, 0, math.prod(self.places[name].shape))
+        if len(runs) == 1:
+            yield self.read(*runs[0][1:])
+        else:
+            yield from read_runs(runs)
+
+    def _runs(self, name: str, start: int, count: int) -> list[Run]:
+        """Return `count` elements of tensor `name` as runs of up to `CHUNK_BYTES`, in order."""
+        at_once, stop = CHUNK_BYTES // self.places[name].dtype.itemsize, start + count
+        return [(self, name, first, min(at_once, stop - first)) for first in range(start, stop, at_once)]
 
     def verify(self) -> None:
         """Read every tensor and compare it with its checksums."""
-        for name in self.places:
-            for _ in self.read_pieces(name):
-                pass
+        buffer = aligned_empty(CHUNK_BYTES + PADDING_BYTES)
+        for name, place in self.places.items():
+            for _, _, start, count in self._runs(name, 0, math.prod(place.shape)):
+                self.read_padded(name, start, count, buffer)
+
+
+Run = tuple[TensorFile, str, int, int]
+"""A run of elements of a tensor in a file: the file, the tensor's name, the first element, their number."""
+
+
+def read_runs(runs: Iterable[Run]) -> Iterator[torch.Tensor]:
+    """Yield runs in their order, 1-D, while threads read the next ones. Each is valid until the next.
+
+    Raises:
+        CorruptError: if the bytes are not those that were written.
+    """
+    dtypes: deque[torch.dtype] = deque()
+
+    def reads() -> Iterator[Read]:
+        for file, name, start, count in runs:
+            dtype = file.places[name].dtype
+            dtypes.append(dtype)
+            yield count * dtype.itemsize, partial(file.read_padded, name, start, count)
+
+    for data in read_ahead(reads()):
+        yield _in_dtype(data, dtypes.popleft())
+
+
+def _in_dtype(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes as a tensor of `dtype`: a copy if a file has them at an odd place."""
+    return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
 
 
 def _parse_header(

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
+from headwater.core.files import BEHIND_BYTES
 from headwater.core.stage import StageSpec
+from headwater.core.transfers import BUFFER_BYTES
 from headwater.core.units import MIB
 from headwater.plan.belady import slab_capacity
 from headwater.plan.types import WHOLE_STORE, Activations, Plan, StageCost, StoreShare, Trace
@@ -151,7 +153,7 @@ class Footprint:
         """Return the bytes of the weight store in host memory and on disk."""
         host = {"interpreter": self._base_bytes, "data workers": self._worker_bytes}
         if plan.tier == "memory":
-            return host | {"weight store": self.stored_bytes}, {}
+            return host | {"weight store": self.stored_bytes, "snapshot": self._writing_bytes}, {}
         in_memory = sum(self.stages[stage].stored for stage in plan.in_memory)
         readers, images = self.share.disk_ranks, self.share.images
         if plan.device != "cpu":  # each rank reads for itself, through page-locked memory
@@ -188,12 +190,20 @@ class Footprint:
     def snapshot_bytes(self) -> int:
         """Bytes of host memory of the wire images that a checkpoint of the disk tier saves at the same time.
 
-        One stage is saved in the background, and another by a thread that is about to update it.
+        One stage is saved in the background, and another by a thread that is about to update it. Both write
+        through the same buffers.
         """
         if not self._checkpoints:
             return 0
         pieces = _SNAPSHOT_THREADS * 2 * PIECE_ELEMENTS * _FP32_BYTES
-        return sum(sorted(self.slab_sizes)[-_SNAPSHOT_THREADS:]) + pieces
+        return sum(sorted(self.slab_sizes)[-_SNAPSHOT_THREADS:]) + pieces + self._writing_bytes
+
+    @cached_property
+    def _writing_bytes(self) -> int:
+        """Bytes of the buffers through which checkpoints are written; small parameters need none."""
+        params = (param for stage in self.trace.stages for param in stage.params)
+        is_large = any(param.numel * _FP32_BYTES >= BEHIND_BYTES for param in params)
+        return BUFFER_BYTES if self._checkpoints and is_large else 0
 
     def held_gradients(self, plan: Plan) -> int:
         """Return the bytes of all gradients that the store keeps from the end of backward to the update."""

@@ -11,12 +11,12 @@ from typing import final
 
 import torch
 
-from headwater.core.buffers import aligned_empty
+from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_up
 from headwater.core.files import disk_errors
 from headwater.core.recorder import RECORDER, WAIT
 from headwater.store.files import open_files
 from headwater.store.layout import Group, StageLayout
-from headwater.store.tier import WHOLE, Tier
+from headwater.store.tier import WHOLE, Pages, Tier, all_pages
 
 _READ_AHEAD = 2
 _STAGING_BUFFERS = 4  # for two readers at full speed
@@ -61,6 +61,9 @@ class DiskTier(Tier):
     ) -> None:
         super().__init__(layouts)
         self.writes_behind = write_behind
+        # A checksum is of a whole block.
+        self._wire_unit_bytes = _WIRE_BLOCK_BYTES if verify else PAGE_BYTES
+        self._reads_pages = not verify
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         kept = [layout.groups for layout in layouts] if kept is None else kept
@@ -98,12 +101,14 @@ class DiskTier(Tier):
     def _all_blocks(
         self, transfer: Callable[[int, torch.Tensor], None], image: torch.Tensor, part: slice
     ) -> None:
-        """Read or write all blocks that overlap `part` of a wire image. Only whole blocks have checksums."""
+        """Read or write the pages of a part of a wire image; with checksums, all blocks that overlap it."""
         first, stop, _ = part.indices(image.numel())
-        # Back to the beginning of the block in which the part begins.
-        before = first % _WIRE_BLOCK_BYTES if first < stop else 0
-        starts = range(first - before, stop, _WIRE_BLOCK_BYTES)
-        blocks = {start: image[start : start + _WIRE_BLOCK_BYTES] for start in starts}
+        if first >= stop:
+            return
+        unit = self._wire_unit_bytes
+        stop = min(round_up(stop, unit), image.numel())
+        starts = range(first // unit * unit, stop, _WIRE_BLOCK_BYTES)
+        blocks = {start: image[start : min(start + _WIRE_BLOCK_BYTES, stop)] for start in starts}
 
         def one(start: int) -> None:  # no view is an argument, since a worker keeps its last arguments
             transfer(start, blocks.pop(start))
@@ -114,9 +119,11 @@ class DiskTier(Tier):
                 future.result()
 
     def groups(
-        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
+        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool, pages: Pages = all_pages
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         self._settle(stage)
+        if not self._reads_pages:
+            pages = all_pages
         waiting: deque[tuple[Group, torch.Tensor, Future[None] | None]] = deque()
         todo = deque(groups)
         try:
@@ -126,7 +133,7 @@ class DiskTier(Tier):
                         buffer = self._free_buffer(wait=not waiting)
                     if buffer is None:
                         break
-                    waiting.append(self._begin(stage, todo.popleft(), buffer, read))
+                    waiting.append(self._begin(stage, todo.popleft(), buffer, pages if read else None))
                 group, buffer, reading = waiting[0]
                 if reading is not None:
                     with RECORDER.span(WAIT, self.layouts[stage].stage.name):
@@ -134,7 +141,7 @@ class DiskTier(Tier):
                 yield group, buffer[: group.num_bytes]
                 # After the yield: if the caller fails, `finally` returns this buffer too.
                 waiting.popleft()
-                self._end(stage, group, buffer, write)
+                self._end(stage, group, buffer, pages if write else None)
             if not self.writes_behind:
                 self._settle(stage)
         finally:  # the caller failed or stopped early: the remaining groups are not written
@@ -155,20 +162,30 @@ class DiskTier(Tier):
             return None
 
     def _begin(
-        self, stage: int, group: Group, buffer: torch.Tensor, read: bool
+        self, stage: int, group: Group, buffer: torch.Tensor, pages: Pages | None
     ) -> tuple[Group, torch.Tensor, Future[None] | None]:
-        if not read:
+        if pages is None:
             return group, buffer, None
-        offset = self._rest_at[stage] + group.offset
-        reading = self._threads.submit(self._files[stage].read, offset, buffer[: group.num_bytes])
-        return group, buffer, reading
+        transfer = self._files[stage].read
+        return group, buffer, self._threads.submit(self._transfer, transfer, stage, group, buffer, pages)
 
-    def _end(self, stage: int, group: Group, buffer: torch.Tensor, write: bool) -> None:
-        if not write:
+    def _transfer(
+        self,
+        transfer: Callable[[int, torch.Tensor], None],
+        stage: int,
+        group: Group,
+        buffer: torch.Tensor,
+        pages: Pages,
+    ) -> None:
+        for part in pages(group):
+            transfer(self._rest_at[stage] + group.offset + part.start, buffer[part])
+
+    def _end(self, stage: int, group: Group, buffer: torch.Tensor, pages: Pages | None) -> None:
+        if pages is None:
             self._staging.put(buffer)
             return
-        offset = self._rest_at[stage] + group.offset
-        writing = self._threads.submit(self._files[stage].write, offset, buffer[: group.num_bytes])
+        transfer = self._files[stage].write
+        writing = self._threads.submit(self._transfer, transfer, stage, group, buffer, pages)
         # Not before: the disk still reads the buffer.
         writing.add_done_callback(lambda _: self._staging.put(buffer))
         self._writes[stage].append(writing)

@@ -50,7 +50,7 @@ class Gathering:
         # In one order on all ranks: reading a stage may wait for the ranks that update it.
         for stage in sorted({stage for stage, _ in keys}):
             wanted = {param for other, param in keys if other == stage}
-            for piece in self._store.parameters.read(stage, with_states=False, params=wanted, mine=True):
+            for piece in self._store.parameters.read(stage, states=(), params=wanted, mine=True):
                 target = masters[stage, piece.param]
                 target[piece.start : piece.start + piece.master.numel()] = piece.master
         self._here.barrier("masters of this host")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from headwater.core.buffers import PAGE_BYTES, round_up
+from headwater.core.buffers import PAGE_BYTES, round_down, round_up
 from headwater.core.stage import SLAB_ALIGNMENT_BYTES, ParamSpec, StageSpec
 
 PIECE_ELEMENTS = 1 << 20
@@ -110,6 +110,16 @@ class Group:
     pieces: tuple[Piece, ...]
     offset: int
     num_bytes: int
+
+    def pages_of(self, fields: Collection[str]) -> list[slice]:
+        """Return the bytes of whole pages that hold these fields of the pieces, in order."""
+        pages: list[slice] = []
+        for span in (field.span for piece in self.pieces for field in piece.fields if field.name in fields):
+            start = round_down(span.start)
+            if pages and start <= pages[-1].stop:
+                start = pages.pop().start
+            pages.append(slice(start, round_up(span.stop)))
+        return pages
 
 
 class StageLayout:

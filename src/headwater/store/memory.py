@@ -9,7 +9,7 @@ import torch
 
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.store.layout import Group, StageLayout
-from headwater.store.tier import WHOLE, Tier
+from headwater.store.tier import WHOLE, Pages, Tier, all_pages
 
 
 @final
@@ -47,7 +47,7 @@ class MemoryTier(Tier):
         self._wire[stage][: image.numel()][part].copy_(image[part])
 
     def groups(
-        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
+        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool, pages: Pages = all_pages
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         for group in groups:
             yield group, self._rest[stage][group.offset : group.offset + group.num_bytes]

@@ -9,7 +9,7 @@ import torch
 
 from headwater.core.cleanup import on_failure
 from headwater.store.layout import Group, StageLayout
-from headwater.store.tier import WHOLE, Tier
+from headwater.store.tier import WHOLE, Pages, Tier, all_pages
 
 MakeTier = Callable[[Sequence[StageLayout]], Tier]
 """Returns a tier for some stages, which it counts from 0."""
@@ -56,10 +56,10 @@ class MixedTier(Tier):
         tier.write_wire(number, image, part)
 
     def groups(
-        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
+        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool, pages: Pages = all_pages
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         tier, number = self._place[stage]
-        return tier.groups(number, groups, read=read, write=write)
+        return tier.groups(number, groups, read=read, write=write, pages=pages)
 
     def settle(self) -> None:
         for tier in self._tiers:

@@ -155,9 +155,16 @@ class Ownership:
         """Return the pieces that this host updates, in their groups, among `params` if given."""
         return self._stages[stage].groups(lambda piece: self.is_here(stage, piece), params)
 
-    def own_bytes(self, stage: int) -> slice:
-        """Return the slice of the wire image that this host updates."""
-        return self._wire_ranges[stage][self.host]
+    def own_bytes(self, stage: int, params: Collection[int] | None = None) -> slice:
+        """Return the slice of the wire image that this host updates, or its part with these parameters."""
+        own = self._wire_ranges[stage][self.host]
+        if params is None:
+            return own
+        spec = self.layouts[stage].stage
+        start = min((spec.offsets[param] for param in params), default=own.stop)
+        stop = max((spec.offsets[param] + spec.params[param].wire_bytes for param in params), default=0)
+        start = max(start, own.start)
+        return slice(start, max(start, min(stop, own.stop)))
 
     def wire_ranges(self, stage: int) -> list[slice]:
         """Return, for each host, the slice of the wire image that it updates."""

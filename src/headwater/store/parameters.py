@@ -11,6 +11,7 @@ import torch
 from headwater.core.errors import StoreError
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.store.gradients.port import GradientSink
+from headwater.store.layout import Piece
 from headwater.store.ownership import Ownership
 from headwater.store.pieces import Pieces, PieceState
 from headwater.store.rules import UpdateRules
@@ -54,7 +55,7 @@ class Parameters:
         self,
         stage: int,
         *,
-        with_states: bool = True,
+        states: Collection[str] | None = None,
         up_to: int | None = None,
         params: Collection[int] | None = None,
         mine: bool = False,
@@ -65,14 +66,18 @@ class Parameters:
 
         Args:
             stage: the stage.
-            with_states: read the optimizer state too.
+            states: names of the state tensors to read; all if not given.
             up_to: leave an update for later if it was committed after this number.
             params: only these parameters, by index.
             mine: only the pieces that this rank updates.
         """
         if self._ownership.updates(stage) if mine else self._tier.is_here:
-            with self._access.reading(stage, up_to) as image:
-                yield from self.pieces.read(stage, image, with_states=with_states, params=params, mine=mine)
+            with self._access.reading(stage, up_to, params) as image:
+                yield from self.pieces.read(stage, image, states=states, params=params, mine=mine)
+
+    def own_pieces(self, stage: int) -> list[Piece]:
+        """Return the pieces that this rank updates, in the order in which `write` fills them."""
+        return [piece for group in self._ownership.own_groups(stage) for piece in group.pieces]
 
     def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
         """Replace all values of a stage. All ranks call this function together.
@@ -88,17 +93,24 @@ class Parameters:
             self._gradients.take(stage)  # those that a commit has taken
             self.pieces.write(stage, image, fill)
 
-    def change(self, stage: int, params: Collection[int], change: Callable[[PieceState], None]) -> None:
+    def change(
+        self,
+        stage: int,
+        params: Collection[int],
+        change: Callable[[PieceState], None],
+        states: Collection[str] | None = None,
+    ) -> None:
         """Change parameters of a stage in place. All ranks call this function together.
 
         Args:
             stage: the stage.
             params: the parameters, by index.
             change: called with every piece that this rank updates, up to date; changes `master` and `states`.
+            states: names of the state tensors that it uses; all if not given.
         """
-        with self._access.changing(stage) as image:
+        with self._access.changing(stage, params) as image:
             if image is not None:
-                self.pieces.change(stage, image, params, change)
+                self.pieces.change(stage, image, params, change, states)
 
     def read_param(self, key: ParamKey, state: str | None = None) -> torch.Tensor:
         """Return a copy of a parameter's master or optimizer state tensor, with pending updates applied.
@@ -115,7 +127,8 @@ class Parameters:
         shape, dtype = self._shape_and_dtype(key, state)
         out, filled = torch.empty(shape, dtype=dtype), 0
         # Closed at once: the generator holds the stage's lock.
-        with closing(self.read(stage, with_states=state is not None, params={param})) as pieces:
+        states = () if state is None else (state,)
+        with closing(self.read(stage, states=states, params={param})) as pieces:
             for piece in pieces:
                 value = piece.master if state is None else piece.states[state]
                 out.view(-1)[piece.start : piece.start + value.numel()].copy_(value.view(-1))
@@ -147,7 +160,7 @@ class Parameters:
             target = piece.master if state is None else piece.states[state].view(-1)
             target.copy_(flat[piece.start : piece.start + target.numel()])
 
-        self.change(stage, {param}, replace)
+        self.change(stage, {param}, replace, () if state is None else (state,))
 
     def _shape_and_dtype(self, key: ParamKey, state: str | None) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a parameter's master, or of its optimizer state tensor `state`."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.store.layout import Encoding, Piece
+from headwater.store.layout import MASTER_FIELD, Encoding, Piece
 from headwater.store.masters import Workspaces, read_master, write_master
 from headwater.store.ownership import Ownership
 from headwater.store.rules import UpdateRules
-from headwater.store.tier import Tier
+from headwater.store.tier import Pages, Tier, all_pages
 
 
 @dataclasses.dataclass
@@ -50,6 +50,18 @@ def _arranged(spec: ParamSpec, state: torch.Tensor) -> torch.Tensor:
     return spec.arranged(state.view(-1)) if state.shape == spec.shape else state
 
 
+def _pages(states: Collection[str] | None) -> Pages:
+    """Return the function that finds the pages with masters and these states of a group's pieces.
+
+    Args:
+        states: names of the state tensors; all bytes of the group if not given.
+    """
+    if states is None:
+        return all_pages
+    fields = {*MASTER_FIELD.values(), *states}
+    return lambda group: group.pages_of(fields)
+
+
 class Pieces:
     """Reads and writes pieces. The caller holds the lock of the stage and has applied pending updates.
 
@@ -71,7 +83,7 @@ class Pieces:
         stage: int,
         image: torch.Tensor,
         *,
-        with_states: bool,
+        states: Collection[str] | None,
         params: Collection[int] | None,
         mine: bool = False,
     ) -> Iterator[PieceState]:
@@ -80,26 +92,31 @@ class Pieces:
         Args:
             stage: the stage.
             image: its wire image.
-            with_states: read the optimizer state too.
+            states: names of the state tensors to read; all if not given.
             params: only these parameters, by index.
             mine: only the pieces that this rank updates.
         """
         wires = self._stage(stage).flat_views(image)
         ownership = self._ownership
         groups = ownership.own_groups(stage, params) if mine else ownership.host_groups(stage, params)
-        for group, rest in self._tier.groups(stage, groups, write=False):
+        for group, rest in self._tier.groups(stage, groups, write=False, pages=_pages(states)):
             for piece in group.pieces:
-                yield self._state(stage, piece, wires[piece.param], rest, with_states)
+                yield self._state(stage, piece, wires[piece.param], rest, states)
 
     def _state(
-        self, stage: int, piece: Piece, wire: torch.Tensor, rest: torch.Tensor, with_states: bool
+        self,
+        stage: int,
+        piece: Piece,
+        wire: torch.Tensor,
+        rest: torch.Tensor,
+        states_read: Collection[str] | None,
     ) -> PieceState:
         spec = self._stage(stage).params[piece.param]
         flat_wire = wire[piece.start : piece.stop]
         fields = piece.views(rest)
         master = read_master(piece.encoding, flat_wire, fields, torch.empty(flat_wire.numel()))
-        names = self._rule.state_layout(spec) if with_states else ()
-        states = {name: fields[name] for name in names}
+        layout = self._rule.state_layout(spec)
+        states = {name: fields[name] for name in layout if states_read is None or name in states_read}
         if spec.strides is not None:
             master, states = _row_major(spec, master, states)
         return PieceState(piece.param, piece.start, master, states)
@@ -119,7 +136,12 @@ class Pieces:
                 self._fill(stage, piece, wires[piece.param], rest, fill)
 
     def change(
-        self, stage: int, image: torch.Tensor, params: Collection[int], change: Callable[[PieceState], None]
+        self,
+        stage: int,
+        image: torch.Tensor,
+        params: Collection[int],
+        change: Callable[[PieceState], None],
+        states: Collection[str] | None = None,
     ) -> None:
         """Call `change` with each piece of these parameters that this rank updates, and store the result.
 
@@ -128,12 +150,13 @@ class Pieces:
             image: its wire image.
             params: indices of the parameters.
             change: called with each piece; changes its `master` and `states`.
+            states: names of the state tensors that it uses; all if not given.
         """
         wires = self._stage(stage).flat_views(image)
         groups = self._ownership.own_groups(stage, params)
-        for group, rest in self._tier.groups(stage, groups, write=True):
+        for group, rest in self._tier.groups(stage, groups, write=True, pages=_pages(states)):
             for piece in group.pieces:
-                self._fill(stage, piece, wires[piece.param], rest, change, keep=True)
+                self._fill(stage, piece, wires[piece.param], rest, change, states, keep=True)
 
     def _fill(
         self,
@@ -142,6 +165,7 @@ class Pieces:
         wire: torch.Tensor,
         rest: torch.Tensor,
         fill: Callable[[PieceState], None],
+        states_used: Collection[str] | None = None,
         *,
         keep: bool = False,
     ) -> None:
@@ -154,7 +178,8 @@ class Pieces:
             master = self._workspaces.get("master", flat_wire.numel())
             if keep:
                 master = read_master(encoding, flat_wire, fields, master)
-        states = {name: fields[name] for name in self._rule.state_layout(spec)}
+        layout = self._rule.state_layout(spec)
+        states = {name: fields[name] for name in layout if states_used is None or name in states_used}
         if spec.strides is None:
             fill(PieceState(piece.param, piece.start, master, states))
         else:

@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from headwater.core.errors import CheckpointError
-from headwater.core.safetensors import TensorFile
+from headwater.core.safetensors import Run, TensorFile
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec, StageSpec
 
 Buffers = Mapping[str, torch.Tensor]
@@ -81,6 +81,11 @@ class SavedWeights:
         """
         saved = self._saved_names[name]
         return self._files[saved].read(saved, start, count)
+
+    def run(self, name: str, start: int, count: int) -> Run:
+        """Return the run of elements that `read` reads."""
+        saved = self._saved_names[name]
+        return self._files[saved], saved, start, count
 
     def _match(self, wanted: Iterable[ParamSpec]) -> dict[str, str]:
         """Return name in the model -> name in the files, for each of `wanted` that the files hold."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import final
 
@@ -16,6 +17,7 @@ from headwater.core.errors import HeadwaterError
 from headwater.core.files import PARTIAL_SUFFIX, CheckedFile, disk_errors
 from headwater.core.safetensors import DTYPE_CODES, DTYPES, TensorFileWriter
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.transfers import shared_transfers
 from headwater.store.checkpoint_folder import publish, remove
 from headwater.store.layout import Scalars
 from headwater.store.pieces import PieceState
@@ -70,6 +72,8 @@ class Snapshot:
         self._up_to = store.ledger.num_commits
         self._saved: dict[int, StageEntry] = {}
         self._failure: HeadwaterError | None = None
+        self._transfers = shared_transfers()
+        self._syncing: list[Future[None]] = []
         self._no_hook = store.access.before_update
         self._received = receive_pieces(store)
         with self._nothing_left_on_failure():
@@ -142,14 +146,23 @@ class Snapshot:
 
     def _write_stage(self, stage: StageSpec) -> StageEntry:
         store, weights, optimizer = self._store, self._weights[stage.index], self._optimizer[stage.index]
-        with weights, optimizer, closing(store.parameters.read(stage.index, up_to=self._up_to)) as here:
+        with (
+            ExitStack() as files,
+            closing(store.parameters.read(stage.index, up_to=self._up_to)) as here,
+        ):
+            for file in (weights, optimizer):
+                files.enter_context(file)
             for piece in itertools.chain(here, self._pieces_of_others(stage.index)):
                 param = stage.params[piece.param]
                 weights.write(param.name, piece.start, piece.master)
                 updated = store.scalars.by_stage[stage.index][piece.param] is not None
                 for name, values in piece.states.items():
-                    known = values if updated else torch.zeros_like(values)  # not written before an update
-                    optimizer.write(state_name(param.name, name), piece.start, known)
+                    if updated:
+                        optimizer.write(state_name(param.name, name), piece.start, values)
+                    else:  # the state has no values before the first update
+                        optimizer.write_zeros(state_name(param.name, name), piece.start, values.numel())
+            # On a thread: the next stage is written while these files are synced.
+            self._syncing.append(self._transfers.threads.submit(files.pop_all().close))
         entries = map(self._param_entry, stage.params, store.scalars.by_stage[stage.index])
         return StageEntry(stage.name, weights.path.name, optimizer.path.name, list(entries))
 
@@ -173,10 +186,13 @@ class Snapshot:
             with self._nothing_left_on_failure():
                 for stage in self._store.stages:
                     self.save_stage(stage.index)
+                for file in self._syncing:
+                    file.result()
                 # At last: a folder with a manifest is complete.
                 self._write_extra(MANIFEST_FILE, self._manifest().to_json())
                 publish(self._partial, self.folder)
         finally:
+            wait(self._syncing)
             self._store.access.before_update = self._no_hook
             for _ in self._received:  # also after an error, because other hosts wait until all is received
                 pass

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from headwater.core.errors import CheckpointError, CorruptError
 from headwater.core.files import FileBytes
-from headwater.core.safetensors import TensorFile
+from headwater.core.safetensors import Run, TensorFile, read_runs
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.layout import Scalars
 from headwater.store.pieces import PieceState
@@ -237,31 +238,44 @@ def _fill(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _
     for name, buffer in buffers.items():
         if name in weights:
             buffer.copy_(weights.read(name, 0, buffer.numel()).view(buffer.shape))
+    values = read_runs(_runs(store, weights, states))
     for stage in store.stages:
-        _fill_stage(store, stage, weights, states)
+        _fill_stage(store, stage, weights, states, values)
 
 
-def _fill_stage(store: WeightStore, stage: StageSpec, weights: SavedWeights, states: _States) -> None:
+def _runs(store: WeightStore, weights: SavedWeights, states: _States) -> Iterator[Run]:
+    """Yield all that is read from files, in the order in which `_fill_stage` uses it."""
+    for stage in store.stages:
+        for piece in store.parameters.own_pieces(stage.index):
+            name = stage.params[piece.param].name
+            if name in weights:
+                yield weights.run(name, piece.start, piece.stop - piece.start)
+            sizes = {field.name: math.prod(field.shape) for field in piece.fields}
+            if name in states:
+                for state in store.rule.state_layout(stage.params[piece.param]):
+                    yield states[name].file, state_name(name, state), piece.start, sizes[state]
+
+
+def _fill_stage(
+    store: WeightStore,
+    stage: StageSpec,
+    weights: SavedWeights,
+    states: _States,
+    values: Iterator[torch.Tensor],
+) -> None:
     absent = {index for index, spec in enumerate(stage.params) if spec.name not in weights}
     kept: dict[tuple[int, int], torch.Tensor] = {}
     if absent:
-        pieces = store.parameters.read(stage.index, with_states=False)
+        pieces = store.parameters.read(stage.index, states=())
         # Copies: a piece is valid until the next one.
         kept = {(p.param, p.start): p.master.clone() for p in pieces if p.param in absent}
 
     def fill(piece: PieceState) -> None:
-        name, count = stage.params[piece.param].name, piece.master.numel()
-        known = piece.param not in absent
-        piece.master.copy_(
-            weights.read(name, piece.start, count) if known else kept[piece.param, piece.start]
-        )
-        for state, values in piece.states.items():
-            if name in states:
-                saved = states[name].file.read(state_name(name, state), piece.start, values.numel())
-                values.copy_(saved.view(values.shape))
-            else:
-                # A parameter without saved state begins as one that was never updated.
-                values.zero_()
+        name = stage.params[piece.param].name
+        piece.master.copy_(kept[piece.param, piece.start] if piece.param in absent else next(values))
+        if name in states:  # otherwise the first update makes the state, whatever its memory holds
+            for state in piece.states.values():
+                state.copy_(next(values).view(state.shape))
 
     store.parameters.write(stage.index, fill)
     scalars = [states[spec.name].scalars if spec.name in states else None for spec in stage.params]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
@@ -80,7 +80,9 @@ class StageAccess:
             self._catch_up(stage, None)
 
     @contextmanager
-    def reading(self, stage: int, up_to: int | None) -> Iterator[torch.Tensor]:
+    def reading(
+        self, stage: int, up_to: int | None, params: Collection[int] | None = None
+    ) -> Iterator[torch.Tensor]:
         """Lock a stage for the context, apply its pending update, and yield its wire image for reading.
 
         In the disk tier only the part of the image that this host updates is read.
@@ -88,20 +90,26 @@ class StageAccess:
         Args:
             stage: the stage.
             up_to: leave an update for later if it was committed after this number.
+            params: only these parameters are read, by index; the rest of the image may be undefined.
         """
         if up_to is None:  # a snapshot, which names a number, holds the stage already
             self._wait_for_owners(stage)
         with self.locks.whole(stage):
             buffer = self._buffer(stage)
             self._catch_up(stage, buffer, up_to)
-            with self._tier.wire(stage, buffer, write=False, part=self._ownership.own_bytes(stage)) as image:
+            part = self._ownership.own_bytes(stage, params)
+            with self._tier.wire(stage, buffer, write=False, part=part) as image:
                 yield image
 
     @contextmanager
-    def changing(self, stage: int) -> Iterator[torch.Tensor | None]:
+    def changing(self, stage: int, params: Collection[int] | None = None) -> Iterator[torch.Tensor | None]:
         """Lock a stage for the context, apply its pending update, and yield its wire image to be changed.
 
         All ranks call this together. The image is `None` on a rank that updates nothing of the stage.
+
+        Args:
+            stage: the stage.
+            params: only these parameters are changed, by index; the rest of the image may be undefined.
         """
         self._fabric.neighbours.barrier("a stage to be changed")  # others may still read the old values
         self._wait_for_owners(stage)
@@ -114,7 +122,7 @@ class StageAccess:
             # A running snapshot saves the stage as it is before this change.
             self.before_update(stage, self._ledger.num_commits + 1)
             if updates:
-                own = self._ownership.own_bytes(stage)
+                own = self._ownership.own_bytes(stage, params)
                 with (
                     self.locks.changing(stage),
                     self._tier.wire(stage, buffer, write=True, part=own) as image,

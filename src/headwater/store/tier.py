@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -14,6 +14,14 @@ from headwater.store.layout import Group, StageLayout
 
 WHOLE = slice(0, None)
 """All bytes of a wire image."""
+
+Pages = Callable[[Group], Sequence[slice]]
+"""Returns the bytes of a group that are needed: whole pages, in order."""
+
+
+def all_pages(group: Group) -> Sequence[slice]:
+    """Return all bytes of a group."""
+    return [slice(0, group.num_bytes)]
 
 
 class Tier(abc.ABC):
@@ -83,7 +91,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def groups(
-        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
+        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool, pages: Pages = all_pages
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         """Yield each of these groups with its bytes. The bytes are valid until the next group is yielded.
 
@@ -92,6 +100,7 @@ class Tier(abc.ABC):
             groups: some of those that this host keeps.
             read: read the bytes; false if all of them will be written.
             write: write the bytes back, because they are changed.
+            pages: the bytes that are needed, and changed; the others may be undefined.
         """
 
     @abc.abstractmethod
@@ -122,7 +131,7 @@ class ElsewhereTier(Tier):
         pass
 
     def groups(
-        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool
+        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool, pages: Pages = all_pages
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         return iter(())
 

@@ -175,7 +175,7 @@ class Engine:
         for stage in self.store.stages:
             masters = [torch.empty(spec.shape, dtype=spec.dtype) for spec in stage.params]
             # Read all pieces before the first yield: the stage's lock is held while it is read.
-            for piece in self.store.parameters.read(stage.index, with_states=False):
+            for piece in self.store.parameters.read(stage.index, states=()):
                 flat = masters[piece.param].view(-1)
                 flat[piece.start : piece.start + piece.master.numel()].copy_(piece.master)
             yield from zip([spec.name for spec in stage.params], masters, strict=True)

@@ -54,9 +54,7 @@ class Home:
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield the master piece by piece. A piece is valid until the next is yielded."""
-        with closing(
-            self.store.parameters.read(self.stage, with_states=False, params={self.index})
-        ) as pieces:
+        with closing(self.store.parameters.read(self.stage, states=(), params={self.index})) as pieces:
             for piece in pieces:
                 yield piece.master
 

@@ -316,6 +316,6 @@ def weight_norm(engine: Engine) -> float:
     store.flush()
     if engine.fabric.local_rank == 0:  # one rank for each host: a host keeps a part of the masters
         for stage in store.stages:
-            for piece in store.parameters.read(stage.index, with_states=False):
+            for piece in store.parameters.read(stage.index, states=()):
                 square += float(torch.linalg.vector_norm(piece.master, dtype=torch.float64)) ** 2
     return math.sqrt(sum(engine.fabric.gather(square)))
