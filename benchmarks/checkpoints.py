@@ -226,13 +226,17 @@ def measure(row: Row, disk: Disk, rounds: dict[str, list[tuple[float, float, int
     )
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="folder on the disk to measure")
     parser.add_argument("--bytes", type=float, default=1e9, help="bytes of weights and optimizer state")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="only rows whose name contains this text")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     folder = args.folder / "headwater-checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

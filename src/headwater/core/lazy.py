@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_any, tree_map_only
 
 from headwater.core.errors import StreamError
-from headwater.core.files import CHUNK_BYTES
+from headwater.core.transfers import RUN_BYTES
 
 ReadPieces = Callable[[], Iterator[Tensor]]
 """Function that yields all elements of a tensor in pieces. A piece is valid until the next is yielded."""
@@ -159,7 +159,7 @@ def _refuse_write(written: object) -> None:
         )
 
 
-def pieces_of(tensor: Tensor, max_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
+def pieces_of(tensor: Tensor, max_bytes: int = RUN_BYTES) -> Iterator[Tensor]:
     """Yield all elements of any tensor in order, as 1-D tensors on the host.
 
     Yields:
