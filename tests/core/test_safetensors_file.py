@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.core import files
+from headwater.core import checked_files
 from headwater.core.errors import CorruptError
 from headwater.core.safetensors import DTYPE_CODES, TensorFile, TensorFileWriter
 
@@ -28,7 +28,7 @@ def written(tmp_path_factory):
     """Write a file in small chunks; return it and its checksums."""
     path = tmp_path_factory.mktemp("file") / "x.safetensors"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "CHUNK_BYTES", 24)
+        patch.setattr(checked_files, "CHUNK_BYTES", 24)
         with TensorFileWriter(path, LAYOUT) as file:
             for name, value in reversed(TENSORS.items()):  # in another order than they lie
                 flat = value.view(-1)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from headwater.core.buffers import aligned_empty
+from headwater.core.checked_files import CheckedFile
 from headwater.core.errors import CheckpointError, StoreError
-from headwater.core.files import CheckedFile
 from headwater.core.scratch import open_unnamed, private_folder
 from headwater.store.files import BlockFile
 

@@ -12,8 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from headwater.core.checked_files import CheckedFile
 from headwater.core.errors import CorruptError, DiskFullError, StoreError
-from headwater.core.files import CheckedFile
 from headwater.core.safetensors import TensorFile, TensorFileWriter, read_runs
 from headwater.core.transfers import BUFFER_BYTES, read_ahead, shared_transfers
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from headwater.api.structure import decode, encode
 from headwater.api.transaction import is_open
+from headwater.core.checked_files import CHUNK_BYTES, Chunk
 from headwater.core.cleanup import on_failure
 from headwater.core.errors import CheckpointError
-from headwater.core.files import CHUNK_BYTES, Chunk, disk_errors, sync_folder
+from headwater.core.files import disk_errors, sync_folder
 from headwater.core.lazy import LazyTensor, pieces_of
 from headwater.core.pickles import load_pickled
 from headwater.core.safetensors import DTYPE_CODES, TensorFile, TensorFileWriter, TensorPlace

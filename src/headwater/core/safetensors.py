@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_down
+from headwater.core.checked_files import CHUNK_BYTES, CheckedFile, Chunk, FileBytes
 from headwater.core.errors import CheckpointError
-from headwater.core.files import CHUNK_BYTES, CheckedFile, Chunk, FileBytes
 from headwater.core.transfers import PADDING_BYTES, Read, read_ahead, shared_transfers
 
 DTYPE_CODES = {

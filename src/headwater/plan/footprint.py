@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from headwater.core.files import BEHIND_BYTES
+from headwater.core.checked_files import BEHIND_BYTES
 from headwater.core.stage import StageSpec
 from headwater.core.transfers import BUFFER_BYTES
 from headwater.core.units import MIB

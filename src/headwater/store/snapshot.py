@@ -12,9 +12,10 @@ from typing import final
 
 import torch
 
+from headwater.core.checked_files import CheckedFile
 from headwater.core.cleanup import on_failure
 from headwater.core.errors import HeadwaterError
-from headwater.core.files import PARTIAL_SUFFIX, CheckedFile, disk_errors
+from headwater.core.files import PARTIAL_SUFFIX, disk_errors
 from headwater.core.safetensors import DTYPE_CODES, DTYPES, TensorFileWriter
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.core.transfers import shared_transfers

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from headwater.core.checked_files import FileBytes
 from headwater.core.errors import CheckpointError, CorruptError
-from headwater.core.files import FileBytes
 from headwater.core.safetensors import Run, TensorFile, read_runs
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.layout import Scalars

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from headwater.core.checked_files import Chunk
 from headwater.core.errors import CheckpointError, CorruptError
-from headwater.core.files import Chunk, disk_errors
+from headwater.core.files import disk_errors
 from headwater.core.safetensors import DTYPE_CODES, DTYPES
 from headwater.core.stage import ParamSpec
 from headwater.store.layout import Scalars
