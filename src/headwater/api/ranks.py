@@ -98,9 +98,10 @@ def whole(value: torch.Tensor) -> torch.Tensor:
         return torch.stack(every).sum(0, dtype=value.dtype).to(value.device)
     if any(not torch.equal(each, every[0]) for each in every):
         raise StreamError(
-            f"expected the same tensor on all ranks, got different ones of shape {list(value.shape)} and "
-            f"{value.dtype}, which have no value for the whole batch",
-            remedy="give a closure a mean (floating point), a count (integer), or one entry for each sample",
+            f"expected the same tensor on all ranks, got tensors with different values (shape "
+            f"{list(value.shape)}, {value.dtype}), which cannot be combined into one for the whole batch",
+            remedy="pass a floating-point tensor (ranks are averaged), one integer (ranks are summed), or "
+            "a tensor with one entry for each sample (ranks are concatenated)",
         )
     return value
 

@@ -119,12 +119,17 @@ def learning_rate_scale(name: str, config: DecoderConfig) -> float:
 
 
 def pretrained_names(name: str) -> tuple[str, ...]:
-    """Return the names that a parameter may have in a checkpoint; an adapter may be missing there."""
+    """Return the names that a parameter may have in a checkpoint; for an adapter, then `MAY_BE_MISSING`."""
     return (name, MAY_BE_MISSING) if is_adapter(name) else (name,)
 
 
 def layer_namings(name: str, config: DecoderConfig) -> tuple[Sequence[tuple[str, int]], ...]:
-    """Return the matrices in a linear layer's weight by the Model Zoo's names, and by transformers' names."""
+    """Return the names of the matrices that are stacked in a linear layer's weight, each with its rows.
+
+    Returns:
+        Two lists: the Model Zoo's names (see `public_parts`), and those of the transformers library (see
+        `library_parts`).
+    """
     return public_parts(name, config), library_parts(name, config)
 
 

@@ -58,7 +58,7 @@ class BorrowedWeights(Weights):
         self._directory.move_to(position)
 
     def _let_go(self) -> None:
-        """Release every slab that this rank has no view of."""
+        """Release every slab that this rank has no view of, except the slab of the stage `_wanted`."""
         for slab in self._pool.slabs:
             if slab.stage not in (None, self._wanted) and not slab.in_use:
                 slab.stage = None

@@ -95,7 +95,10 @@ def leave_memory(param: Any) -> None:
 
 
 def return_to_memory(memory: Memory) -> None:
-    """Make a former memory the present one of its parameter. The store must have its values already."""
+    """Make `memory` the present memory of its parameter again; see [Note: other memory].
+
+    Before this call the values of `memory` must be written to the store, where its views read from now on.
+    """
     memory.kept = None
     _memories[id(memory.param)] = memory
 

@@ -87,7 +87,7 @@ class RunDir:
 
     @property
     def statistics(self) -> Path:
-        """The statistics of the training data."""
+        """The file with the statistics of the training data."""
         return self.path / "data_statistics.json"
 
     def check(self) -> None:

@@ -97,7 +97,7 @@ def reuse(n: int, other: str, *, how: str) -> Code:
 
 @layer(1)
 def alias(n: int, other: str) -> Code:
-    """Return code of a model with a layer that is registered under a second name."""
+    """Return code that registers a layer of the model under a second name, and calls it by that name."""
     return Code(init=f"self.alias{n} = self.{other}", forward=f"x = torch.tanh(self.alias{n}(x))")
 
 

@@ -134,7 +134,10 @@ def _is_started_by_launcher() -> bool:
 
 
 def _speak(fabric: Fabric) -> None:
-    """Allow rank 0 to print: this rank has reached the call at which the script was started again."""
+    """Let rank 0 print from now on, and no other rank, as [Note: ranks of a script] describes.
+
+    Also set the random state of every rank to that of rank 0.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     if OF_SCRIPT in os.environ and fabric.rank == 0:

@@ -99,7 +99,11 @@ class Dedicated(Links):
     def _exchange(
         self, kind: Kind, name: str, stage: int, num_bytes: int, links: tuple[int, int], after: Sequence[int]
     ) -> int:
-        """Add a stage's transfer. A compute host moves the whole stage, an owner its share for every host."""
+        """Add the transfer of a stage's weights or gradients to the timeline.
+
+        The link of a compute host carries the whole stage. A host of the store owns a share of the stage, and
+        its link carries this share once for each compute host.
+        """
         both = [
             self._timeline.add(kind, name, stage, self._seconds(moved), (link,), after, moved)
             for link, moved in zip(links, (float(num_bytes), self._each * num_bytes), strict=True)

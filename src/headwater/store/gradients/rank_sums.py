@@ -147,7 +147,7 @@ class RankSums:
         self.turns.wait_for_all(self.slots[key], "the gradients of all ranks")
 
     def has(self, key: ParamKey, generation: int) -> bool:
-        """True if a rank of this host has written to a sum in this generation."""
+        """True if a rank of this host has written to the sum of `key` in this generation; see `Beginning`."""
         return self._written.read(self.slots[key]) == generation
 
     def note_written(self, key: ParamKey, generation: int) -> None:
