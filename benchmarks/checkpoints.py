@@ -128,6 +128,7 @@ def make_trained(config: LlamaConfig, tier: str, folder: Path) -> tuple[nn.Modul
         model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    store_of(model).flush()  # the update is not a part of the first save
     return model, optimizer
 
 
@@ -167,7 +168,6 @@ def rows_of_tier(tier: str, config: LlamaConfig, folder: Path) -> Iterator[Row]:
     own, state, library = folder / "checkpoint_1", folder / "state.hw", folder / "library"
 
     def save_own() -> None:
-        store_of(model).flush()
         Snapshot(store_of(model), own, 1).run()
 
     def save_state() -> None:
