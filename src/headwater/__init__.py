@@ -35,6 +35,7 @@ _MODULE_OF_NAME = {
     "save": "headwater.api.files",
     "load": "headwater.api.files",
     "empty_parameters": "headwater.core.empty",
+    "profile": "headwater.api.profile",
     "load_pretrained": "headwater.api.pretrained",
     "save_pretrained": "headwater.api.pretrained",
     "compile_only": "headwater.api.early",
@@ -70,6 +71,7 @@ __all__ = [
     "load_pretrained",
     "metrics",
     "optim",
+    "profile",
     "release",
     "save",
     "save_pretrained",
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
     from headwater.api.early import compile_only, validate_only
     from headwater.api.files import load, save
     from headwater.api.pretrained import load_pretrained, save_pretrained
+    from headwater.api.profile import profile
     from headwater.api.step import checkpoint_closure, compile_step, step_closure, trace
     from headwater.core.empty import empty_parameters
 

@@ -15,8 +15,8 @@ PUBLIC = {
     "headwater": [
         "amp", "backend", "checkpoint_closure", "compile", "compile_only", "compile_step", "current_backend",
         "distributed", "empty_parameters", "experimental", "framework", "integrations", "load",
-        "load_pretrained", "metrics", "optim", "release", "save", "save_pretrained", "sparse", "step_closure",
-        "trace", "utils", "validate_only", "__version__",
+        "load_pretrained", "metrics", "optim", "profile", "release", "save", "save_pretrained", "sparse",
+        "step_closure", "trace", "utils", "validate_only", "__version__",
     ],
     "headwater.sparse": [
         "Cadence", "Constant", "Cosine", "Cubic", "Exponential", "GMPSparsityOptimizer", "Linear", "Power",

@@ -11,8 +11,8 @@ from headwater.core.recorder import COMPUTE, Event
 REST = -1
 """The number of the row of code that belongs to no module."""
 
-Piece = tuple[int, int, int]
-"""A piece of computation: row, begin and end."""
+Piece = tuple[int, int, int, str]
+"""A piece of computation: row, begin, end and stage."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def pieces(stamps: Sequence[tuple[int, int]], own: Iterable[Event], begin: int, 
             while place < len(stamps) and stamps[place][0] <= first:
                 place += 1
             until = min(last, stamps[place][0]) if place < len(stamps) else last
-            yield (stamps[place - 1][1] if place else REST), first, until
+            yield (stamps[place - 1][1] if place else REST), first, until, event.stage
             first = until
 
 
@@ -67,7 +67,7 @@ def attribute(
     whole, rows, kinds = 0, defaultdict[int, int](int), defaultdict[str, int](int)
     for begin, end in steps:
         whole += end - begin
-        for row, first, last in pieces(stamps, own, begin, end):
+        for row, first, last, _ in pieces(stamps, own, begin, end):
             rows[row] += last - first
         for event in own:
             length = min(event.end, end) - max(event.begin, begin)

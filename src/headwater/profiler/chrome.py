@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from headwater.core.recorder import COMPUTE, Event
@@ -31,8 +31,8 @@ def shown_events(profile: Profile) -> Iterator[tuple[str, str, Event]]:
 
     Waits of threads other than the computing one are left out.
     """
-    for row, begin, end in profile.pieces:
-        yield "compute", profile.names[row], Event(COMPUTE, "", profile.thread, begin, end, 0)
+    for row, begin, end, stage in profile.pieces:
+        yield "compute", profile.names[row], Event(COMPUTE, stage, profile.thread, begin, end, 0)
     for event in profile.events:
         own = event.thread == profile.thread
         if (own and event.kind == COMPUTE) or (not own and event.kind in _WAITS):
@@ -40,50 +40,50 @@ def shown_events(profile: Profile) -> Iterator[tuple[str, str, Event]]:
         yield LANE_OF_KIND[event.kind], f"{event.kind} {event.stage}".strip(), event
 
 
-def chrome_trace(profiles: Sequence[Profile], offsets_ns: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return a trace of the ranks of a run, times in microseconds.
+def joined_trace(ranks: Iterable[Iterable[dict[str, Any]]]) -> dict[str, Any]:
+    """Return a trace with the events of all ranks."""
+    return {"traceEvents": [event for events in ranks for event in events], "displayTimeUnit": "ms"}
+
+
+def rank_events(profile: Profile, process: int, name: str, shift: int) -> list[dict[str, Any]]:
+    """Return the events of one rank, times in microseconds.
 
     Args:
-        profiles: one for each rank.
-        offsets_ns: what is added to the clock of each rank; nothing if not given.
+        profile: the profile of the rank.
+        process: a number that no other rank has.
+        name: name of the rank.
+        shift: what is added to the clock of the rank, in ns.
     """
-    offsets = offsets_ns or [0] * len(profiles)
-    zero = min(profile.spans[0][0] + offset for profile, offset in zip(profiles, offsets, strict=True))
-    events: list[dict[str, Any]] = []
-    for rank, (profile, offset) in enumerate(zip(profiles, offsets, strict=True)):
-        name = "Headwater" if len(profiles) == 1 else f"rank {rank}"
-        events.append(_named("process_name", rank + 1, 0, name))
-        events += _rank_events(profile, rank + 1, offset - zero)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _rank_events(profile: Profile, process: int, shift: int) -> Iterator[dict[str, Any]]:
     shown: dict[str, list[tuple[str, Event]]] = {lane: [] for lane in LANES}
-    for lane, name, event in shown_events(profile):
-        shown[lane].append((name, event))
-    number = 0
+    for lane, work, event in shown_events(profile):
+        shown[lane].append((work, event))
+    events, number = [_named("process_name", process, 0, name)], 0
     for lane, entries in shown.items():
         for index, row in enumerate(_without_overlap(entries)):
             number += 1
-            yield _named("thread_name", process, number, lane if not index else f"{lane} {index + 1}")
-            yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": number,
-                   "args": {"sort_index": number}}  # fmt: skip
-            for name, event in row:
-                arguments: dict[str, Any] = {"thread": event.thread}
-                if event.stage:
-                    arguments["stage"] = event.stage
-                if event.num_bytes:
-                    arguments["bytes"] = event.num_bytes
-                yield {
-                    "ph": "X",
-                    "name": name,
-                    "cat": event.kind,
-                    "ts": 1e-3 * (event.begin + shift),
-                    "dur": 1e-3 * (event.end - event.begin),
-                    "pid": process,
-                    "tid": number,
-                    "args": arguments,
-                }
+            events.append(
+                _named("thread_name", process, number, lane if not index else f"{lane} {index + 1}")
+            )
+            events += (_event(work, event, process, number, shift) for work, event in row)
+    return events
+
+
+def _event(work: str, event: Event, process: int, lane: int, shift: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"thread": event.thread}
+    if event.stage:
+        arguments["stage"] = event.stage
+    if event.num_bytes:
+        arguments["bytes"] = event.num_bytes
+    return {
+        "ph": "X",
+        "name": work,
+        "cat": event.kind,
+        "ts": 1e-3 * (event.begin + shift),
+        "dur": 1e-3 * (event.end - event.begin),
+        "pid": process,
+        "tid": lane,
+        "args": arguments,
+    }
 
 
 def _without_overlap(entries: Iterable[tuple[str, Event]]) -> list[list[tuple[str, Event]]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.files import check_place, disk_errors, replace_file
-from headwater.profiler.chrome import chrome_trace
+from headwater.profiler.chrome import joined_trace, rank_events
 from headwater.profiler.profile import Profile, document_of
 from headwater.profiler.timeline import timeline_png
 
@@ -33,22 +33,20 @@ def check_folder(folder: Path) -> None:
     check_place(folder, expected="a folder")
 
 
-def write_profile(
-    folder: Path, profile: Profile, ranks: Sequence[Profile] = (), offsets_ns: Sequence[int] | None = None
-) -> None:
+def write_profile(folder: Path, profile: Profile, trace: dict[str, Any] | None = None) -> None:
     """Write the files of a profile, or warn.
 
     Args:
         folder: the folder; made if missing.
         profile: the profile of this rank.
-        ranks: the profiles of all ranks, for the trace; that of this rank alone if not given.
-        offsets_ns: what is added to the clock of each rank.
+        trace: the trace of all ranks; that of this rank alone if not given.
     """
     try:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / PROFILE, json.dumps(document_of(profile), indent=1).encode())
-        trace = chrome_trace(ranks or [profile], offsets_ns)
+        if trace is None:
+            trace = joined_trace([rank_events(profile, 1, "Headwater", -profile.spans[0][0])])
         replace_file(folder / TRACE, json.dumps(trace).encode())
         if profile.operators is not None:
             replace_file(folder / OPERATORS, profile.operators.encode())

@@ -58,7 +58,7 @@ class Profile:
         others: other work of the computing thread.
         busy: the seconds of each kind of work on all threads.
         events: recorded work.
-        pieces: computation: row, begin and end.
+        pieces: computation: row, begin, end and stage.
         names: name of each row of `pieces`.
         thread: name of the computing thread.
         plan: the plan of the steps.
@@ -71,7 +71,7 @@ class Profile:
     others: Sequence[Row]
     busy: BusyTimes
     events: Sequence[Event]
-    pieces: Sequence[tuple[int, int, int]]
+    pieces: Sequence[tuple[int, int, int, str]]
     names: Mapping[int, str]
     thread: str
     plan: Plan | None = None

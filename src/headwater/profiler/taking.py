@@ -8,7 +8,9 @@ from typing import final
 from torch import nn
 
 from headwater.core.busy import BusyTimes, busy_times, fetch_bound
+from headwater.core.precision import Precision
 from headwater.core.recorder import RECORDER, Event
+from headwater.plan.partition import find_stages
 from headwater.plan.types import Plan
 from headwater.profiler.attribution import REST, attribute, pieces
 from headwater.profiler.modules import LOSS, ModuleWatch, profiled_modules
@@ -30,10 +32,7 @@ class ProfiledSteps:
     def __init__(
         self, model: nn.Module | None, plan: Plan | None, *, depth: int = 1, operators: bool = False
     ) -> None:
-        stages = () if plan is None else [stage.name for stage in plan.trace.stages]
-        if plan is None and model is not None:
-            depth, stages = depth + 1, [""]
-        modules = {} if model is None else profiled_modules(model, stages, depth)
+        modules = {} if model is None else profiled_modules(model, _stage_names(model, plan), depth)
         self._plan = plan
         self._modules = modules
         self._watch = ModuleWatch(modules)
@@ -49,6 +48,10 @@ class ProfiledSteps:
         self._spans.append((begin, end))
         # Now: the ring of the recorder may not hold all steps.
         self._events += RECORDER.events(begin, end)
+
+    def set_plan(self, plan: Plan) -> None:
+        """Set the plan of the steps, if it was made after the profile had begun."""
+        self._plan = plan
 
     @property
     def has_steps(self) -> bool:
@@ -125,6 +128,14 @@ class ProfiledSteps:
                 found[f"model.{stage.name}.fwd"] = count * cost.flops
                 found[f"model.{stage.name}.bwd"] = count * cost.backward_flops
         return found
+
+
+def _stage_names(model: nn.Module, plan: Plan | None) -> list[str]:
+    """Return the names of the stages of the plan, or of a plan that will be made."""
+    if plan is not None:
+        return [stage.name for stage in plan.trace.stages]
+    has_parameters = any(True for _ in model.parameters())
+    return [unit.path for unit in find_stages(model, Precision()).units] if has_parameters else []
 
 
 def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

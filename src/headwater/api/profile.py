@@ -1,0 +1,98 @@
+"""Profiles of a user's loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, final
+
+from rich.console import Console
+
+from headwater.api.registry import streamed_models
+from headwater.fabric.membership import current
+from headwater.profiler.files import check_folder, write_profile
+from headwater.profiler.profile import table_of
+from headwater.profiler.ranks import trace_of_ranks
+from headwater.profiler.taking import ProfiledSteps
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from headwater.plan.types import Plan
+
+
+@final
+class LoopProfile:
+    """The profile of a loop, inside of `profile`."""
+
+    def __init__(self, model: nn.Module | None, *, depth: int, operators: bool) -> None:
+        self._model = model
+        self._taken = ProfiledSteps(model, self._plan, depth=depth, operators=operators)
+        self._count = 0
+        self._begin = perf_counter_ns()
+
+    @property
+    def _plan(self) -> Plan | None:
+        """The plan of the model; `None` before its first forward."""
+        engines = (each.engine for each in streamed_models() if each.model is self._model)
+        return next((engine.plan for engine in engines if engine is not None), None)
+
+    def step(self) -> None:
+        """Note that a step of the loop has ended. Without any call, the whole context counts as one step."""
+        self._count += 1
+        end = perf_counter_ns()
+        self._taken.add_step(self._count, self._begin, end)
+        self._begin = perf_counter_ns()
+
+    def close(self) -> None:
+        """Remove the layers around the modules."""
+        self._taken.close()
+
+    def write(self, folder: Path) -> None:
+        """Write the files on rank 0, and print the table there. All ranks call this."""
+        if not self._count:
+            self.step()
+        plan = self._plan
+        if plan is not None:
+            self._taken.set_plan(plan)
+        found, fabric = self._taken.finish(), current()
+        trace = trace_of_ranks(fabric, found)
+        if fabric.rank == 0:
+            Console().print(table_of(found))
+            write_profile(folder, found, trace)
+
+
+@contextmanager
+def profile(
+    folder: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    depth: int = 1,
+    operators: bool = False,
+) -> Iterator[LoopProfile]:
+    """Profile the user's loop inside the context, then print a table and write the files of the profile.
+
+    Call `step()` of the object at the end of each step of the loop. With several ranks, all ranks enter the
+    context; rank 0 writes its profile, and a trace of all ranks on one clock. If the loop raises an error,
+    nothing is written.
+
+    Args:
+        folder: the folder; made if missing.
+        model: the model whose modules are timed; if not given, only kinds of work are.
+        depth: levels of modules with separate rows below a block, such as its attention.
+        operators: list the operators inside the modules too. This slows the loop down.
+
+    Raises:
+        RunError: if the folder cannot be written.
+    """
+    place = Path(folder)
+    check_folder(place)
+    taken = LoopProfile(model, depth=depth, operators=operators)
+    try:
+        yield taken
+    finally:
+        taken.close()
+    taken.write(place)

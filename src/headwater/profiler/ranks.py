@@ -1,0 +1,56 @@
+"""The traces of several ranks, joined on one clock."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+from headwater.profiler.chrome import joined_trace, rank_events
+
+if TYPE_CHECKING:
+    from headwater.fabric.fabric import Fabric
+    from headwater.profiler.profile import Profile
+
+_ROUNDS = 9
+
+
+def clock_offsets(fabric: Fabric) -> list[int]:
+    """Return what is added to the clock of each rank to get that of rank 0, in ns. All ranks call this.
+
+    Processes of one host have the same clock. Hosts read their clocks right after a barrier, several times;
+    the median of the differences counts.
+    """
+    rounds = []
+    for _ in range(_ROUNDS if fabric.num_hosts > 1 else 0):
+        fabric.barrier("the clocks of all ranks")
+        rounds.append(fabric.gather(float(perf_counter_ns())))
+    return offsets_of(rounds, list(fabric.hosts))
+
+
+def offsets_of(rounds: list[list[float]], hosts: list[int]) -> list[int]:
+    """Return the offset of each rank's clock to that of rank 0.
+
+    Args:
+        rounds: the clocks of all ranks, read at nearly the same time, several times.
+        hosts: host of each rank.
+    """
+    leaders = [hosts.index(host) for host in hosts]
+    return [
+        0 if not leader else int(statistics.median(clocks[0] - clocks[leader] for clocks in rounds))
+        for leader in leaders
+    ]
+
+
+def trace_of_ranks(fabric: Fabric, profile: Profile) -> dict[str, Any]:
+    """Return the trace of all ranks, on every rank. All ranks call this.
+
+    Args:
+        fabric: the ranks.
+        profile: the profile of this rank.
+    """
+    shift = clock_offsets(fabric)[fabric.rank] - int(fabric.gather(float(profile.spans[0][0]))[0])
+    name = "Headwater" if fabric.size == 1 else f"rank {fabric.rank}"
+    own = json.dumps(rank_events(profile, fabric.rank + 1, name, shift))
+    return joined_trace([json.loads(each) for each in fabric.gather_objects(own, str)])

@@ -1,0 +1,97 @@
+"""`headwater.profile` writes the profile of a user's loop; the ranks of a run share one trace."""
+
+import json
+
+import pytest
+import torch
+from tests.rank_processes import run_ranks
+
+import headwater
+from headwater.api.profile import LoopProfile
+from headwater.core.errors import RunError
+from headwater.core.recorder import COMPUTE, RECORDER
+from headwater.fabric import membership
+from headwater.profiler.ranks import offsets_of
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def train(model, optimizer, steps, after=lambda: None):
+    for _ in range(steps):
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_loop_has_a_profile_of_its_steps(streams, tmp_path, capsys):
+    torch.manual_seed(0)
+    model = Net()
+    if streams:
+        model = headwater.compile(model, headwater.backend(num_slabs=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 1)  # the first step of a streamed model makes the plan
+    with headwater.profile(tmp_path / "p", model) as profile:
+        train(model, optimizer, 3, profile.step)
+    found = json.loads((tmp_path / "p" / "op_profile.json").read_text())
+    assert found["steps"] == [1, 2, 3]
+    names = {entry["name"]: entry for entry in found["modules"]}
+    if streams:
+        assert names["model.layers.2.fwd"]["calls"] == names["model.layers.2.bwd"]["calls"] == 1
+        headwater.release(model)
+    assert sum(entry["share"] for entry in found["modules"] + found["others"]) == pytest.approx(1)
+    assert "Time of steps 1 to 3" in capsys.readouterr().out
+    assert json.loads((tmp_path / "p" / "chrome_trace.json").read_text())["traceEvents"]
+
+
+def test_without_calls_of_step_the_context_is_one_step(tmp_path):
+    with headwater.profile(tmp_path), RECORDER.span(COMPUTE, "some stage"):
+        pass
+    assert json.loads((tmp_path / "op_profile.json").read_text())["steps"] == [1]
+
+
+def test_a_loop_that_fails_writes_nothing(tmp_path):
+    with pytest.raises(ValueError), headwater.profile(tmp_path / "p"):
+        raise ValueError
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_the_loop(tmp_path):
+    (tmp_path / "p").write_text("")
+    with pytest.raises(RunError), headwater.profile(tmp_path / "p"):
+        raise AssertionError("the loop does not begin")
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_have_one_trace_on_one_clock(hosts, tmp_path):
+    def rank(fabric):
+        membership.joined.value = fabric
+        taken = LoopProfile(None, depth=1, operators=False)
+        for _ in range(2):
+            fabric.barrier("a step")
+            with RECORDER.span(COMPUTE, f"stage of rank {fabric.rank}"):
+                pass
+            taken.step()
+        taken.write(tmp_path)
+
+    run_ranks(rank, 2, hosts=hosts)
+    events = json.loads((tmp_path / "chrome_trace.json").read_text())["traceEvents"]
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {1: "rank 0", 2: "rank 1"}
+    stages = {event["pid"]: event["args"]["stage"] for event in events if event["args"].get("stage")}
+    assert stages == {1: "stage of rank 0", 2: "stage of rank 1"}
+    assert any(event["ph"] == "X" and event["cat"] == "collective" for event in events)
+
+
+def test_the_clock_of_a_host_is_shifted_by_the_median_difference():
+    rounds = [[1000.0 + i, 1000.0 + i, 400.0 + i, 400.0] for i in (0, 1, 90)]
+    rounds[2][2] -= 50  # rank 2 was late once
+    assert offsets_of(rounds, [0, 0, 1, 1]) == [0, 0, 600, 600]
