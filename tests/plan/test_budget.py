@@ -100,6 +100,21 @@ def test_a_disk_that_is_too_small_for_the_whole_store_is_enough_for_a_part():
     assert plan.on_disk
 
 
+@pytest.mark.parametrize(("asked", "found"), [(0, 0), (3, 3), (9, 8), (99, 8)])
+def test_a_fixed_number_of_stages_stays_in_memory(asked, found):
+    resources = Resources(host_memory=4 * GIB, disk=Path("tier"), disk_bytes=GIB)
+    fixed = Fixed(tier="disk", stages_in_memory=asked)
+    plan = make_plan(PlanRequest(gpt(layers=8), resources=resources, fixed=fixed, **ARGUMENTS))
+    assert len(plan.in_memory) == found
+
+
+def test_several_ranks_refuse_stages_in_memory_beside_the_disk():
+    resources = Resources(host_memory=4 * GIB, disk=Path("tier"), disk_bytes=GIB)
+    fixed = Fixed(tier="disk", stages_in_memory=1)
+    with pytest.raises(ConfigError, match="several ranks keep all stages in memory, or all on disk"):
+        make_plan(PlanRequest(gpt(layers=8), resources=resources, fixed=fixed, ranks=2, **ARGUMENTS))
+
+
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_a_fixed_tier_holds_every_stage(tier):
     resources = Resources(host_memory=4 * GIB, disk=Path("tier"), disk_bytes=GIB)

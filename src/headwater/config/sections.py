@@ -88,6 +88,8 @@ class BackendConfig(Section):
         activations: keep, recompute or offload the tensors that backward needs.
         tier: storage of weights, masters and optimizer state; `auto` may put some stages in memory and the
             others on disk.
+        stages_in_memory: number of stages that `tier: disk` keeps in host memory all the same; the plan
+            chooses it if `tier` is `auto`. At least one stage stays on disk.
         gradient_tier: storage of gradients that wait for the update.
         masters: `split` always stores bf16 weights and their fp32 masters in 4 bytes per parameter; `auto`
             uses 6 bytes, with faster updates, if they fit.
@@ -109,6 +111,7 @@ class BackendConfig(Section):
     num_slabs: Annotated[int | None, Field(ge=1)] = None
     activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
     tier: Tier = "auto"
+    stages_in_memory: Annotated[int | None, Field(ge=0)] = None
     gradient_tier: Tier = "auto"
     masters: Literal["auto", "split"] = "auto"
     compile: bool = False
@@ -124,6 +127,8 @@ class BackendConfig(Section):
 
     @model_validator(mode="after")
     def _disk_tier_has_a_folder(self) -> Self:
+        if self.stages_in_memory is not None and self.tier != "disk":
+            raise ValueError(f"stages_in_memory needs tier: disk, found tier: {self.tier}")
         if self.disk is None and "disk" in (self.tier, self.gradient_tier):
             raise ValueError(
                 "tier or gradient_tier is disk, but the disk tier is missing: add disk: {path: …}"

@@ -21,6 +21,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
         "num_slabs": 2,
         "activations": "recompute",
     },
+    "mixed": {"tier": "disk", "num_slabs": 2, "stages_in_memory": 2},
     "offload": {"tier": "memory", "num_slabs": 2, "activations": "offload"},
 }
 """Name of a plan -> the options of `headwater.backend` that ask for it, without the folder on disk."""

@@ -108,6 +108,12 @@ def check(request: Request) -> None:
             raise ConfigError(
                 f"{name} is disk, but no disk folder is given", where=name, remedy="set disk to a folder"
             )
+    if fixed.stages_in_memory and request.has_several_ranks:
+        raise ConfigError(
+            "several ranks keep all stages in memory, or all on disk",
+            where="stages_in_memory",
+            remedy="leave stages_in_memory out, or train on one rank",
+        )
     if fixed.activations is Activations.OFFLOAD and request.device == "cpu" and request.disk is None:
         raise ConfigError(
             "on CPU activations are offloaded to disk, but no disk folder is given",

@@ -36,6 +36,7 @@ class Fixed:
     Attributes:
         tier: where masters and optimizer state are stored.
         num_slabs: slabs of each size class; on CPU this also turns off computing in place.
+        stages_in_memory: number of stages in host memory if `tier` is `disk`.
         activations: policy of every stage (a stage that cannot be recomputed keeps its activations instead).
         micro_batch_size: samples computed at once.
         gradient_tier: where gradients wait for the update.
@@ -44,6 +45,7 @@ class Fixed:
 
     tier: Tier | None = None
     num_slabs: int | None = None
+    stages_in_memory: int | None = None
     activations: Activations | None = None
     micro_batch_size: int | None = None
     gradient_tier: Tier | None = None
@@ -114,6 +116,8 @@ class BackendOptions(Protocol):
     def disk(self) -> DiskOptions | None: ...
     @property
     def num_slabs(self) -> int | None: ...
+    @property
+    def stages_in_memory(self) -> int | None: ...
     @property
     def activations(self) -> Literal["auto", "keep", "recompute", "offload"]: ...
     @property
@@ -206,6 +210,7 @@ def fixed_by(backend: BackendOptions, micro_batch_size: int | None = None) -> Fi
     return Fixed(
         tier=None if backend.tier == "auto" else backend.tier,
         num_slabs=backend.num_slabs,
+        stages_in_memory=backend.stages_in_memory,
         activations=None if backend.activations == "auto" else Activations(backend.activations),
         micro_batch_size=micro_batch_size,
         gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,

@@ -69,6 +69,11 @@ class Request:
     asked_host: int | None = None
     group: GroupMemory = NO_GROUP
 
+    @property
+    def has_several_ranks(self) -> bool:
+        """True if other ranks, here or on other hosts, train with this one."""
+        return self.ranks > 1 or self.share != WHOLE_STORE
+
     def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
         """Return the fewest slabs of a size class with which a step can run."""
         sharers = self.ranks - self.share.store_ranks if shares_slabs(tier, self.device) else 1
@@ -134,7 +139,7 @@ def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterat
     trace = request.trace_for(size)
     footprint = _footprint(trace, request)
     predictor = Predictor(footprint, request.calibration)
-    for frame in _frames(request, trace, size):
+    for frame in _frames(request, footprint, size):
         ladder = activation_ladder(
             footprint, frame, fixed=None if trace.inference else request.fixed.activations
         )
@@ -160,10 +165,12 @@ def _footprint(trace: Trace, request: Request) -> Footprint:
     )
 
 
-def _frames(request: Request, trace: Trace, size: int) -> Iterator[Plan]:
+def _frames(request: Request, footprint: Footprint, size: int) -> Iterator[Plan]:
     """Yield plans that differ in their tiers. Slabs and activations are not decided yet."""
     tiers: tuple[Tier, ...] = ("memory", "disk") if request.disk else ("memory",)
+    trace = footprint.trace
     keep = (Activations.KEEP,) * len(trace.stages)
+    in_memory = _first_to_memory(footprint)[: min(request.fixed.stages_in_memory or 0, len(trace.stages) - 1)]
     gradient_tiers = (request.fixed.gradient_tier,) if request.fixed.gradient_tier else tiers
     for tier in (request.fixed.tier,) if request.fixed.tier else tiers:
         for gradient_tier in ("memory",) if trace.inference else gradient_tiers:
@@ -179,6 +186,7 @@ def _frames(request: Request, trace: Trace, size: int) -> Iterator[Plan]:
                 num_micro_batches=request.batch_size // size,
                 gradient_tier=gradient_tier,
                 disk=request.disk,
+                in_memory=frozenset(in_memory if tier == "disk" else ()),
             )
 
 
@@ -204,8 +212,8 @@ def _mixes(predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: R
     stages in memory. Which policies are tried does not depend on the budgets: with a larger budget the same
     plans fit, so no plan gets slower.
     """
-    several = request.ranks > 1 or request.share != WHOLE_STORE
-    if frame.tier != "disk" or request.fixed.tier is not None or frame.trace.inference or several:
+    may_mix = request.fixed.tier is None and not request.has_several_ranks
+    if frame.tier != "disk" or frame.trace.inference or not may_mix:
         return
     footprint, counts = predictor.footprint, range(len(frame.trace.stages))
     order = _first_to_memory(footprint)
