@@ -63,7 +63,7 @@ class Setting:
     precision: Precision = FP32
     patterns: tuple[str, ...] = ()
     whole_masters: bool = False
-    in_memory: frozenset[int] = frozenset()
+    in_memory: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         where = "in_place" if self.in_place else f"{self.slabs}_slabs"

@@ -186,7 +186,7 @@ def _frames(request: Request, footprint: Footprint, size: int) -> Iterator[Plan]
                 num_micro_batches=request.batch_size // size,
                 gradient_tier=gradient_tier,
                 disk=request.disk,
-                in_memory=frozenset(in_memory if tier == "disk" else ()),
+                in_memory=tuple(sorted(in_memory)) if tier == "disk" else (),
             )
 
 
@@ -220,7 +220,7 @@ def _mixes(predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: R
     for slabs in _slab_counts(request, frame)[::_SLAB_STRIDE]:
         for rung in [*ladder[:: -(-len(ladder) // _RUNGS)], ladder[-1]]:
             plan = dataclasses.replace(frame, slabs=slabs, activations=rung.activations)
-            mixes = [dataclasses.replace(plan, in_memory=frozenset(order[:count])) for count in counts]
+            mixes = [dataclasses.replace(plan, in_memory=tuple(sorted(order[:count]))) for count in counts]
             fitting = bisect_right(
                 mixes,
                 request.budgets.host_memory,

@@ -250,7 +250,7 @@ class Plan:
     disk: Path | None = None
     budget: Resources | None = None
     placement: Placement = ONE_RANK
-    in_memory: frozenset[int] = frozenset()
+    in_memory: tuple[int, ...] = ()
 
     @property
     def on_disk(self) -> tuple[int, ...]:
@@ -263,7 +263,7 @@ class Plan:
         """The stages whose weights a CPU reads in the memory of the store, without a slab."""
         if self.in_place:
             return frozenset(range(len(self.trace.stages)))
-        return self.in_memory if self.device == "cpu" else frozenset()
+        return frozenset(self.in_memory if self.device == "cpu" else ())
 
     @property
     def masters(self) -> Masters:

@@ -39,9 +39,9 @@ class Owners:
             self._memory = timeline.resource("store", "memory")
             self._disk = DiskQueue(timeline, "store", store.disk)
             self._slowness = predictor.adamw_params_per_s / store.memory.adamw_params_per_s
-        in_memory = plan.in_memory if store is None else frozenset[int]()
+        in_memory = plan.in_memory if store is None else ()
         stages = range(len(plan.trace.stages)) if tier == "disk" else ()
-        self._on_disk = frozenset(stages) - in_memory
+        self._on_disk = frozenset(stages) - frozenset(in_memory)
         self._alone = host.network is None
 
     def needs_slab(self, stage: int) -> bool:
