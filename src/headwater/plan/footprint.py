@@ -269,7 +269,8 @@ class Footprint:
             summing = self._ranks + self.share.store_ranks
             return [summing * self._passing(position, exact) for position in range(len(self.trace.uses))]
         if plan.num_micro_batches > 1 or self.sums_stay:
-            return [self.held_gradients(plan) + self._ranks * count for count in arriving]
+            held = self.held_gradients(plan)
+            return [held + self._ranks * count for count in arriving]
         complete = [
             (self.stages[stage].gradient if exact else self.stages[stage].gradient_sum)
             if self.first_use[stage] == position

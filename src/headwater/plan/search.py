@@ -26,8 +26,8 @@ from headwater.plan.types import (
     shares_slabs,
 )
 
-_SLAB_STRIDE, _RUNGS = 4, 6
-"""Of plans that keep some stages in memory: every n-th number of slabs is tried, and so many rungs."""
+_SLAB_CHOICES, _RUNGS = slice(0, 12, 4), 6
+"""Of plans that keep some stages in memory: the numbers of slabs that are tried, and the number of rungs."""
 
 
 class Budgets(NamedTuple):
@@ -217,7 +217,7 @@ def _mixes(predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: R
         return
     footprint, counts = predictor.footprint, range(len(frame.trace.stages))
     order = _first_to_memory(footprint)
-    for slabs in _slab_counts(request, frame)[::_SLAB_STRIDE]:
+    for slabs in _slab_counts(request, frame)[_SLAB_CHOICES]:
         for rung in [*ladder[:: -(-len(ladder) // _RUNGS)], ladder[-1]]:
             plan = dataclasses.replace(frame, slabs=slabs, activations=rung.activations)
             mixes = [dataclasses.replace(plan, in_memory=tuple(sorted(order[:count]))) for count in counts]
