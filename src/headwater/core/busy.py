@@ -60,21 +60,21 @@ NOTHING_BUSY = BusyTimes()
 
 
 def fetch_bound(device: str) -> Bound:
-    """Return what a fetch is bound by on a device."""
+    """Return the part of the machine that limits a fetch (a copy of weights to a slab) on this device."""
     return "memory" if device == "cpu" else "link"
 
 
 def busy_times(
     events: Iterable[Event], begin: int, end: int, thread: str, fetches: Bound = "memory"
 ) -> BusyTimes:
-    """Sum the recorded events in a range of time by kind of work.
+    """Return the seconds and bytes of each kind of work in a range of time, and what limited the thread.
 
     Args:
         events: the events; parts outside of the range do not count.
         begin: beginning of the range, in ns.
         end: end of the range, in ns.
         thread: name of the computing thread.
-        fetches: what a fetch is bound by: `memory` where it is a copy in host memory, else `link`.
+        fetches: what limits a fetch: `memory` if the copy stays in host memory, else `link`.
     """
     own: dict[Kind, list[tuple[int, int]]] = {}
     others: dict[Kind, list[tuple[int, int]]] = {}

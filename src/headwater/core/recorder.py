@@ -69,7 +69,7 @@ class Event(NamedTuple):
         thread: name of the thread.
         begin: clock of `time.perf_counter_ns`.
         end: the same clock.
-        num_bytes: bytes that were moved; counted in the last piece of work that was interrupted.
+        num_bytes: bytes that were moved. If other work interrupted this work, only its last piece has them.
     """
 
     kind: Kind
@@ -82,7 +82,7 @@ class Event(NamedTuple):
 
 @final
 class Lane:
-    """Holds the work that one thread does now. Only that thread uses the lane.
+    """Records the work of one thread, and holds what the thread does now. Only that thread uses the lane.
 
     Attributes:
         thread: name of the thread.
@@ -120,7 +120,7 @@ class Lane:
 
 @final
 class Span:
-    """A context in which the calling thread does one piece of work.
+    """A context manager that records what the calling thread does inside as one piece of work.
 
     Attributes:
         num_bytes: bytes that the work moves; may be set inside the context.
@@ -151,7 +151,7 @@ class _Local(threading.local):
 
 @final
 class Recorder:
-    """Keeps the last events of all threads. It is always on; a span costs about a microsecond.
+    """Keeps the most recent events of all threads. It is always on; a span costs about a microsecond.
 
     Attributes:
         is_on: false to record nothing, for measurements of the cost.
@@ -203,7 +203,7 @@ class Recorder:
         return [Event(*event) for event in reversed(found)]
 
     def _since(self, begin: int) -> list[tuple[Kind, str, str, int, int, int]]:
-        """Return all events that ended after `begin`, and perhaps earlier ones, the last first."""
+        """Return all events that ended after `begin`, the latest first; some earlier ones may follow."""
         count = _FIRST_LOOK
         while True:
             try:

@@ -27,8 +27,8 @@ _WHERE = "OpProfiler"
 class OpProfiler(Callback):
     """Profiles the steps from `start_step` to `end_step`, both included, and writes the profile to a folder.
 
-    Modules are timed during these steps alone. The results of the training do not change. This callback is
-    the first of all, because the time of the others does not belong to a step.
+    Modules are timed during these steps alone. The results of the training do not change. This callback
+    runs before all others, because their time does not belong to a step.
 
     Args:
         start_step: first profiled step, from 1.
@@ -109,7 +109,7 @@ class OpProfiler(Callback):
 def make_op_profilers(
     configs: Sequence[OpProfilerConfig], folder: Path, console: Console | None
 ) -> list[Callback]:
-    """Return a callback for each profile. Several profiles have folders named by their steps."""
+    """Return one callback for each profile. If there are several, each has a subfolder named by its steps."""
     return [
         OpProfiler(
             config.start_step,
@@ -124,7 +124,7 @@ def make_op_profilers(
 
 
 def check_range(start_step: int, end_step: int, done: int, last: int) -> None:
-    """Check the steps to profile before a run.
+    """Check that a run reaches the steps to profile; warn if it ends among them or has done them all.
 
     Args:
         start_step: first profiled step.

@@ -14,7 +14,7 @@ _LINEAR = f"nn.Linear({WIDTH}, {WIDTH})"
     nested=(False, True),
 )
 def checkpoint(n: int, *, what: str, reentrant: bool, nested: bool) -> Code:
-    """Return code of a model whose forward calls `torch.utils.checkpoint`."""
+    """Return code that makes a random model's forward call `torch.utils.checkpoint`."""
     inner = {
         "linear": f"nn.Sequential({_LINEAR}, nn.Tanh(), {_LINEAR})",
         "dropout": f"nn.Sequential({_LINEAR}, nn.Dropout(0.3), {_LINEAR})",
@@ -47,7 +47,7 @@ def checkpoint(n: int, *, what: str, reentrant: bool, nested: bool) -> Code:
 
 @layer(on=("data", "step", "random", "batch size"))
 def branch(n: int, *, on: str) -> Code:
-    """Return code of a model whose forward chooses between two layers."""
+    """Return code that makes a random model's forward choose between two layers."""
     init = f"self.a{n}, self.b{n}, self.calls{n} = {_LINEAR}, {_LINEAR}, 0"
     chosen = {
         "data": "x.mean() > 0",
@@ -70,7 +70,7 @@ def branch(n: int, *, on: str) -> Code:
 
 @layer(until=("data", "random", "calls"))
 def repeat(n: int, *, until: str) -> Code:
-    """Return code of a model that calls a layer several times, and not always the same number of times."""
+    """Return code that makes a random model call a layer a number of times that can change."""
     count = {
         "data": "1 + int(x.abs().sum().item()) % 3",
         "random": "int(torch.randint(1, 4, ()))",
@@ -89,7 +89,7 @@ def repeat(n: int, *, until: str) -> Code:
 
 @layer(how=("permutation", "stochastic depth", "reversed"))
 def order(n: int, *, how: str) -> Code:
-    """Return code of a model with layers whose order or number changes from step to step."""
+    """Return code that adds to a random model layers whose order or number changes from step to step."""
     chosen = {
         "permutation": "torch.randperm(3).tolist()",
         "stochastic depth": "[i for i in range(3) if not self.training or torch.rand(()) > 0.4]",
@@ -108,7 +108,7 @@ def order(n: int, *, how: str) -> Code:
 
 @layer(how=("item", "add", "relu", "setitem", "out"))
 def in_place_activation(n: int, *, how: str) -> Code:
-    """Return code of a model with an activation that is changed in place."""
+    """Return code that makes a random model change an activation in place."""
     lines = {
         "item": f"x = self.m{n}(x)\nx[:, 0] = 0",
         "add": f"x = self.m{n}(x).add_(1).mul_(0.5)",
@@ -121,7 +121,7 @@ def in_place_activation(n: int, *, how: str) -> Code:
 
 @layer(saves=("weight", "both"))
 def function(n: int, *, saves: str) -> Code:
-    """Return code of a model with a custom `autograd.Function` of a weight."""
+    """Return code that makes a random model apply a custom `autograd.Function` to a weight."""
     back = "(got.flatten(0, 1).t() @ x.flatten(0, 1)).t()"
     return Code(
         top=dedented(f"""
@@ -144,7 +144,7 @@ def function(n: int, *, saves: str) -> Code:
 
 @layer(how=("grad", "functional_call", "vmap", "func.grad", "jacobian"))
 def inner_derivative(n: int, *, how: str) -> Code:
-    """Return code of a model whose forward computes derivatives or makes functional calls."""
+    """Return code that makes a random model's forward compute derivatives or make functional calls."""
     init = f"self.m{n} = {_LINEAR}"
     lines = {
         "grad": f"""
@@ -170,7 +170,7 @@ def inner_derivative(n: int, *, how: str) -> Code:
 
 @layer(dtype=("bfloat16", "float16"), cache=(True, False))
 def autocast(n: int, *, dtype: str, cache: bool) -> Code:
-    """Return code of a model whose forward enters autocast."""
+    """Return code that makes a random model's forward enter autocast."""
     return Code(
         init=f"self.m{n} = {_LINEAR}",
         forward=f"""
@@ -184,7 +184,7 @@ def autocast(n: int, *, dtype: str, cache: bool) -> Code:
 
 @layer(of=("matrix", "output"))
 def sparse(n: int, *, of: str) -> Code:
-    """Return code of a model with a sparse tensor that the forward makes."""
+    """Return code that adds to a random model a sparse tensor that the forward makes."""
     if of == "matrix":
         return Code(
             init=f"self.m{n} = {_LINEAR}",
@@ -210,7 +210,7 @@ def sparse(n: int, *, of: str) -> Code:
 
 @layer(how=("dict", "tuple", "object", "keyword", "nested list"))
 def passing(n: int, *, how: str) -> Code:
-    """Return code of a model with a layer that takes and returns tensors within other objects."""
+    """Return code that adds to a random model a layer that takes and returns tensors within other objects."""
     given, unpacked, returned, read = {
         "dict": ("{'x': x}", "given['x']", "{'x': x, 'n': None}", "['x']"),
         "tuple": ("(x, tokens)", "given[0]", "(x, x.mean())", "[0]"),
@@ -243,7 +243,7 @@ def passing(n: int, *, how: str) -> Code:
 
 @layer(how=("set", "instance", "method"))
 def odd_call(n: int, *, how: str) -> Code:
-    """Return code of a model with a layer that is called in an unusual way."""
+    """Return code that makes a random model call a layer in an unusual way."""
     init = f"self.m{n} = {_LINEAR}"
     if how == "set":
         return Code(
@@ -258,7 +258,7 @@ def odd_call(n: int, *, how: str) -> Code:
 
 @layer()
 def straight_through(n: int) -> Code:
-    """Return code of a model with a weight that is rounded; its gradient passes through the rounding."""
+    """Return code that makes a random model round a weight and ignore the rounding in the gradient."""
     return Code(
         init=f"self.m{n} = {_LINEAR}",
         forward=f"""
@@ -272,7 +272,7 @@ def straight_through(n: int) -> Code:
 
 @layer(how=("bernoulli", "gumbel", "normal"))
 def noise(n: int, *, how: str) -> Code:
-    """Return code of a model whose forward draws random numbers."""
+    """Return code that makes a random model's forward draw random numbers."""
     return Code(
         init=f"self.m{n} = {_LINEAR}",
         forward={
@@ -286,7 +286,7 @@ def noise(n: int, *, how: str) -> Code:
 
 @layer()
 def scan(n: int) -> Code:
-    """Return code of a model with a state-space scan with input-dependent steps."""
+    """Return code that adds to a random model a state-space scan with input-dependent steps."""
     return Code(
         init=f"""
             self.a{n} = nn.Parameter(torch.randn({WIDTH}))
@@ -306,7 +306,7 @@ def scan(n: int) -> Code:
 
 @layer()
 def numpy_call(n: int) -> Code:
-    """Return code of a model with a number that numpy computes from an activation and a weight."""
+    """Return code that makes a random model use a number that numpy computes from its tensors."""
     return Code(
         init=f"self.m{n} = {_LINEAR}",
         forward=f"""

@@ -8,7 +8,7 @@ from headwater.conform.grammar.program import TOKENS, WIDTH, Code
 
 @layer(bias=(True, False), activation=("torch.tanh", "F.gelu", "F.relu", "F.silu"))
 def linear(n: int, *, bias: bool, activation: str) -> Code:
-    """Return code of a model with a linear layer and an activation."""
+    """Return code that adds a linear layer and an activation to a random model."""
     return Code(
         init=f"self.m{n} = nn.Linear({WIDTH}, {WIDTH}, bias={bias})",
         forward=f"x = {activation}(self.m{n}(x))",
@@ -18,7 +18,7 @@ def linear(n: int, *, bias: bool, activation: str) -> Code:
 
 @layer(depth=(2, 3), residual=(False, True))
 def stack(n: int, *, depth: int, residual: bool) -> Code:
-    """Return code of a model with linear layers in an `nn.Sequential`."""
+    """Return code that adds to a random model linear layers in an `nn.Sequential`."""
     layers = ", nn.Tanh(), ".join([f"nn.Linear({WIDTH}, {WIDTH})"] * depth)
     return Code(
         init=f"self.m{n} = nn.Sequential({layers})",
@@ -29,7 +29,7 @@ def stack(n: int, *, depth: int, residual: bool) -> Code:
 
 @layer(wide=(1, 4), inplace=(False, True))
 def block(n: int, *, wide: int, inplace: bool) -> Code:
-    """Return code of a model with a residual block with a layer norm and a wider inner layer."""
+    """Return code that adds to a random model a residual block with a layer norm and a wider inner layer."""
     inner = WIDTH * wide
     return Code(
         init=f"""
@@ -43,7 +43,7 @@ def block(n: int, *, wide: int, inplace: bool) -> Code:
 
 @layer(kind=("GRU", "LSTM", "RNN"), layers=(1, 2), both=(False, True), dropout=(0.0, 0.3))
 def recurrent(n: int, *, kind: str, layers: int, both: bool, dropout: float) -> Code:
-    """Return code of a model with a recurrent network over the sequence."""
+    """Return code that adds to a random model a recurrent network over the sequence."""
     hidden = WIDTH // 2 if both else WIDTH
     dropped = dropout if layers > 1 else 0.0
     return Code(
@@ -55,7 +55,7 @@ def recurrent(n: int, *, kind: str, layers: int, both: bool, dropout: float) -> 
 
 @layer(kind=("GRUCell", "LSTMCell", "RNNCell"))
 def cell(n: int, *, kind: str) -> Code:
-    """Return code of a model with a recurrent cell called once for each position."""
+    """Return code that adds to a random model a recurrent cell called once for each position."""
     first = f"state{n}[0]" if kind == "LSTMCell" else f"state{n}"
     return Code(
         init=f"self.m{n} = nn.{kind}({WIDTH}, {WIDTH})",
@@ -71,7 +71,7 @@ def cell(n: int, *, kind: str) -> Code:
 
 @layer(kind=("LayerNorm", "RMSNorm"), affine=(True, False))
 def norm(n: int, *, kind: str, affine: bool) -> Code:
-    """Return code of a model with a norm over features."""
+    """Return code that adds to a random model a norm over features."""
     return Code(
         init=f"self.m{n} = nn.{kind}({WIDTH}, elementwise_affine={affine})", forward=f"x = self.m{n}(x)"
     )
@@ -79,7 +79,7 @@ def norm(n: int, *, kind: str, affine: bool) -> Code:
 
 @layer(momentum=(0.1, None), track=(True, False))
 def batch_norm(n: int, *, momentum: float | None, track: bool) -> Code:
-    """Return code of a model with a batch norm, whose statistics are buffers."""
+    """Return code that adds to a random model a batch norm, whose statistics are buffers."""
     return Code(
         init=f"self.m{n} = nn.BatchNorm1d({WIDTH}, momentum={momentum}, track_running_stats={track})",
         forward=f"x = self.m{n}(x.transpose(1, 2)).transpose(1, 2)",
@@ -88,13 +88,13 @@ def batch_norm(n: int, *, momentum: float | None, track: bool) -> Code:
 
 @layer(kind=("GroupNorm(2, 6)", "InstanceNorm1d(6, affine=True, track_running_stats=True)"))
 def channel_norm(n: int, *, kind: str) -> Code:
-    """Return code of a model with a norm over channels."""
+    """Return code that adds to a random model a norm over channels."""
     return Code(init=f"self.m{n} = nn.{kind}", forward=f"x = self.m{n}(x.transpose(1, 2)).transpose(1, 2)")
 
 
 @layer(groups=(1, 2), mode=("zeros", "circular"), transposed=(False, True))
 def convolution(n: int, *, groups: int, mode: str, transposed: bool) -> Code:
-    """Return code of a model with a convolution over the sequence."""
+    """Return code that adds to a random model a convolution over the sequence."""
     made = f"nn.Conv1d({WIDTH}, {WIDTH}, 3, padding=1, groups={groups}, padding_mode={mode!r})"
     if transposed:
         made = f"nn.ConvTranspose1d({WIDTH}, {WIDTH}, 3, padding=1, groups={groups})"
@@ -103,7 +103,7 @@ def convolution(n: int, *, groups: int, mode: str, transposed: bool) -> Code:
 
 @layer(channels_last=(False, True), depthwise=(False, True))
 def image(n: int, *, channels_last: bool, depthwise: bool) -> Code:
-    """Return code of a model with a 2D convolution, also with its weight in channels_last order."""
+    """Return code that adds to a random model a 2D convolution, possibly with a channels_last weight."""
     moved = ".to(memory_format=torch.channels_last)" if channels_last else ""
     groups = ", groups=2" if depthwise else ""
     return Code(
@@ -114,7 +114,7 @@ def image(n: int, *, channels_last: bool, depthwise: bool) -> Code:
 
 @layer(heads=(1, 2), dropout=(0.0, 0.2), extra=("", ", add_bias_kv=True", ", add_zero_attn=True", ", kdim=6"))
 def attention(n: int, *, heads: int, dropout: float, extra: str) -> Code:
-    """Return code of a model with multi-head attention."""
+    """Return code that adds multi-head attention to a random model."""
     options = f"dropout={dropout}, batch_first=True{extra}"
     return Code(
         init=f"self.m{n} = nn.MultiheadAttention({WIDTH}, {heads}, {options})",
@@ -126,7 +126,7 @@ def attention(n: int, *, heads: int, dropout: float, extra: str) -> Code:
     mask=("", ", src_key_padding_mask=tokens == 0", ", is_causal=True, mask=torch.ones(3, 3).triu(1).bool()")
 )
 def encoder(n: int, *, mask: str) -> Code:
-    """Return code of a model with a transformer encoder, which takes a separate fast path in evaluation."""
+    """Return code that adds to a random model a transformer encoder, which has a fast path in eval mode."""
     made = f"nn.TransformerEncoderLayer({WIDTH}, 2, 8, dropout=0.1, batch_first=True)"
     padded = f"tokens[:, 0] = 1; x = self.m{n}(x{mask})" if "padding" in mask else f"x = self.m{n}(x{mask})"
     return Code(init=f"self.m{n} = nn.TransformerEncoder({made}, 2)", forward=padded)
@@ -134,7 +134,7 @@ def encoder(n: int, *, mask: str) -> Code:
 
 @layer(first=(False, True))
 def decoder(n: int, *, first: bool) -> Code:
-    """Return code of a model with a transformer decoder layer with cross-attention."""
+    """Return code that adds to a random model a transformer decoder layer with cross-attention."""
     made = f"nn.TransformerDecoderLayer({WIDTH}, 2, 8, dropout=0.0, batch_first=True, norm_first={first})"
     return Code(init=f"self.m{n} = {made}", forward=f"x = self.m{n}(x, x.flip(1))")
 
@@ -146,7 +146,7 @@ def decoder(n: int, *, first: bool) -> Code:
     scale=(False, True),
 )
 def embedding(n: int, *, padding: bool, max_norm: float | None, sparse: bool, scale: bool) -> Code:
-    """Return code of a model with an embedding of the tokens."""
+    """Return code that adds to a random model an embedding of the tokens."""
     options = [
         "padding_idx=2" if padding else "",
         f"max_norm={max_norm}" if max_norm else "",
@@ -161,7 +161,7 @@ def embedding(n: int, *, padding: bool, max_norm: float | None, sparse: bool, sc
 
 @layer(mode=("mean", "sum", "max"))
 def embedding_bag(n: int, *, mode: str) -> Code:
-    """Return code of a model with an embedding bag of the tokens."""
+    """Return code that adds to a random model an embedding bag of the tokens."""
     return Code(
         init=f"self.m{n} = nn.EmbeddingBag({TOKENS}, {WIDTH}, mode={mode!r})",
         forward=f"x = x + self.m{n}(tokens)[:, None]",
@@ -170,13 +170,13 @@ def embedding_bag(n: int, *, mode: str) -> Code:
 
 @layer(kind=("Dropout", "AlphaDropout", "Dropout1d"))
 def dropout(n: int, *, kind: str) -> Code:
-    """Return code of a model with dropout."""
+    """Return code that adds dropout to a random model."""
     return Code(init=f"self.m{n} = nn.{kind}(0.3)", forward=f"x = self.m{n}(x)")
 
 
 @layer()
 def bilinear(n: int) -> Code:
-    """Return code of a model with a bilinear layer of the hidden state and itself."""
+    """Return code that adds to a random model a bilinear layer of the hidden state and itself."""
     return Code(
         init=f"self.m{n} = nn.Bilinear({WIDTH}, {WIDTH}, {WIDTH})",
         forward=f"x = torch.tanh(self.m{n}(x, x.flip(1).contiguous()))",
@@ -185,7 +185,7 @@ def bilinear(n: int) -> Code:
 
 @layer(experts=(2, 3))
 def mixture(n: int, *, experts: int) -> Code:
-    """Return code of a model with a mixture of experts. Each row uses one expert."""
+    """Return code that adds to a random model a mixture of experts. Each row uses one expert."""
     return Code(
         init=f"""
             self.router{n} = nn.Linear({WIDTH}, {experts})
@@ -206,7 +206,7 @@ def mixture(n: int, *, experts: int) -> Code:
 
 @layer(kind=("dict", "parameters", "named parameters"))
 def container(n: int, *, kind: str) -> Code:
-    """Return code of a model with weights in a ModuleDict, ParameterList or ParameterDict."""
+    """Return code that adds to a random model weights in a ModuleDict, ParameterList or ParameterDict."""
     if kind == "dict":
         return Code(
             init=f"self.m{n} = nn.ModuleDict({{'a': nn.Linear({WIDTH}, {WIDTH}), 'b': nn.Tanh()}})",
@@ -227,19 +227,19 @@ def container(n: int, *, kind: str) -> Code:
 
 @layer(lazy=("LazyLinear(6)", "LazyConv1d(3, 1)", "LazyBatchNorm1d()"))
 def lazy(n: int, *, lazy: str) -> Code:
-    """Return code of a model with a lazy module, whose parameters are created in the first forward."""
+    """Return code that adds to a random model a lazy module (its first forward creates its parameters)."""
     return Code(init=f"self.m{n} = nn.{lazy}", forward=f"x = torch.tanh(self.m{n}(x))")
 
 
 @layer()
 def prelu(n: int) -> Code:
-    """Return code of a model with an activation that has a parameter."""
+    """Return code that adds to a random model an activation that has a parameter."""
     return Code(init=f"self.m{n} = nn.PReLU(3)", forward=f"x = self.m{n}(x)")
 
 
 @layer(packed_output=(False, True))
 def packed(n: int, *, packed_output: bool) -> Code:
-    """Return code of a model that packs its sequences."""
+    """Return code that makes a random model pack its sequences."""
     through = f"self.inner{n}(packed{n})" if packed_output else f"packed{n}"
     inner = f"self.inner{n} = Packed{n}()" if packed_output else ""
     top = f"""

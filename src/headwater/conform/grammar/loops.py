@@ -11,7 +11,7 @@ _STEPS = (0, 1)
 
 @loop(step=_STEPS, mode=("no_grad", "inference_mode", "train", "with grad"), other_size=(False, True))
 def evaluate(n: int, *, step: int, mode: str, other_size: bool) -> Code:
-    """Return code of a training loop in which the model is evaluated between steps."""
+    """Return code that makes a random training loop evaluate the model between steps."""
     inputs = f"torch.ones(5, 3, {WIDTH}), torch.ones(5, 3, dtype=torch.long)" if other_size else "x, tokens"
     context = {"inference_mode": "with torch.inference_mode():", "with grad": "with torch.enable_grad():"}
     lines = [
@@ -25,7 +25,7 @@ def evaluate(n: int, *, step: int, mode: str, other_size: bool) -> Code:
 
 @loop(mode=("no_grad", "inference_mode", "eval"))
 def evaluate_first(n: int, *, mode: str) -> Code:
-    """Return code of a training loop in which the model is evaluated before it is trained."""
+    """Return code that makes a random training loop evaluate the model before its first training step."""
     context = "torch.inference_mode()" if mode == "inference_mode" else "torch.no_grad()"
     return Code(
         begin=f"""
@@ -39,7 +39,7 @@ def evaluate_first(n: int, *, mode: str) -> Code:
 
 @loop(1, step=_STEPS, how=("mul_", "data mul_", "copy_", "init", "data", "setitem", "add optimizer"))
 def weights_changed(n: int, other: str, *, step: int, how: str) -> Code:
-    """Return code of a training loop in which a weight is changed between steps."""
+    """Return code that makes a random training loop change a weight between steps."""
     weight = f"model.{other}.weight"
     line = {
         "mul_": f"with torch.no_grad(): {weight}.mul_(0.5)",
@@ -55,7 +55,7 @@ def weights_changed(n: int, other: str, *, step: int, how: str) -> Code:
 
 @loop(1, before=("compile", "optimizer", "backward"), how=("mul_", "data", "clamp_"))
 def weights_changed_early(n: int, other: str, *, before: str, how: str) -> Code:
-    """Return code of a training loop in which a weight is changed once, at an unusual place.
+    """Return code that makes a random training loop change a weight once, at an unusual place.
 
     The places are after compile, after the optimizer was made, and before the optimizer's step.
     """
@@ -72,7 +72,7 @@ def weights_changed_early(n: int, other: str, *, before: str, how: str) -> Code:
 
 @loop(1, how=("halved", "none", "assigned", "noise", "read", "sign"))
 def gradients_changed(n: int, other: str, *, how: str) -> Code:
-    """Return code of a training loop in which a gradient is read or changed before the optimizer's step."""
+    """Return code that makes a random training loop read or change a gradient before the optimizer's step."""
     weight = f"model.{other}.weight"
     line = {
         "halved": f"{weight}.grad.mul_(0.5)",
@@ -87,7 +87,7 @@ def gradients_changed(n: int, other: str, *, how: str) -> Code:
 
 @loop(how=("norm", "global only", "per layer"))
 def gradient_norm(n: int, *, how: str) -> Code:
-    """Return code of a training loop that computes gradient norms."""
+    """Return code that makes a random training loop clip gradients by norm, or only compute their norm."""
     if how == "per layer":
         line = "torch.nn.utils.clip_grad_norm_(model.first.parameters(), 0.1)"
         return Code(gradients=line)
@@ -97,7 +97,7 @@ def gradient_norm(n: int, *, how: str) -> Code:
 
 @loop(1, how=("l2", "l1 all", "orthogonal", "gradient penalty", "between layers"))
 def regularized(n: int, other: str, *, how: str) -> Code:
-    """Return code of a training loop whose loss has a term that depends on the weights or on a gradient."""
+    """Return code that adds a term of the weights or of a gradient to a random training loop's loss."""
     weight = f"model.{other}.weight"
     line = {
         "l2": f"loss = loss + 0.1 * {weight}.square().sum()",
@@ -112,7 +112,7 @@ def regularized(n: int, other: str, *, how: str) -> Code:
 
 @loop(step=_STEPS, how=("load own", "saved", "optimizer", "both", "assign", "strict subset", "deepcopy"))
 def state_dict(n: int, *, step: int, how: str) -> Code:
-    """Return code of a training loop that saves and loads state dicts between steps."""
+    """Return code that makes a random training loop save and load state dicts between steps."""
     saved = f"saved{n} = {{key: value.clone() for key, value in model.state_dict().items()}}"
     top = "import copy" if how in ("deepcopy", "optimizer", "both") else ""
     optimizer = f"state{n} = copy.deepcopy(optimizer.state_dict())"
@@ -139,7 +139,7 @@ def state_dict(n: int, *, step: int, how: str) -> Code:
 
 @loop(1, when=("before", "after", "step"), how=("detach", "data", "view", "state_dict"))
 def kept_reference(n: int, other: str, *, when: str, how: str) -> Code:
-    """Return code of a training loop that keeps a tensor made of a weight, and reads it after each step."""
+    """Return code that makes a random loop keep a weight's detached tensor and read it after each step."""
     value = {
         "detach": f"model.{other}.weight.detach()",
         "data": f"model.{other}.weight.data",
@@ -157,7 +157,7 @@ def kept_reference(n: int, other: str, *, when: str, how: str) -> Code:
 
 @loop(how=("all", "head first", "first rest"), kind=("SGD", "AdamW"))
 def second_optimizer(n: int, *, how: str, kind: str) -> Code:
-    """Return code of a training loop with a second optimizer."""
+    """Return code that adds to a random training loop a second optimizer."""
     parameters = {
         "all": "[p for p in model.parameters() if p.requires_grad]",
         "head first": "list(model.head.parameters())",
@@ -172,7 +172,7 @@ def second_optimizer(n: int, *, how: str, kind: str) -> Code:
 
 @loop(kind=("StepLR", "cosine", "by hand", "OneCycle", "warm restarts"))
 def schedule(n: int, *, kind: str) -> Code:
-    """Return code of a training loop with a learning rate that changes."""
+    """Return code that makes a random training loop change the learning rate."""
     if kind == "by hand":
         return Code(end="for group in optimizer.param_groups:\n    group['lr'] *= 0.5")
     made = {
@@ -189,7 +189,7 @@ def schedule(n: int, *, kind: str) -> Code:
 
 @loop(how=("lerp", "swa", "assigned back"))
 def average(n: int, *, how: str) -> Code:
-    """Return code of a training loop with a moving average of the weights."""
+    """Return code that makes a random training loop keep a moving average of the weights."""
     if how == "swa":
         shown = f"show_all(show, 'average {n}', average{n}.state_dict())"
         return Code(
@@ -223,7 +223,7 @@ def _flat(text: str) -> str:
 
 @loop(how=("sum", "separate", "first unused", "chained"))
 def two_forwards(n: int, *, how: str) -> Code:
-    """Return code of a training loop in which the model is called twice in a step."""
+    """Return code that makes a random training loop call the model twice in a step."""
     return Code(
         loss={
             "sum": "loss = loss + model(x.flip(0), tokens).square().mean()",
@@ -236,7 +236,7 @@ def two_forwards(n: int, *, how: str) -> Code:
 
 @loop(how=("retain", "inputs", "autograd.grad", "scaled"))
 def backward_kind(n: int, *, how: str) -> Code:
-    """Return code of a training loop with an unusual second backward."""
+    """Return code that makes a random training loop do a second backward, or scale the loss."""
     return Code(
         loss={
             "retain": "loss.backward(retain_graph=True)",
@@ -253,7 +253,7 @@ def backward_kind(n: int, *, how: str) -> Code:
 
 @loop(how=("functional_call", "func.grad", "hvp", "double backward"))
 def functional(n: int, *, how: str) -> Code:
-    """Return code of a training loop with a functional call or a second derivative of the whole model."""
+    """Return code that makes a random training loop use `torch.func` or second derivatives on the model."""
     lines = {
         "functional_call": f"""
             weights{n} = {{name: p.detach() * 0.5 for name, p in model.named_parameters()}}
@@ -283,7 +283,7 @@ def functional(n: int, *, how: str) -> Code:
 
 @loop(step=_STEPS, how=("dropped", "loss zero", "no forward", "no backward"))
 def skipped(n: int, *, step: int, how: str) -> Code:
-    """Return code of a training loop with a step that is skipped in part."""
+    """Return code that makes one step irregular: an extra forward or update, or no loss or gradients."""
     if how == "no forward":
         return Code(batch=at(step, "optimizer.step()"))
     if how == "no backward":
@@ -295,7 +295,7 @@ def skipped(n: int, *, step: int, how: str) -> Code:
 
 @loop(precision=("bfloat16", "float16"))
 def autocast_loop(n: int, *, precision: str) -> Code:
-    """Return code of a training loop with a second forward under autocast."""
+    """Return code that adds to a random training loop a second forward, under autocast."""
     return Code(
         loss=f"""
             with torch.autocast("cpu", dtype=torch.{precision}):
@@ -307,7 +307,7 @@ def autocast_loop(n: int, *, precision: str) -> Code:
 
 @loop(size=(1, 7))
 def other_batch(n: int, *, size: int) -> Code:
-    """Return code of a training loop with a batch of another size in the middle."""
+    """Return code that makes a random training loop use one batch of another size."""
     return Code(
         batch=at(
             1,
@@ -319,7 +319,7 @@ def other_batch(n: int, *, size: int) -> Code:
 
 @loop(how=("model", "pickle", "class"))
 def copied(n: int, *, how: str) -> Code:
-    """Return code of a training loop that copies the model, compiles the original, and uses the copy."""
+    """Return code that makes a random program copy the model, compile the original and use the copy."""
     use = {
         "model": f"loss = loss + (y - twin{n}(x, tokens).detach()).square().mean()",
         "pickle": f"show('twin {n}', twin{n}(x, tokens))",
@@ -330,7 +330,7 @@ def copied(n: int, *, how: str) -> Code:
 
 @loop(step=_STEPS, part=("first", "head"))
 def part_called(n: int, *, step: int, part: str) -> Code:
-    """Return code of a training loop that calls a layer of the model outside of the model's forward."""
+    """Return code that makes a random training loop call a layer outside of the model's forward."""
     width = WIDTH
     line = f"loss = loss + model.{part}(torch.ones(2, {width})).square().mean()"
     return Code(loss=at(step, line))
@@ -338,5 +338,5 @@ def part_called(n: int, *, step: int, part: str) -> Code:
 
 @loop(how=("toggle", "part"))
 def train_mode(n: int, *, how: str) -> Code:
-    """Return code of a training loop that changes the model, or a part of it, to evaluation mode and back."""
+    """Return code that makes a random loop train with the model in eval mode at times, or a layer always."""
     return Code(batch="model.train(step % 2 == 0)" if how == "toggle" else "model.first.eval()")

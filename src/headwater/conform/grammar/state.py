@@ -10,7 +10,7 @@ from headwater.conform.grammar.program import WIDTH, Code, dedented
     how=("counter", "in place", "replaced", "data", "non-persistent", "views", "made in forward", "int math")
 )
 def buffer(n: int, *, how: str) -> Code:
-    """Return code of a model with a buffer that the forward changes."""
+    """Return code that adds to a random model a buffer that the forward changes."""
     first = f"torch.zeros({WIDTH})"
     if how == "counter":
         return Code(
@@ -44,7 +44,7 @@ def buffer(n: int, *, how: str) -> Code:
 
 @layer()
 def shared_buffer(n: int) -> Code:
-    """Return code of a model with a buffer that two modules have."""
+    """Return code that adds to a random model a buffer that two modules share."""
     return Code(
         top=dedented(f"""
             class Shift{n}(nn.Module):
@@ -67,7 +67,7 @@ def shared_buffer(n: int) -> Code:
 
 @layer(1, kind=("forward", "pre", "output changed", "kwargs", "backward", "backward pre", "global"))
 def module_hook(n: int, other: str, *, kind: str) -> Code:
-    """Return code of a model with a hook on another layer."""
+    """Return code that adds to a random model a hook on one of its layers."""
     layer = f"model.{other}"
     return Code(
         setup={
@@ -87,7 +87,7 @@ def module_hook(n: int, other: str, *, kind: str) -> Code:
 
 @layer(1, kind=("scale", "accumulated", "late"))
 def parameter_hook(n: int, other: str, *, kind: str) -> Code:
-    """Return code of a model with a hook on a parameter."""
+    """Return code that adds to a random model a hook on a parameter."""
     weight = f"model.{other}.weight"
     scaled = f"{weight}.register_hook(lambda grad: grad * 0.5)"
     if kind == "late":
@@ -105,7 +105,7 @@ def parameter_hook(n: int, other: str, *, kind: str) -> Code:
 
 @layer(1)
 def tensor_hook(n: int, other: str) -> Code:
-    """Return code of a model with a hook on an activation."""
+    """Return code that adds to a random model a hook on an activation."""
     return Code(
         forward=f"""
             x = self.{other}(x)
@@ -117,7 +117,7 @@ def tensor_hook(n: int, other: str) -> Code:
 
 @layer(what=("output", "count", "graph", "list"))
 def memory(n: int, *, what: str) -> Code:
-    """Return code of a model with an attribute that the forward keeps until the next forward."""
+    """Return code that adds to a random model an attribute that the forward keeps until the next forward."""
     init = f"self.m{n}, self.kept{n} = nn.Linear({WIDTH}, {WIDTH}), None"
     if what == "count":
         return Code(
@@ -143,7 +143,7 @@ def memory(n: int, *, what: str) -> Code:
 
 @layer()
 def extra_state(n: int) -> Code:
-    """Return code of a model with a module that has extra state in its state_dict."""
+    """Return code that adds to a random model a module that has extra state in its state_dict."""
     return Code(
         top=dedented(f"""
             class Counter{n}(nn.Module):

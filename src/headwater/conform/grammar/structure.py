@@ -30,21 +30,21 @@ _OPTIMIZER = ("new", "group", "none")
 
 @loop(1, step=_STEPS, optimizer=_OPTIMIZER)
 def replace_layer(n: int, other: str, *, step: int, optimizer: str) -> Code:
-    """Return code of a training loop in which a layer is replaced."""
+    """Return code that makes a random training loop replace a layer of the model."""
     known = _known(optimizer, f"list(model.{other}.parameters())")
     return Code(batch=at(step, f"model.{other} = {_LINEAR}", known))
 
 
 @loop(step=_STEPS, optimizer=_OPTIMIZER, width=(2, 4))
 def new_head(n: int, *, step: int, optimizer: str, width: int) -> Code:
-    """Return code of a training loop in which the model gets a new head, possibly with another width."""
+    """Return code that makes a random training loop replace the model's head, possibly with another width."""
     known = _known(optimizer, "list(model.head.parameters())")
     return Code(batch=at(step, f"model.head = nn.Linear({WIDTH}, {width})", known))
 
 
 @loop(1, step=_STEPS, optimizer=_OPTIMIZER, shape=("same", "transposed"))
 def replace_parameter(n: int, other: str, *, step: int, optimizer: str, shape: str) -> Code:
-    """Return code of a training loop in which a parameter is replaced."""
+    """Return code that makes a random training loop replace a parameter of the model."""
     value = f"torch.randn({WIDTH}, {WIDTH})" + (".t()" if shape == "transposed" else "")
     known = _known(optimizer, f"[model.{other}.weight]")
     return Code(batch=at(step, f"model.{other}.weight = nn.Parameter({value})", known))
@@ -56,7 +56,7 @@ def replace_parameter(n: int, other: str, *, step: int, optimizer: str, shape: s
     optimizer=("new", "none"),
 )
 def container_changes(n: int, *, step: int, what: str, optimizer: str) -> Code:
-    """Return code of a training loop that adds layers to a container, removes them or moves them."""
+    """Return code that makes a random training loop add, remove or move layers of a container."""
     line = {
         "append": f"model.m{n}.append({_LINEAR})",
         "pop": f"model.m{n}.pop(1)",
@@ -76,7 +76,7 @@ def container_changes(n: int, *, step: int, what: str, optimizer: str) -> Code:
 
 @loop(1, step=_STEPS, how=("weight", "bias", "storage", "from head"))
 def tie_late(n: int, other: str, *, step: int, how: str) -> Code:
-    """Return code of a training loop in which parameters are tied between steps."""
+    """Return code that makes a random training loop tie parameters between steps."""
     line = {
         "weight": f"model.m{n}.weight = model.{other}.weight",
         "bias": f"model.m{n}.bias = model.{other}.bias",
@@ -92,7 +92,7 @@ def tie_late(n: int, other: str, *, step: int, how: str) -> Code:
 
 @loop(step=_STEPS, optimizer=("new", "none"))
 def untie_late(n: int, *, step: int, optimizer: str) -> Code:
-    """Return code of a training loop in which tied parameters are separated between steps."""
+    """Return code that makes a random training loop separate tied parameters between steps."""
     return Code(
         init=f"self.a{n}, self.b{n} = {_LINEAR}, {_LINEAR}\nself.b{n}.weight = self.a{n}.weight",
         forward=f"x = torch.tanh(self.b{n}(torch.tanh(self.a{n}(x))))",
@@ -104,7 +104,7 @@ def untie_late(n: int, *, step: int, optimizer: str) -> Code:
 
 @loop(1, step=_STEPS, back=(False, True), optimizer=("none", "new"))
 def freeze(n: int, other: str, *, step: int, back: bool, optimizer: str) -> Code:
-    """Return code of a training loop that freezes a layer between two steps, and thaws it later."""
+    """Return code that makes a random training loop freeze a layer between steps and later unfreeze it."""
     thaw = at(step + 1, f"model.{other}.requires_grad_(True)", _REBUILT[optimizer])
     frozen = at(
         step, f"model.{other}.requires_grad_(False)", f"model.{other}.zero_grad()", _REBUILT[optimizer]
@@ -114,7 +114,7 @@ def freeze(n: int, other: str, *, step: int, back: bool, optimizer: str) -> Code
 
 @loop(1, step=_STEPS, group=(False, True))
 def thaw(n: int, other: str, *, step: int, group: bool) -> Code:
-    """Return code of a training loop that freezes a layer at first, and trains it from a later step on."""
+    """Return code that makes a random training loop keep a layer frozen at first, then train it."""
     known = _group(f"list(model.{other}.parameters())") if group else _REBUILT["new"]
     return Code(
         setup=f"model.{other}.requires_grad_(False)",
@@ -124,7 +124,7 @@ def thaw(n: int, other: str, *, step: int, group: bool) -> Code:
 
 @loop(1, step=_STEPS, how=("layer", "class", "root"))
 def forward_assigned(n: int, other: str, *, step: int, how: str) -> Code:
-    """Return code of a training loop in which the forward of a module is replaced between steps."""
+    """Return code that makes a random training loop replace the forward of a module between steps."""
     lines = {
         "layer": f"weight{n} = model.{other}\n"
         f"model.{other}.forward = lambda x: F.linear(x, weight{n}.weight) * 0.5",
@@ -137,7 +137,7 @@ def forward_assigned(n: int, other: str, *, step: int, how: str) -> Code:
 
 @loop(1, step=_STEPS, how=("l1", "custom", "remove"))
 def prune_late(n: int, other: str, *, step: int, how: str) -> Code:
-    """Return code of a training loop in which a layer is pruned between steps."""
+    """Return code that makes a random training loop prune a layer between steps."""
     lines = [
         f"prune.l1_unstructured(model.{other}, 'weight', amount=0.3)"
         if how != "custom"
@@ -150,7 +150,7 @@ def prune_late(n: int, other: str, *, step: int, how: str) -> Code:
 
 @loop(1, step=_STEPS, how=("weight_norm", "remove"))
 def parametrize_late(n: int, other: str, *, step: int, how: str) -> Code:
-    """Return code of a training loop in which a parametrization is added or removed between steps."""
+    """Return code that makes a random training loop add or remove a parametrization between steps."""
     if how == "weight_norm":
         return Code(batch=at(step, f"nn.utils.parametrizations.weight_norm(model.{other})", _REBUILT["new"]))
     return Code(
@@ -162,7 +162,7 @@ def parametrize_late(n: int, other: str, *, step: int, how: str) -> Code:
 
 @loop(1, step=_STEPS, kind=("forward", "backward", "removed"))
 def hook_late(n: int, other: str, *, step: int, kind: str) -> Code:
-    """Return code of a training loop in which a hook is added or removed between steps."""
+    """Return code that makes a random training loop add or remove a module hook between steps."""
     hook = f"model.{other}.register_forward_hook(lambda module, args, out: out * 0.5)"
     if kind == "removed":
         return Code(setup=f"hook{n} = {hook}", batch=at(step, f"hook{n}.remove()"))
@@ -173,7 +173,7 @@ def hook_late(n: int, other: str, *, step: int, kind: str) -> Code:
 
 @loop(step=_STEPS, how=("value", "register", "shape", "persistent"))
 def buffer_late(n: int, *, step: int, how: str) -> Code:
-    """Return code of a training loop in which a buffer is set, registered or deleted between steps."""
+    """Return code that makes a random training loop set, register or delete a buffer between steps."""
     line = {
         "value": f"model.b{n} = torch.full(({WIDTH},), 0.5)",
         "register": f"model.register_buffer('c{n}', torch.ones(()))",
@@ -189,7 +189,7 @@ def buffer_late(n: int, *, step: int, how: str) -> Code:
 
 @loop(step=_STEPS, optimizer=("new", "group"))
 def parameter_late(n: int, *, step: int, optimizer: str) -> Code:
-    """Return code of a training loop in which a parameter is registered between steps."""
+    """Return code that makes a random training loop register a new parameter between steps."""
     known = _known(optimizer, f"[model.p{n}]")
     return Code(
         forward=f"x = x * getattr(self, 'p{n}', 1.0)",
@@ -199,7 +199,7 @@ def parameter_late(n: int, *, step: int, optimizer: str) -> Code:
 
 @loop(step=_STEPS, how=("none", "parameter"))
 def deleted(n: int, *, step: int, how: str) -> Code:
-    """Return code of a training loop in which a bias is removed between steps."""
+    """Return code that makes a random training loop remove a layer's bias between steps."""
     line = f"model.m{n}.bias = None" if how == "none" else f"model.m{n}.register_parameter('bias', None)"
     return Code(
         init=f"self.m{n} = {_LINEAR}",
@@ -210,7 +210,7 @@ def deleted(n: int, *, step: int, how: str) -> Code:
 
 @loop(step=_STEPS, how=("double", "bfloat16"))
 def converted(n: int, *, step: int, how: str) -> Code:
-    """Return code of a training loop in which a layer gets another dtype between steps."""
+    """Return code that makes a random training loop change the dtype of a layer between steps."""
     return Code(
         init=f"self.m{n} = {_LINEAR}",
         forward=f"x = x + self.m{n}(x.to(self.m{n}.weight.dtype)).float().tanh()",

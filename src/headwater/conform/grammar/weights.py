@@ -10,7 +10,7 @@ from headwater.conform.grammar.program import TOKENS, WIDTH, Code, dedented
     init=("randn", "t()", "expanded clone", "as_strided", "empty beside"), mode=("matmul", "einsum", "linear")
 )
 def parameter(n: int, *, init: str, mode: str) -> Code:
-    """Return code of a model with a parameter of the model itself, possibly with another memory layout."""
+    """Return code that adds to a random model a parameter outside its layers, possibly not contiguous."""
     value = {
         "randn": f"torch.randn({WIDTH}, {WIDTH}) / 3",
         "t()": f"(torch.randn({WIDTH}, {WIDTH}) / 3).t()",
@@ -30,13 +30,13 @@ def parameter(n: int, *, init: str, mode: str) -> Code:
 
 @layer(shape=("()", "(1,)", "(3, 1)", "(6,)"))
 def scale(n: int, *, shape: str) -> Code:
-    """Return code of a model with a small parameter that scales the hidden state."""
+    """Return code that adds to a random model a small parameter that scales the hidden state."""
     return Code(init=f"self.w{n} = nn.Parameter(torch.ones({shape}))", forward=f"x = x * self.w{n}")
 
 
 @layer(1, what=("weight", "bias", "both"))
 def tie(n: int, other: str, *, what: str) -> Code:
-    """Return code of a model with a layer whose parameters are those of another layer."""
+    """Return code that adds to a random model a layer whose parameters are those of another layer."""
     names = ("weight", "bias") if what == "both" else (what,)
     lines = [f"self.m{n}.{name} = self.{other}.{name}" for name in names]
     return Code(
@@ -47,7 +47,7 @@ def tie(n: int, other: str, *, what: str) -> Code:
 
 @layer(1, how=("same", "t()", "half", "setup"))
 def storage_tie(n: int, other: str, *, how: str) -> Code:
-    """Return code of a model with a layer whose weight lies in the storage of another layer's weight."""
+    """Return code that adds to a random model a layer whose weight shares another layer's storage."""
     value = {
         "same": f"{other}.weight.data",
         "t()": f"{other}.weight.data.t()",
@@ -72,7 +72,7 @@ def storage_tie(n: int, other: str, *, how: str) -> Code:
 
 @layer()
 def views_of_one(n: int) -> Code:
-    """Return code of a model with two parameters that are views of one tensor."""
+    """Return code that adds to a random model two parameters that are views of one tensor."""
     return Code(
         init=f"""
             base{n} = torch.randn(2 * {WIDTH}, {WIDTH}) / 3
@@ -84,7 +84,7 @@ def views_of_one(n: int) -> Code:
 
 @layer(1, how=("twice", "around", "by weight", "by transpose"))
 def reuse(n: int, other: str, *, how: str) -> Code:
-    """Return code of a model that calls one of its layers twice."""
+    """Return code that makes a random model use one of its layers, or the layer's weight, a second time."""
     return Code(
         forward={
             "twice": f"x = torch.tanh(self.{other}(torch.tanh(self.{other}(x))))",
@@ -97,13 +97,13 @@ def reuse(n: int, other: str, *, how: str) -> Code:
 
 @layer(1)
 def alias(n: int, other: str) -> Code:
-    """Return code that registers a layer of the model under a second name, and calls it by that name."""
+    """Return code that registers a layer of a random model under a second name and calls the layer by it."""
     return Code(init=f"self.alias{n} = self.{other}", forward=f"x = torch.tanh(self.alias{n}(x))")
 
 
 @layer()
 def embedding_head(n: int) -> Code:
-    """Return code of a model with an embedding whose weight is that of a layer over the vocabulary."""
+    """Return code that adds to a random model an embedding that shares its weight with an output layer."""
     return Code(
         init=f"""
             self.e{n} = nn.Embedding({TOKENS}, {WIDTH})
@@ -119,7 +119,7 @@ def embedding_head(n: int) -> Code:
     cached=(False, True),
 )
 def parametrized(n: int, *, kind: str, cached: bool) -> Code:
-    """Return code of a model with a layer whose weight is computed by a parametrization."""
+    """Return code that adds to a random model a layer whose weight is computed by a parametrization."""
     made, top = f"nn.Linear({WIDTH}, {WIDTH})", ""
     if kind == "symmetric":
         top = f"""
@@ -142,7 +142,7 @@ def parametrized(n: int, *, kind: str, cached: bool) -> Code:
 
 @layer(where=("detached", "part", "cat", "norm", "masked"))
 def weight_read(n: int, *, where: str) -> Code:
-    """Return code of a model with a weight that is read by operators outside of its layer."""
+    """Return code that makes a random model read a layer's weight with operators outside of that layer."""
     return Code(
         init=f"self.m{n} = nn.Linear({WIDTH}, {WIDTH})",
         forward={
@@ -159,7 +159,7 @@ def weight_read(n: int, *, where: str) -> Code:
 
 @layer(how=("clamp", "renorm", "mul", "copy"))
 def changed_in_forward(n: int, *, how: str) -> Code:
-    """Return code of a model with a weight that the forward changes in place."""
+    """Return code that adds to a random model a weight that its forward changes in place."""
     line = {
         "clamp": f"self.m{n}.weight.clamp_(-0.2, 0.2)",
         "renorm": f"self.m{n}.weight.renorm_(2, 0, 0.5)",
@@ -175,7 +175,7 @@ def changed_in_forward(n: int, *, how: str) -> Code:
 
 @layer(how=("renorm", "momentum", "data in place", "training only"))
 def data_in_forward(n: int, *, how: str) -> Code:
-    """Return code of a model with a weight whose `.data` the forward assigns."""
+    """Return code that adds to a random model a weight whose `.data` its forward assigns."""
     init = f"self.m{n} = nn.Linear({WIDTH}, {WIDTH})"
     use = f"x = torch.tanh(self.m{n}(x))"
     if how == "momentum":
@@ -200,7 +200,7 @@ def data_in_forward(n: int, *, how: str) -> Code:
 
 @layer(how=("requires_grad", "no_grad", "detach", "bias", "module"))
 def frozen(n: int, *, how: str) -> Code:
-    """Return code of a model with frozen parameters."""
+    """Return code that adds frozen parameters to a random model."""
     init = f"self.m{n} = nn.Linear({WIDTH}, {WIDTH})"
     use = f"x = x + torch.tanh(self.m{n}(x))"
     if how == "requires_grad":
@@ -219,7 +219,7 @@ def frozen(n: int, *, how: str) -> Code:
 
 @layer(dtype=("float64", "bfloat16", "float16", "complex64"))
 def other_dtype(n: int, *, dtype: str) -> Code:
-    """Return code of a model in which some parameters have another dtype."""
+    """Return code that adds to a random model parameters of a dtype other than float32."""
     back = ".real.float()" if dtype == "complex64" else ".float()"
     return Code(
         init=f"self.m{n} = nn.Linear({WIDTH}, {WIDTH}, dtype=torch.{dtype})",
@@ -229,7 +229,7 @@ def other_dtype(n: int, *, dtype: str) -> Code:
 
 @layer()
 def integers(n: int) -> Code:
-    """Return code of a model with integer and boolean parameters beside a trained one."""
+    """Return code that adds integer, boolean and trained parameters to a random model."""
     return Code(
         init=f"""
             self.i{n} = nn.Parameter(torch.arange({WIDTH}) % 2, requires_grad=False)
@@ -242,14 +242,14 @@ def integers(n: int) -> Code:
 
 @layer(used=(False, True))
 def unused(n: int, *, used: bool) -> Code:
-    """Return code of a model with parameters that nothing reads, or only evaluation."""
+    """Return code that adds to a random model parameters that are never read, or only in eval mode."""
     forward = f"if not self.training:\n    x = x + self.m{n}(x)" if used else ""
     return Code(init=f"self.m{n} = nn.Linear({WIDTH}, {WIDTH})", forward=forward)
 
 
 @layer()
 def empty_layer(n: int) -> Code:
-    """Return code of a model with a layer that has 0 outputs."""
+    """Return code that adds to a random model a layer that has 0 outputs."""
     return Code(
         init=f"self.m{n} = nn.Linear({WIDTH}, 0)", forward=f"x = x + self.m{n}(x).sum(-1, keepdim=True)"
     )
@@ -257,7 +257,7 @@ def empty_layer(n: int) -> Code:
 
 @layer(rank=(1, 2), merged=(False, True))
 def adapter(n: int, *, rank: int, merged: bool) -> Code:
-    """Return code of a model with a frozen layer with a low-rank adapter."""
+    """Return code that adds to a random model a frozen layer with a low-rank adapter."""
     use = f"F.linear(x, self.m{n}.weight + self.b{n} @ self.a{n}, self.m{n}.bias)"
     if not merged:
         use = f"self.m{n}(x) + x @ self.a{n}.t() @ self.b{n}.t()"
@@ -273,7 +273,7 @@ def adapter(n: int, *, rank: int, merged: bool) -> Code:
 
 @layer()
 def hypernetwork(n: int) -> Code:
-    """Return code of a model with a layer whose weight another layer computes from the tokens."""
+    """Return code that adds to a random model a layer whose weight another layer computes from the tokens."""
     return Code(
         init=f"self.m{n} = nn.Linear({TOKENS}, {WIDTH * WIDTH})",
         forward=f"""
@@ -285,7 +285,7 @@ def hypernetwork(n: int) -> Code:
 
 @layer()
 def pruned(n: int) -> Code:
-    """Return code of a model with a layer that was pruned before training."""
+    """Return code that adds to a random model a layer that was pruned before training."""
     return Code(
         init=f"self.m{n} = nn.Linear({WIDTH}, {WIDTH})\n"
         f"prune.l1_unstructured(self.m{n}, 'weight', amount=0.3)",
