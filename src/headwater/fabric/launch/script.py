@@ -134,7 +134,7 @@ def _is_started_by_launcher() -> bool:
 
 
 def _speak(fabric: Fabric) -> None:
-    """Let rank 0 print from now on, and no other rank, as [Note: ranks of a script] describes.
+    """Allow only rank 0 to print from now on, as [Note: ranks of a script] describes.
 
     Also set the random state of every rank to that of rank 0.
     """
