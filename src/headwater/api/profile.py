@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @final
 class LoopProfile:
-    """The profile of a loop, inside of `profile`."""
+    """The profile of a user's loop while the context of `profile` is open."""
 
     def __init__(self, model: nn.Module | None, *, depth: int, operators: bool) -> None:
         self._model = model
@@ -48,7 +48,7 @@ class LoopProfile:
         self._begin = perf_counter_ns()
 
     def close(self) -> None:
-        """Remove the layers around the modules."""
+        """Remove the wrappers around the calls of modules."""
         self._taken.close()
 
     def write(self, folder: Path) -> None:

@@ -41,9 +41,9 @@ def surround(module: nn.Module, layer: Layer, *, outermost: bool = False) -> Cal
 
 
 class _Layered:
-    """The `_call_impl` of one module, with layers around it, the outermost first.
+    """The `_call_impl` of one module, with wrappers (`layers`) around the call, the outermost first.
 
-    A layer may change the layers inside it: they are looked up when it makes its call.
+    A wrapper may change the wrappers inside it, because these are looked up when it makes its call.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -68,7 +68,7 @@ class _Layered:
         return type(module)._call_impl(module, *args, **kwargs)
 
     def remove(self, layer: Layer) -> None:
-        """Remove a layer. A module without layers gets its original call back."""
+        """Remove a wrapper. If none is left, the module gets its original call back."""
         if layer in self.layers:
             self.layers.remove(layer)
         module = self._module()

@@ -33,7 +33,7 @@ class Attribution:
 
 
 def pieces(stamps: Sequence[tuple[int, int]], own: Iterable[Event], begin: int, end: int) -> Iterator[Piece]:
-    """Yield the computation of a step, cut where another row begins.
+    """Yield the pieces of a step's computation. Each piece belongs to one row of the profile.
 
     Args:
         stamps: (clock, row) whenever another row begins.

@@ -27,7 +27,7 @@ _WAITS = ("wait", "input")
 
 
 def shown_events(profile: Profile) -> Iterator[tuple[str, str, Event]]:
-    """Yield the lane, the name and the event of all work to show. Modules cut the computation.
+    """Yield lane, name and event of all work to show. Computation is divided into pieces by module.
 
     Waits of threads other than the computing one are left out.
     """

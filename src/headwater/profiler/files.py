@@ -25,7 +25,7 @@ PROFILE, TRACE, TIMELINE, OPERATORS = (
 
 
 def check_folder(folder: Path) -> None:
-    """Check that the folder can be written, before there is work to lose.
+    """Check that the folder can be written. Called before a profile begins, so that no profile is lost.
 
     Raises:
         RunError: if it cannot be written.

@@ -1,4 +1,4 @@
-"""The modules of a model that are timed, and the layers around their calls while a profile is taken.
+"""The modules of a model that are timed, and the wrappers around their calls while a profile is taken.
 
 [Note: backward of a module]
 Autograd numbers its nodes in the order of their creation. So the nodes that a module has created are found
@@ -62,7 +62,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 @final
 class ModuleWatch:
-    """Notes which module runs, forward or backward, until it is closed.
+    """Records which module runs, in forward or backward, until `close` is called.
 
     Attributes:
         names: name of each row; `.fwd` and `.bwd` of each module.
@@ -171,6 +171,6 @@ class ModuleWatch:
         self._switch(REST)
 
     def close(self) -> None:
-        """Remove the layers. Hooks in graphs that still exist do no harm."""
+        """Remove the wrappers around calls. Hooks in graphs that still exist do no harm."""
         self.end_step()
         self._layers.close()

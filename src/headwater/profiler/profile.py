@@ -32,11 +32,11 @@ _MEASURED = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A module in one direction, or other work, of all profiled steps.
+    """A row of a profile: the time of one module's forward or backward, or of other work.
 
     Attributes:
         name: `model.layers.0.self_attn.fwd`, or the name of other work.
-        seconds: without the time of modules inside that have rows.
+        seconds: time of all profiled steps, without that of inner modules that have rows.
         calls: number of calls; 0 for other work.
         flops: floating-point operations, if the dry run knows them for exactly this row.
     """
@@ -96,7 +96,7 @@ class Profile:
 
 
 def kind_name(kind: str) -> str:
-    """Return the name of a row for other work of the computing thread."""
+    """Return the name of the row for a kind of work other than computation."""
     return _KINDS.get(kind, kind)
 
 

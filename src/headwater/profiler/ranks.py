@@ -17,7 +17,7 @@ _ROUNDS = 9
 
 
 def clock_offsets(fabric: Fabric) -> list[int]:
-    """Return what is added to the clock of each rank to get that of rank 0, in ns. All ranks call this.
+    """Return for each rank the ns to add to its clock to get that of rank 0. All ranks call this.
 
     Processes of one host have the same clock. Hosts read their clocks right after a barrier, several times;
     the median of the differences counts.

@@ -1,4 +1,4 @@
-"""The taking of a profile: layers around modules for some steps, then the sums."""
+"""Takes a profile: wraps the calls of modules for some steps, then sums the recorded times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headwater.profiler.profile import Profile, Row, kind_name
 
 @final
 class ProfiledSteps:
-    """A profile that is being taken on the calling thread. The layers around modules exist until `finish`.
+    """A profile that is being taken on the calling thread. Calls of modules are wrapped until `finish`.
 
     Args:
         model: the model; `None` to time no modules.
@@ -50,7 +50,7 @@ class ProfiledSteps:
         self._events += RECORDER.events(begin, end)
 
     def set_plan(self, plan: Plan) -> None:
-        """Set the plan of the steps, if it was made after the profile had begun."""
+        """Set the plan of the profiled steps; used if the plan was made after the profile had begun."""
         self._plan = plan
 
     @property
@@ -59,13 +59,13 @@ class ProfiledSteps:
         return bool(self._steps)
 
     def close(self) -> None:
-        """Remove the layers around the modules."""
+        """Remove the wrappers around the calls of modules."""
         self._watch.close()
         if self._operators is not None:
             self._operators.stop()
 
     def finish(self) -> Profile:
-        """Remove the layers, and return the profile of the steps."""
+        """Remove the wrappers, and return the profile of the steps."""
         self.close()
         thread = RECORDER.lane().thread
         # Work that continues in the next step was read twice.
