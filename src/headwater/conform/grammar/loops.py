@@ -55,9 +55,9 @@ def weights_changed(n: int, other: str, *, step: int, how: str) -> Code:
 
 @loop(1, before=("compile", "optimizer", "backward"), how=("mul_", "data", "clamp_"))
 def weights_changed_early(n: int, other: str, *, before: str, how: str) -> Code:
-    """Return code that makes a random training loop change a weight once, at an unusual place.
+    """Return code that makes a random training loop change a weight at a place other than between steps.
 
-    The places are after compile, after the optimizer was made, and before the optimizer's step.
+    The places are before compile, after the optimizer was made, and in each step before the optimizer's step.
     """
     weight = f"model.{other}.weight"
     line = {

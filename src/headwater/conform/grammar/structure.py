@@ -104,7 +104,7 @@ def untie_late(n: int, *, step: int, optimizer: str) -> Code:
 
 @loop(1, step=_STEPS, back=(False, True), optimizer=("none", "new"))
 def freeze(n: int, other: str, *, step: int, back: bool, optimizer: str) -> Code:
-    """Return code that makes a random training loop freeze a layer between steps and later unfreeze it."""
+    """Return code that makes a random training loop freeze a layer and possibly unfreeze it a step later."""
     thaw = at(step + 1, f"model.{other}.requires_grad_(True)", _REBUILT[optimizer])
     frozen = at(
         step, f"model.{other}.requires_grad_(False)", f"model.{other}.zero_grad()", _REBUILT[optimizer]
