@@ -127,6 +127,7 @@ def cut_pieces(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 def _cut_point(text: str) -> int:
     """Return where to cut a text: at the last gap between words within `PIECE_CHARS`, or after that many."""
+    # Nearly every text has a gap near the end, so that only few are searched from the beginning.
     for start in (PIECE_CHARS - 4096, 1):
         cuts = [match.start() for match in _CUT.finditer(text, start, PIECE_CHARS)]
         if cuts:
@@ -143,6 +144,7 @@ def _decoded(path: Path, stream: IO[bytes]) -> Iterator[str]:
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
+            # The decoder still holds the first bytes of a character; the error counts from these.
             where = f"{path}, byte {position - pending + error.start}"
             raise DataError("text is not UTF-8", where=where, remedy=UTF8_REMEDY) from error
         yield text if position else text.removeprefix("\ufeff")

@@ -75,6 +75,7 @@ class MakeExamples:
     def __call__(self, task: tuple[int, Sequence[object]]) -> Block:
         number, items = task
         mode, context = find_mode(self.mode, self.options), self.context
+        # The context lives as long as the worker, but a block counts only its own task.
         context.counts.clear()
         context.counts["documents"] = sum(getattr(item, "ends_document", True) for item in items)
         examples: list[Example] = []
@@ -98,6 +99,7 @@ class MakeExamples:
             np.bincount(np.concatenate(tokens), minlength=self._vocab_size)
             if tokens
             else np.zeros(self._vocab_size, dtype=np.int64),
+            # A copy: the next task clears these counters, and without workers in this process.
             collections.Counter(context.counts),
         )
 

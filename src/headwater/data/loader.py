@@ -73,6 +73,7 @@ class BatchLoader:
             batch_sampler=self._batches,
             collate_fn=_as_is,
             num_workers=workers.count,
+            # torch raises for these two settings if there are no workers.
             prefetch_factor=workers.prefetch_factor if workers.count else None,
             persistent_workers=workers.persistent and workers.count > 0,
             # Not "fork": it would copy the locks of the engine's threads and the context of the device.
@@ -96,6 +97,7 @@ class BatchLoader:
                     del batch
             position = self.order.next_position(self._consumed)
             assert position is not None, "every batch has a position"
+            # Before the yield: the caller may save the position while it has this batch.
             self._consumed = position
             yield batch
 

@@ -39,6 +39,7 @@ class Mixture:
                 remedy="prepare all data with the same --sequence_length",
             )
         total = sum(map(len, sources))
+        # The ends are rounded, not the counts: otherwise the counts might not add up to `total`.
         ends = np.rint(np.cumsum(weights) / sum(weights) * total).astype(np.int64)
         self._counts = np.diff(ends, prepend=0)
         self._starts = ends - self._counts
@@ -96,6 +97,8 @@ class Mixture:
         passes, places = np.divmod(draws, len(self))
         turns = self._turns[places]
         numbers = np.searchsorted(self._starts + self._counts, turns, side="right")
+        # Counted on from pass to pass, so that a source with a small weight is read to its end over several
+        # passes.
         return numbers, passes * self._counts[numbers] + turns - self._starts[numbers]
 
     @functools.cached_property
@@ -105,4 +108,6 @@ class Mixture:
         Sample numbers count through the first source, then the second, and so on.
         """
         spread = [(np.arange(count) + 0.5) / count for count in self._counts if count]
+        # Stable: sources of equal size have equal places, whose order must be the same in every version of
+        # numpy.
         return np.argsort(np.concatenate(spread), kind="stable")

@@ -28,6 +28,7 @@ from headwater.data.words import TextEncoder
 
 Item = TypeVar("Item")
 
+# Not derived from the number of workers: modes seed their random choices by the number of the task.
 _TASK_CHARS = 1 << 20
 """Characters or bytes at which a task is complete."""
 

@@ -75,6 +75,7 @@ def write_page(folder: Path, out: Path, *, num_samples: int = 8) -> None:
         if cards:
             sections.append(f"<h2>{split}</h2>\n" + "\n".join(cards))
     title = html.escape(f"{folder.resolve().name}: {statistics.mode}")
+    # The style is an argument, because `format` would take its braces for fields.
     page = _PAGE.format(title=title, facts=_facts(statistics), samples="\n".join(sections), style=_STYLE)
     try:
         out.write_text(page, encoding="utf-8")

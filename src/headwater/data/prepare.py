@@ -68,6 +68,7 @@ def prepare(
         ConfigError: if a setting does not apply to the mode.
         DataError: if an input, the tokenizer or the output folder cannot be used.
     """
+    # First: the key must change with the template in the tokenizer's folder.
     settings = settings.with_chat_template()
     files = find_inputs(inputs)
     mode = find_mode(settings.mode, settings.options)
@@ -120,6 +121,7 @@ class _Preparation:
         folder, skip_bad = self.output.folder, self.settings.skip_bad_records
         tokenizer = save_tokenizer(folder, self.settings, self.mode, self.inputs.texts(BadRecords(skip_bad)))
         end = end_of_text_id(tokenizer, self.settings.end_of_text)
+        # A second counter: training a tokenizer has met the same bad records already.
         bad = BadRecords(skip_bad)
         with contextlib.closing(Corpus(folder, vocabulary_size(tokenizer))) as corpus:
             if self._is_stream:
@@ -160,6 +162,7 @@ class _Preparation:
     ) -> None:
         """Call `work` on each task of the inputs and add the result to `corpus`; skip tasks that it holds."""
         done = corpus.progress.tasks
+        # Finished tasks are read again: `bad`, which the journal does not save, counts their bad records.
         tasks = (task for task in self.inputs.tasks(bad) if task[0] >= done)
         for block in ordered_map(work, tasks, self.output.num_workers):
             corpus.add(block)
@@ -191,6 +194,7 @@ class _Preparation:
 
     def _write_windows(self, corpus: Corpus) -> _Written:
         length = self.settings.sequence_length
+        # - 1: the last token of the stream is only a label.
         count = (corpus.progress.values - 1) // length
         splits = split_samples(count, self.settings.val_fraction, self.settings.seed)
         write = WriteSamples(corpus.values_path, length)

@@ -206,6 +206,7 @@ def _csv_records(path: Path, stream: IO[bytes], bad: BadRecords) -> _Found:
                 where = f"{path}, line {number}"
                 raise DataError("line is not UTF-8", where=where, remedy=UTF8_REMEDY) from error
 
+    # The default limit of 128 KiB is shorter than many documents.
     csv.field_size_limit(MAX_RECORD_BYTES)
     rows = csv.reader(lines(), strict=True)
     try:
@@ -234,6 +235,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         what = f"line is not JSON: {error.msg} at character {error.pos + 1}"
         raise DataError(what, where=where, remedy=_JSONL_REMEDY) from error
+    # The parser also fails for integers of more than 4300 digits, and for deep nesting.
     except (ValueError, RecursionError) as error:
         raise DataError(f"line is not JSON: {error}", where=where, remedy=_JSONL_REMEDY) from error
     return _as_fields(value, "line", where, _JSONL_REMEDY)

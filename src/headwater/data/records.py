@@ -105,6 +105,7 @@ class CSVRecords:
         return frozenset(self._columns)
 
     def __len__(self) -> int:
+        # `_starts` also has the end of the file, and the first line is the header.
         return len(self._starts) - 2
 
     def read(self, index: int, name: str) -> Any:
@@ -113,6 +114,7 @@ class CSVRecords:
         Raises:
             DataError: if the line is malformed.
         """
+        # The fields of a sample are read one after the other; its line is parsed only once.
         if self._last is None or self._last[0] != index:
             self._last = index, self._line(index + 1)
         fields, where = self._last[1], f"{self.path}, line {index + 2}"

@@ -96,10 +96,13 @@ def write_datasets(
             for name, values in block.items():
                 if name not in file:
                     shape = values.shape[1:]
+                    # One sample per chunk: training reads single samples in random order, and HDF5
+                    # decompresses whole chunks.
                     chunks = (1, *shape) if shape else (num_samples,)
                     kind = h5py.string_dtype() if values.dtype == object else dtype or values.dtype
                     file.create_dataset(name, (num_samples, *shape), kind, chunks=chunks, **packed)
                     checksums[name] = np.zeros(num_samples, dtype=np.uint64)
+                # In the dtype of the file: checksums are compared with the values that are read back.
                 stored, end = values.astype(file[name].dtype, copy=False), start + len(values)
                 file[name][start:end] = stored
                 checksums[name][start:end] = sample_checksums(name, range(start, end), stored)

@@ -107,6 +107,7 @@ def _refuse_unsupported(model: _Model, path: Path) -> None:
         problem = "it does not escape whitespace (escape_whitespaces is off)"
     elif not any(piece.kind == _Kind.UNKNOWN for piece in model.pieces):
         problem = "it has no piece for unknown characters"
+    # The tokenizers library splits a text at such symbols before it adds the space: each part would get one.
     elif model.type == _ModelType.BPE and model.dummy_prefix and _texts(model, _Kind.USER_DEFINED):
         problem = (
             "it is a BPE model with user-defined symbols and a space before each text (add_dummy_prefix)"
@@ -139,6 +140,7 @@ def _tokenizer(model: _Model) -> Tokenizer:
     tokenizer.decoder = _decoder(model)
     control = _texts(model, _Kind.CONTROL)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
+    # A unigram model finds these symbols by their scores, see `_scores`.
     if model.type == _ModelType.BPE:
         whole = _texts(model, _Kind.USER_DEFINED)
         tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in whole])
@@ -181,6 +183,8 @@ def _merges(pieces: Sequence[_Piece]) -> list[tuple[str, str]]:
 
 def _normalizer(model: _Model) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
+    # In this order: the rules turn other whitespace into spaces, and the space before the text must not be
+    # removed.
     if model.rules:
         steps.append(normalizers.Precompiled(model.rules))
     if model.single_spaces:

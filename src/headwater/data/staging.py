@@ -29,6 +29,7 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
     Raises:
         DataError: if `target` is not empty and `replace` is not set, or another process is writing it.
     """
+    # The folder is renamed, so it must lie in the file system of the real target if this is a link.
     target = target.resolve()
     if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
         remedy = "choose another folder, or use --overwrite if it holds prepared data"
@@ -79,6 +80,7 @@ def _empty(folder: Path) -> None:
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
+        # This process holds the lock on that file; another would lock a new one.
         elif entry.name != _LOCK:
             entry.unlink()
 

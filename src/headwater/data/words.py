@@ -60,6 +60,7 @@ class TextEncoder:
             texts: whole documents or pieces of them.
             continued: for each text, True if it is not the first piece of its document; by default all False.
         """
+        # `_WORDS` would split a special token into several words.
         if self._by_words and not any(special in text for special in self._special for text in texts):
             return [self._looked_up(text) for text in texts]
         later = list(continued) or [False] * len(texts)

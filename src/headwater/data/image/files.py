@@ -44,7 +44,9 @@ def read_image(path: Path, mode: str | None = None) -> Image.Image:
     """
     try:
         with Image.open(path) as image:
+            # Both load the pixels now: Pillow reads them late, and the file is closed after this block.
             return image.convert(mode) if mode is not None else image.copy()
+    # Pillow raises a SyntaxError for a broken PNG file.
     except (OSError, UnidentifiedImageError, ValueError, SyntaxError) as error:
         raise DataError(
             f"cannot read the image: {error}", where=str(path), remedy="copy it again, or remove it"

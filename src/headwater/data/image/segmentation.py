@@ -95,6 +95,7 @@ class SegmentedImages:
                 remedy="correct or remove one of them",
             )
         change = self._change(image_file, labels.shape, draw)
+        # Before the crop: `standard_score` takes mean and deviation of the whole image.
         return change.of(self._normalized(image)), change.of(labels)
 
     def _change(self, file: Path, shape: Sequence[int], draw: int) -> _Change:
@@ -126,6 +127,7 @@ class SegmentedImages:
 
     def _labels(self, path: Path) -> npt.NDArray[np.int64]:
         """Return the classes [h, w]: 0 and 1 for a black and white image, otherwise the pixel values."""
+        # In the mode of the file: a conversion would replace the indices of a palette by its colours.
         image = read_image(path)
         if image.mode not in ("1", "L", "P"):
             raise DataError(

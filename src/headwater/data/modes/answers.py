@@ -61,6 +61,7 @@ def chat(context: Context, record: Record) -> Example:
     If the conversation is too long, its end is cut.
     """
     messages = conversation(renamed(record, context.options))
+    # The loss counts nothing after the last answer, so these turns would only take room.
     while messages and messages[-1]["role"] != ASSISTANT:
         messages.pop()
     if not any(message["role"] == ASSISTANT and message["content"].strip() for message in messages):

@@ -200,6 +200,7 @@ def find_field(record: Record, *names: str) -> Any:
         DataError: if the record lacks all of them.
     """
     for name in names:
+        # A parquet file has all columns in every record: a missing field is None.
         if record.fields.get(name) is not None:
             return record.fields[name]
     raise no_field(record, names[0])

@@ -125,6 +125,7 @@ def _compiled(template: str) -> Any:
     )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _no_clock
+    # Jinja's own filter escapes HTML characters, which templates do not expect.
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     try:
         return environment.from_string(template)

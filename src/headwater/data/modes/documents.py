@@ -57,6 +57,7 @@ def fill_in_the_middle(context: Context, pieces: Sequence[Piece], task: int) -> 
                     parts = ([prefix_id], prefix, [suffix_id], suffix, [middle_id], middle)
                 joined = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
                 tokens = context.ended(joined)
+            # A word that is cut in two may need more tokens than the margin has.
             tokens = tokens[-(context.length + 1) :]
             yield tokens, np.ones_like(tokens)
 
@@ -71,6 +72,7 @@ def _parts(context: Context, piece: Piece) -> Iterator[tuple[str, Tokens]]:
     places = [encoding.offsets[start][0] for start in starts[1:]] + [len(piece.text)]
     place = 0
     for start, stop in zip(starts, places, strict=True):
+        # The tokens of one character have the same offset, so that a part may have no text.
         if stop > place:
             yield piece.text[place:stop], tokens[start : start + room]
         place = stop

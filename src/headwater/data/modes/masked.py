@@ -67,6 +67,7 @@ def _pairs(documents: list[list[Tokens]], number: int, length: int, generator: n
             stop += 1
         middle = place + (int(generator.integers(1, stop - place)) if stop - place > 1 else 1)
         first = np.concatenate(document[place:middle])
+        # If no sentence is left to follow the first text, the second must be a random one.
         random = len(documents) > 1 and (stop == middle or bool(generator.random() < 0.5))
         if random:
             second = _elsewhere(documents, number, wanted - len(first), generator)

@@ -51,6 +51,8 @@ def preference(context: Context, record: Record) -> Example:
     tokens = context.encode(prompt)
     if not len(tokens):
         raise Unusable("empty")
+    # Not `length + 1` as elsewhere: the labels of these samples are not shifted, so every token takes a
+    # position.
     excess = len(tokens) + max(map(len, ends)) - context.length
     return shortened(context, tokens, excess, keep_end=True), *ends
 
@@ -72,6 +74,7 @@ def _of_messages(context: Context, record: Record, chosen: Any, rejected: Any) -
             remedy="begin both with the same messages, or put these into prompt or conversations",
         )
     texts = [chat_text(context, side) for side in sides]
+    # Some templates strip the space between the generation prompt and an answer.
     prompt = prompts[0] if all(text.startswith(prompts[0]) for text in texts) else prompts[0].rstrip()
     return prompt, [text[len(prompt) :] for text in texts]
 

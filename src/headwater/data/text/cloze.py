@@ -98,6 +98,7 @@ def sentences(text: str) -> list[tuple[int, int]]:
 def passages(paragraph: str, settings: ClozeSettings) -> Iterator[str]:
     """Yield passages: runs of whole sentences of a paragraph with `min_words` to `max_words` words."""
     first = last = count = 0
+    # The empty sentence at the end completes the last passage.
     for start, stop in [*sentences(paragraph), (len(paragraph), len(paragraph))]:
         words = len(_WORD.findall(paragraph, start, stop))
         if count + words > settings.max_words or start == stop:
