@@ -6,7 +6,7 @@ import torch
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.ledger import Ledger
 from headwater.stream.device import CpuDevice
-from headwater.stream.weights import SlabWeights
+from headwater.stream.weights import InPlaceWeights, MixedWeights, SlabWeights
 
 
 class Store:
@@ -66,3 +66,31 @@ def test_every_stage_is_fetched_once_before_its_use(repeats):
     assert (weights.statistics.hits, weights.statistics.misses) == (6, 0)
     weights.close()
     assert len(store.fetched) == 6 or repeats
+
+
+class MixedStore(Store):
+    """A store with stage 1 in memory."""
+
+    def resident_wire(self, stage):
+        return torch.ones(16) if stage == 1 else None
+
+    def fetch(self, stage, into=None, up_to=None):
+        if into is not None:
+            super().fetch(stage, into, up_to)
+
+
+def test_a_stage_in_memory_is_used_while_the_next_stages_are_fetched():
+    spec = ParamSpec("w", (16,), torch.float32, torch.float32)
+    stages, store = [StageSpec(index, f"s{index}", (spec,)) for index in range(5)], MixedStore()
+    slabs = SlabWeights(store, stages, 2, CpuDevice(), in_place={1})
+    weights = MixedWeights({1}, InPlaceWeights(store), slabs)
+    weights.begin(range(5))
+    use(weights, 0)
+    assert weights.require(1).tolist() == [1] * 16
+    for slab in slabs._pool.slabs:
+        slab.ready.result(timeout=20)
+    assert store.fetched == [0, 2, 3]
+    for stage in (2, 3, 4):
+        use(weights, stage)
+    assert (weights.statistics.hits, weights.statistics.misses) == (5, 0)
+    weights.close()

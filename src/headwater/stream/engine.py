@@ -107,14 +107,8 @@ class Engine:
             seed=seed,
             matmul=FastMatmul if options.fast_matmul and plan.device == "cpu" else nullcontext,
         )
-        self._step = TrainStep(
-            self.store,
-            self.executor,
-            self.buffers,
-            self._micro_batches,
-            fabric,
-            fetches=fetch_bound(plan.device),
-        )
+        bound = fetch_bound(plan.device)
+        self._step = TrainStep(self.store, self.executor, self.buffers, self._micro_batches, fabric, bound)
         self._detached = False
         return_pages()  # initial values took more memory than a step is allowed to take
 

@@ -174,6 +174,13 @@ class SlabWeights(Weights):
     def rest(self) -> None:
         self._wanted = NOTHING
 
+    def look_ahead(self) -> None:
+        """Start to fetch the next stages while the caller uses a stage that needs no slab."""
+        # The caller has unbound the last stage: its slab can take another one already.
+        self.rest()
+        with self._directory.exclusive():
+            self._prefetch()
+
     def _is_current(self, stage: int) -> bool:
         slab = self._resident.get(stage)
         return slab is not None and slab.version == self._store.version(stage)
@@ -349,7 +356,11 @@ class MixedWeights(Weights):
         self._slabs.rest()
 
     def require(self, stage: int) -> torch.Tensor:
-        return (self._in_place if stage in self._in_memory else self._slabs).require(stage)
+        if stage not in self._in_memory:
+            return self._slabs.require(stage)
+        # Before the stage is read: an update of it takes time, in which the disk can be read.
+        self._slabs.look_ahead()
+        return self._in_place.require(stage)
 
     def close(self) -> None:
         self._slabs.close()
