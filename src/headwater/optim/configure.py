@@ -114,6 +114,7 @@ def configure_lr_scheduler(
     return scheduler
 
 
+# The values are weak too: a scheduler refers to its optimizer, so it would keep its own key alive.
 _configured: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[LRScheduler]] = (
     weakref.WeakKeyDictionary()
 )
@@ -177,6 +178,7 @@ def _with_parts(
     optimizer: torch.optim.Optimizer, kind: type[Wrapper], arguments: dict[str, Any], family: type[S]
 ) -> dict[str, Any]:
     """Construct the schedulers among the arguments of a combined scheduler; return its arguments."""
+    # Combined schedulers have plain constructors, which would raise `TypeError` for an unknown argument.
     check_names(arguments, kind.argument_names(), kind.__name__)
     single = issubclass(kind, ScalePerParamScheduler)
     key = "scheduler" if single else "schedulers"
@@ -210,6 +212,7 @@ def _read(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _find(name: str, family: type[S]) -> type[S]:
     """Return the scheduler class called `name`, in any case, with or without the suffix `LR`."""
+    # Without imported classes: these are bases, which set no option.
     known = {
         key.lower(): value
         for module in (lr_scheduler, weight_decay_scheduler)

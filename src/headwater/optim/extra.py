@@ -86,6 +86,7 @@ class Lion(_PerParameter):
             state["exp_avg"] = torch.zeros_like(param)
         step_beta, momentum_beta = group["betas"]
         momentum = state["exp_avg"]
+        # A new tensor: the momentum changes only after the step, and with its own beta.
         direction = (momentum * step_beta).add_(gradient, alpha=1 - step_beta).sign_()
         param.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
         momentum.mul_(momentum_beta).add_(gradient, alpha=1 - momentum_beta)
@@ -131,6 +132,7 @@ class Lamb(_PerParameter):
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
         state["step"] += 1
+        # A Python number, as in torch: with a tensor the powers of the betas would be computed in fp32.
         step, (beta1, beta2) = state["step"].item(), group["betas"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
@@ -149,6 +151,7 @@ def _trust_ratio(param: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
 
 
 def _check(name: str, *, betas: tuple[float, float], **others: float) -> None:
+    # `not ... >=` instead of `<`, so that NaN is wrong too.
     wrong = [f"expected {key} >= 0, got {value}" for key, value in others.items() if not value >= 0]
     wrong += [f"expected betas >= 0 and < 1, got {betas}"] * any(not 0 <= b < 1 for b in betas)
     if wrong:

@@ -23,6 +23,7 @@ from headwater.optim.scheduler import (
 )
 
 
+# `Scheduler` is first, so that its methods replace torch's of the same names.
 class LRScheduler(Scheduler, torch.optim.lr_scheduler.LRScheduler):
     """Base class of the learning-rate schedulers.
 
@@ -157,5 +158,6 @@ class ScalePerParamLR(ScalePerParamScheduler, LRScheduler):
     """A scheduler whose value is multiplied by a factor of each parameter group."""
 
 
+# The names of these two in torch.
 CosineAnnealingWarmRestarts = CosineAnnealingWarmRestartsLR
 ChainedScheduler = ChainedLR

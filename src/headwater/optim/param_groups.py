@@ -53,6 +53,7 @@ def configure_param_groups(
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, param in named.items():
         decays = not is_bias_or_norm(name, tuple(param.shape))
+        # The mark is needed even if all groups begin with 0: a scheduler may raise the others later.
         options: dict[str, Any] = {"weight_decay": decay if decays else 0.0, NO_WEIGHT_DECAY: not decays}
         if factors:
             options["adjust_learning_rate"] = factors.get(name, 1.0)

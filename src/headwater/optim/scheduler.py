@@ -103,6 +103,7 @@ class Scheduler:
 
     def step_with_optimizer(self) -> None:
         """Go to the next step, after a step of the optimizer. The next call of `step` then does nothing."""
+        # Still set if the user's loop has not called `step` since. `step` would then do nothing.
         self._ahead = False
         self.step()
         self._ahead = True

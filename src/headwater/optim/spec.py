@@ -80,6 +80,7 @@ class OptimizerSpec:
         kind = type(optimizer)
         if kind.__module__.startswith("torch.optim."):
             find_optimizer(kind.__name__)  # raises if it cannot stream
+        # By identity: a user's class may have the name of one of torch's.
         known = optimizers().get(kind.__name__) is kind
         name = kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
         kwargs = _arguments(optimizer)
@@ -146,6 +147,7 @@ class OptimizerSpec:
         try:
             listed = [_with_list(entry) for entry in params]
             fused = self.foreign_class is None and self.name in FUSED.get(_device(listed), frozenset())
+            # `foreach`, even False, is a choice of the implementation: `of` asks for torch's loop by it.
             if fused and "foreach" not in kwargs:
                 kwargs.setdefault("fused", True)
             return make(listed, **kwargs)
@@ -224,6 +226,7 @@ def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             why = f"its argument {name!r} is not among its defaults, so it cannot be built again"
             raise refusal(type(optimizer).__qualname__, why)
     given = {key: value for key, value in _formula_options(optimizer.defaults).items() if key in parameters}
+    # Not part of the formula, but a kernel that the user has asked for must be the one that runs.
     chosen = {key: optimizer.defaults.get(key) for key in ("foreach", "fused")}
     return given | {key: value for key, value in chosen.items() if value is not None}
 

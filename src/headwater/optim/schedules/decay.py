@@ -41,6 +41,7 @@ class Linear(Schedule):
 
     def value(self, step: int) -> float:
         progress = _progress(step, self.total_iters, self.cycle)
+        # In this form the last value is exactly `end`, without a rounding error.
         return self.initial * (1 - progress) + self.end * progress
 
     @property
@@ -223,6 +224,7 @@ def _progress(step: int, total_iters: int, cycle: bool = False) -> float:
     """Return the finished fraction of the decay, 0 to 1."""
     if total_iters == 0:
         return 1.0
+    # Rounded up: at the end of a round the value is `end`, and only the next step jumps.
     rounds = -(-step // total_iters) if cycle else 1
     return min(1.0, step / (total_iters * max(1, rounds)))
 

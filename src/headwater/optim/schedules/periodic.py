@@ -42,6 +42,7 @@ class CosineAnnealingWarmRestarts(Schedule):
 
     def value(self, step: int) -> float:
         length = self.T_0
+        # The loop below would take one turn for each period so far.
         if self.T_mult == 1:
             step %= length
         while step >= length:
@@ -119,6 +120,7 @@ class OneCycle(Schedule):
         phase = sum(step > end for end in ends[:-1])
         start = ends[phase - 1] if phase else 0.0
         length = ends[phase] - start
+        # A phase may have no steps: the fall, for example, if `pct_start` is 1.
         progress = min(1.0, (step - start) / length) if length > 0 else 1.0
         if self.anneal_strategy == "cos":
             return cosine(levels[phase], levels[phase + 1], progress)
