@@ -65,6 +65,7 @@ class Backend:
         """The device of batches and losses."""
         if self.kind == "CPU" or not torch.cuda.is_available():
             return torch.device("cpu")
+        # Not always device 0: `take_accelerator` chooses another one for each rank.
         return torch.device("cuda", torch.cuda.current_device())
 
     @property

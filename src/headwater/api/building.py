@@ -73,6 +73,7 @@ class BuildInFiles(TorchFunctionMode):
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 file.truncate(math.prod(shape) * dtype.itemsize)
+                # The data outlive the open file: the tensor keeps the mapping, and the mapping keeps them.
                 pages = mmap.mmap(file.fileno(), 0)
         self._mappings.add(pages)
         return torch.frombuffer(pages, dtype=dtype).view(shape)

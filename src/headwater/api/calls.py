@@ -106,6 +106,7 @@ def own_randomness(rank: int) -> Iterator[None]:
     """
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     with torch.random.fork_rng(devices=drawing_devices()):
+        # With a count: `fork_rng` restores the state, so every forward would draw the same numbers.
         torch.manual_seed(derive_seed(state, next(_forwards), rank))
         yield
 

@@ -57,6 +57,7 @@ class Call:
         for event in self.copied:
             event.synchronize()
         try:
+            # Only rank 0 runs closures, so nothing in one may wait for the other ranks.
             with reading_is_free(), alone("step closure"):
                 self.function(*self.args, **self.kwargs)
         except BaseException as error:
@@ -159,6 +160,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _begin_copy(value: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
     value = value.clone()  # on the compute stream: the original may change before the copy begins
     stream.wait_stream(torch.cuda.current_stream(value.device))
+    # Otherwise torch could reuse the memory of the clone before the side stream has read it.
     value.record_stream(stream)
     with torch.cuda.stream(stream):
         return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)

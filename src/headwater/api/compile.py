@@ -49,6 +49,7 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
     if backend.kind == "CSX":
         setattr(model, _ATTRIBUTE, StreamedModel(model, backend))
     else:
+        # First: torch cannot move parameters without values to a device.
         fill_parameters(model)
         model.to(backend.torch_device)
         setattr(model, _ATTRIBUTE, None)

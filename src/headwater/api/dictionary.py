@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     _Base = MutableMapping[Any, Any]
 else:
-
+    # The order matters: methods of `dict` would read its own storage, which is empty.
     class _Base(MutableMapping, dict):
         """A mapping for which `isinstance(mapping, dict)` is true."""
 

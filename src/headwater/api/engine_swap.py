@@ -113,6 +113,7 @@ class CurrentEngine:
         # After `_succeed`, which gives states back to the optimizers of the old engine.
         self.updaters, self.structure = updaters, Structure(self.model)
         if before is None and self.fabric.num_hosts > 1:
+            # Only for the first engine: a later one copies from stores that are equal on all hosts already.
             take_from_first_host(self.engine.store, self.fabric)
 
     def _succeed(
@@ -130,6 +131,7 @@ class CurrentEngine:
         """
         if self.fabric.size > 1:
             before.store.flush()
+            # A rank has the scalars of its own updates only, and the new store may give it others.
             before.store.scalars.share()
         take_over(engine.store, before.store, old_names)
         kept = set(old_names.values())
@@ -137,6 +139,7 @@ class CurrentEngine:
             name = before.store.spec(key).name
             if name not in kept and key not in before.departed:
                 give_back(before.store, key, param, self.updaters.state_owner_of(name))
+        # At last: it closes the old store, from which the values above are read.
         before.hand_over(engine, unchanged=unchanged)
 
     def _initial(self, before: Engine | None, old_names: Mapping[str, str]) -> Initial | None:
@@ -175,6 +178,7 @@ class CurrentEngine:
         """Return values and gradients to the parameters and states to the optimizers, and end the engine."""
         if self.engine is None:
             return
+        # First: it leaves NaN in the parameters, which then get their values from the store.
         self.engine.detach()
         for key, param in self.engine.parameters():
             self._give_back(key, param)

@@ -49,6 +49,7 @@ def named_by_model(model: Any, tensors: Tensors, own: Iterable[str]) -> dict[str
     groups = _Groups(model, converters)
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+        # A renaming for old checkpoints also matches some names that the model really has.
         if name not in own and key in own:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, own)
         groups.add(name, key, pattern if name in own else None, tensors[key])
@@ -138,6 +139,7 @@ class _Groups:
         """Return the converted tensors of a group. They are lazy: each is computed when it is read."""
 
         def convert(form: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+            # A converter keeps the tensors that it gets, and each result is converted by itself.
             converter = copy.deepcopy(group.converter)
             for source in group.sources:
                 converter.add_tensor(name, source.key, source.pattern, form(source.tensor))
@@ -145,6 +147,7 @@ class _Groups:
             return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
 
         def lazy(key: str, outline: Tensor) -> LazyTensor:
+            # Cloned: a lazy tensor would be read again by every operation of the converter.
             return LazyTensor.whole(lambda: convert(torch.clone)[key], outline.shape, outline.dtype)
 
         outlines = convert(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))

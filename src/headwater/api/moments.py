@@ -40,6 +40,7 @@ class _MomentHome:
         return self.home.spec
 
     def read(self) -> torch.Tensor:
+        # A tensor made in inference mode could not be used in training later.
         with torch.inference_mode(False):
             return self.home.store.parameters.read_param(self.home.key, self.name).to(self.home.device)
 
@@ -59,6 +60,7 @@ class Moment:
     )
 
     def __init__(self, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> None:
+        # Strong references: while this lives, no other object can get the ids in its key in `_alive`.
         self._optimizer, self._param, self._name = optimizer, param, name
         self.param = self  # `nn.Parameter(tensor)` copies it
         self.kept: torch.Tensor | None = None

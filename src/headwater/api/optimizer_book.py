@@ -53,6 +53,7 @@ class OptimizerBook:
         fresh = updaters.note(optimizer, names)
         if fresh:
             self._settle()
+            # Before `_update_by`: the states still belong to the former optimizers.
             self._current.give_states_back(fresh)
             has_changed = updaters.specs != self._current.updaters.specs
             self._update_by(updaters, fresh, rebuild=has_changed or self._has_other_layouts(updaters, fresh))
@@ -102,6 +103,7 @@ class OptimizerBook:
         for key, (options, state) in loaded.items():
             updaters.expect_state(store.spec(key).name, options, state)
         rule = updaters.rule
+        # A second loop: the rule has the options of all parameters only after the first one.
         for key, (_, state) in loaded.items():
             spec, tensors = store.spec(key), state_tensors(state)
             if rule.state_layout(spec).keys() != tensors.keys():
@@ -126,6 +128,7 @@ class OptimizerBook:
             rebuild: true if the store needs another layout.
         """
         if rebuild:
+            # First: it may raise an error, and it needs the present owners of the states.
             self._rebuild(updaters)
         self._current.updaters = updaters
         store = self._current.present.store

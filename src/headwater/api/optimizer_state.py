@@ -120,6 +120,7 @@ class OptimizerState(Dictionary):
                 view = self._view(param)
                 self.take_out(view)
                 view.remove()
+        # At last: `stored` finds nothing in a mapping that is not installed.
         self._is_installed = False
 
     def store(self) -> None:
@@ -130,6 +131,7 @@ class OptimizerState(Dictionary):
         """
         optimizer = self.optimizer
         for param in [] if optimizer is None else params_of(optimizer):
+            # Kept in this order, because torch lists states in the order of the first steps.
             self._stepped.setdefault(id(param), param)
         for param in [key for key in self._own if isinstance(key, ParameterAtRest)]:
             if not param.home.spec.requires_grad:
@@ -138,6 +140,7 @@ class OptimizerState(Dictionary):
             own = state.own() if isinstance(state, ParamState) else dict(state)
             if own:
                 store_state(param.home, own)
+                # After the store has accepted the state: a state that is refused stays here.
                 self._own.pop(param)
             if own and isinstance(state, ParamState):
                 state.put({})
@@ -156,6 +159,7 @@ class OptimizerState(Dictionary):
         optimizer = self.optimizer
         assert optimizer is not None, "a mapping that is not installed loads nothing"
         if state is not None and is_present(state, optimizer, param):
+            # The tensors of `state` are read from this store, so they are there already.
             names = stored_scalars(param, optimizer) or {}
             set_scalars(param.home, {name: state[name] for name in names})
             return

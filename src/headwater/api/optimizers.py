@@ -99,6 +99,7 @@ def step(
     asked = _StepOptions(max_norm, max_value, loss_scale, skip_non_finite)
     models = {id(home.store) for home in _homes(optimizer)}
     plain = any(not isinstance(param, ParameterAtRest) for param in params_of(optimizer))
+    # A store knows the norm of its own gradients only, and clipping needs the norm of all.
     if len(models) == 1 and not plain:
         with _options.replaced(asked):
             optimizer.step()
@@ -170,6 +171,7 @@ def _commit(optimizer: Optimizer) -> None:
             home.set_gradient(None)
         return
     for model, parts in _parts(optimizer).items():
+        # Read after `adopt`, which may have replaced the store.
         store = model.current.present.store
         _check_kinds(optimizer, store, parts)
         update = Update(
@@ -184,6 +186,7 @@ def _commit(optimizer: Optimizer) -> None:
             update, {key: dataclasses.replace(update, options=options) for key, options in parts.items()}
         )
         if not is_open():
+            # Not in a transaction, which may still undo the commit: its end applies the updates.
             model.steps.apply_updates()
         _options.value.applied = committed.applied
         updated = [
@@ -293,6 +296,7 @@ def adopt(optimizer: Optimizer) -> None:
     install(optimizer)
     for model in {model_of(home.store) for home in _homes(optimizer)}:
         model.optimizers.update_with(optimizer)
+    # After `update_with`, which may replace the stores.
     install(optimizer).store()
 
 
@@ -315,6 +319,7 @@ def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     # Before any state is loaded: another layout replaces the store.
     _expect(optimizer, state_dict)
+    # Not strict: torch compares the groups after this hook, and raises its own error.
     for number, param in zip(saved, params, strict=False):
         if is_served(param, optimizer):
             loaded = state.pop(number, None)

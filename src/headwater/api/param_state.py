@@ -79,6 +79,7 @@ class ParamState(Dictionary):
             self._own[name] = value
             return
         if layout is not None or name in scalars:
+            # Before the write: a program that has read the old tensor keeps its values, as in plain PyTorch.
             Moment.keep(optimizer, param, name)
         if layout is not None:
             param.home.store.parameters.write_param(param.home.key, value.detach(), name)
@@ -121,12 +122,14 @@ class ParamState(Dictionary):
         if name in scalars:
             return scalars[name]
         moment = Moment.of(*self._in_store(), name)
+        # One memory for this mapping and for a program that has read the tensor: both see later changes.
         moment.kept = moment.home.read()
         return moment.kept
 
     def remove(self) -> None:
         """Move the state into this mapping, and end the link to the optimizer. Called when it is replaced."""
         self.take_out()
+        # At last: a state that is marked as removed is not looked up in the store.
         self._is_removed = True
 
     def put(self, state: Mapping[str, Any]) -> None:

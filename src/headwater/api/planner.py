@@ -89,6 +89,7 @@ class Planner:
                 dataclasses.replace(request, calibration=rates, ranks=fabric.local_size, share=_share(fabric))
             )
 
+        # The plan is that of rank 0, but the path of the folder may differ between hosts.
         return dataclasses.replace(fabric.agree(make, Plan), disk=disk)
 
 

@@ -157,6 +157,7 @@ def _require_buffers(model: nn.Module) -> None:
 
 def _places(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer by each of its names in `state_dict`."""
+    # Not from `state_dict()`: its tensors are new objects, which do not show what is tied.
     places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -231,6 +232,7 @@ def _initialize_rest(model: nn.Module, loading: _Loading, directory: Path) -> No
         if param.is_meta and recorded_values(param) is None and id(param) not in filled
     }
     modules = dict.fromkeys(name.rpartition(".")[0] for name in rest)
+    # An initialisation draws all parameters of a module: those with values get them back afterwards.
     beside = [
         (param, param.detach().clone())
         for name in modules
@@ -366,5 +368,6 @@ def _replace_files(unfinished: Path, directory: Path) -> None:
         is_weights = path.name in (WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name)
         if is_weights and path.name not in new:
             path.unlink()
+    # Sorted: the index follows the shards that it names.
     for name in sorted(new):
         (unfinished / name).replace(directory / name)

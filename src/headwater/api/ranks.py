@@ -139,6 +139,7 @@ def take_accelerator(device: str, fabric: Fabric, *, where: str) -> None:
     if device == "cpu" or fabric.size == 1:
         return
     own = _cuda_device(fabric.local_rank) if fabric.computes else None
+    # Not the index: ranks that see one device each all call it number 0.
     uuid = None if own is None else str(torch.cuda.get_device_properties(own).uuid)
     every = fabric.gather_objects(uuid, str | None)
     there = len(set(every) - {None})

@@ -147,6 +147,7 @@ class SparsityOptimizer:
                     of_now = weights.read(name), lambda gradient=gradient: gradient, self._step + 1
                     kept = self._sparsifier.change(name, *of_now)
                     weights.prune(name, self._sparsifier.mask_of(name), kept)
+                # After the change, so that the new mask applies.
                 gradient.mul_(self._sparsifier.mask_of(name).to(gradient.device))
         if given:
             self._cleared.add(optimizer)
@@ -236,6 +237,7 @@ class _Parameters:
         param = self._parameters[name]
         if isinstance(param, ParameterAtRest):
             return param.home.store.parameters.read_param(param.home.key)
+        # Without `clone` an fp32 weight on the CPU would be returned itself, and change with the parameter.
         return param.detach().float().cpu().clone()
 
     def prune(self, name: str, mask: Tensor, kept: Tensor) -> None:

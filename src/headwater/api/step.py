@@ -132,6 +132,7 @@ def checkpoint_closure(function: Callable[P, object]) -> Callable[P, None]:
             )
         if not _loops or _loops[-1].at_checkpoint_step:
             call = host_call(function, args, kwargs)
+            # On every rank: the closure reads optimizer states on rank 0 alone.
             for model in streamed_models():
                 model.steps.share_scalars()
             if current().rank == 0:

@@ -116,6 +116,7 @@ def _identity(tensor: Tensor) -> object:
     """Return a key that is equal for tensors of the same memory, or with the same lazily read values."""
     if isinstance(tensor, StoredTensor):
         return tensor.read_pieces
+    # All tensors without elements have the address 0.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.numel() == 0:
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

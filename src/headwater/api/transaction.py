@@ -118,5 +118,6 @@ def transaction() -> Iterator[None]:
         yield
     # Outside of the step: an action that fails must not undo the commit.
     with ExitStack() as stack:
+        # Reversed, because a stack calls the last one first.
         for action in reversed(step.when_committed):
             stack.enter_context(_finally(action))

@@ -239,6 +239,7 @@ def live_optimizers(params: Collection[nn.Parameter]) -> list[torch.optim.Optimi
     return [
         found
         for found in gc.get_objects()
+        # Not `isinstance`, which may run code of proxies among these objects.
         if issubclass(type(found), torch.optim.Optimizer)
         and "param_groups" in vars(found)
         and any(id(param) in wanted for group in found.param_groups for param in group["params"])

@@ -62,6 +62,7 @@ class Structure:
     def _look(self) -> tuple[object, ...]:
         """Return the identities of all recorded objects now. Kept fast, as it runs before every forward."""
         return (
+            # A model has many empty registries: one test covers all of them.
             any(self._empty),
             list(map(len, self._filled)),
             list(chain.from_iterable(self._filled)),
@@ -104,6 +105,7 @@ class Structure:
 
     def _put(self, contents: Sequence[_Registry], forwards: Sequence[Any]) -> None:
         for registry, content in zip(self._registries, contents, strict=True):
+            # Not only updated: the order of the entries counts too.
             registry.clear()
             registry.update(content)
         for attributes, forward in zip(self._attributes, forwards, strict=True):
