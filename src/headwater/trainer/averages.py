@@ -53,6 +53,7 @@ class MovingAverages:
 
     def _move(self, stage: int, followers: Mapping[int, _Follower], step: int) -> None:
         """Update the moving averages in a stage."""
+        # All sources in one call: the next call reuses the memory of these tensors.
         sources = self._gathering.bring(
             [follower.source for follower in followers.values()], to=[(stage, index) for index in followers]
         )

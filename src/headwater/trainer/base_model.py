@@ -87,6 +87,7 @@ def build_base_model(
             f"{name} has no loss", where=name, remedy="define __call__(self, data), which returns the loss"
         )
     with torch.device("meta" if without_values else "cpu"):
+        # A copy: a class that changes its params must not change those that the run writes.
         base = make(copy.deepcopy(params))
     if not {"params", "model"} <= vars(base).keys() or not isinstance(base.model, nn.Module):
         raise ConfigError(

@@ -118,6 +118,7 @@ class CheckpointManager:
 
     def _finish(self, snapshot: Snapshot) -> None:
         newest = snapshot.run()
+        # After `run`: older checkpoints stay until the new one is complete.
         if self._keep_n is not None:
             others = [path for path in complete_checkpoints(self.model_dir) if path != newest]
             for path in others[: max(len(others) - (self._keep_n - 1), 0)]:
@@ -134,6 +135,7 @@ class CheckpointManager:
         Raises:
             HeadwaterError: if the last checkpoint could not be written; those before it are intact.
         """
+        # Forgotten first, so that an error is raised only once.
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -299,6 +301,7 @@ def find_damage(path: Path, *, deep: bool = True) -> HeadwaterError | None:
 def complete_checkpoints(model_dir: Path) -> list[Path]:
     """Return every complete checkpoint in a model_dir, by step."""
     folders = [path.parent for path in model_dir.glob(f"checkpoint_*/{MANIFEST_FILE}")]
+    # Longer names are those of checkpoints that are incomplete or were set aside.
     return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=step_of)
 
 
@@ -337,6 +340,7 @@ def _split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Return `value` with its tensors replaced by their names, and move the tensors to `tensors`."""
     match value:
         case torch.Tensor():
+            # safetensors refuses tensors that share memory or are not contiguous.
             tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             return {_TENSOR_KEY: name}
         case Mapping():
@@ -395,6 +399,7 @@ class ModelDirLock:
         check_place(self._path, expected="a file")
         with disk_errors(self._path):
             make_folder(self._model_dir)
+            # Not truncated: the file names the run that holds the lock.
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         # Also if the disk is full: a process that lives on would hold the lock until its end.
         with on_failure(lambda: os.close(self._fd)):
@@ -418,6 +423,7 @@ class ModelDirLock:
             os.pwrite(self._fd, _this_process().encode(), 0)
 
     def __exit__(self, *exception: object) -> None:
+        # The file stays: if it were removed, a run that has opened it would lock a file without a name.
         os.close(self._fd)
 
 

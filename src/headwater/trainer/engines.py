@@ -54,6 +54,7 @@ def open_engine(
     def rates() -> Calibration | None:
         return calibrate(device, disk, budget=resources_of(init.backend).host_memory)
 
+    # First: `rates` measures the accelerator of this rank.
     take_accelerator(device, fabric, where=NUM_CSX)
     plan = fabric.agree(
         lambda: plan_run(

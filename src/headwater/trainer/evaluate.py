@@ -77,6 +77,7 @@ def evaluate(
     # All ranks gather, also those that stopped: ranks with data would wait for them.
     if any(engine.fabric.gather(stopped)):
         return None
+    # A rank has counted fewer batches if its part of the last one was empty.
     count = int(max(engine.fabric.gather(count)))
     loss = _checked(sum(engine.fabric.gather(total)), sum(engine.fabric.gather(weights)), count)
     return Evaluation(loss, count, metric_values(trainable.metrics, engine.fabric))
@@ -92,6 +93,7 @@ def _checked(total: float, weights: float, count: int) -> float:
     if weights == 0:
         raise DataError("the validation data have no label", remedy="check how the data were prepared")
     loss = total / weights
+    # True for NaN and for the infinities, whose difference is NaN.
     if loss - loss != 0:
         raise NonFiniteError(f"the validation loss is {loss}", remedy="check the validation data")
     return loss

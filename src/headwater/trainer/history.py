@@ -75,6 +75,7 @@ def read_last_steps(path: Path, count: int) -> list[StepEnd]:
             lines = file.read().splitlines(keepends=True)
     except OSError:
         return []
+    # Reading may begin within a line, so the first one is left out.
     records = (record for line in lines[1 if begin else 0 :] if (record := _record(line)) is not None)
     steps = [step for record in records if (step := _step(record)) is not None]
     return steps[-count:]
@@ -94,6 +95,7 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
         record = _record(line)
         if record is not None:
             yield record
+        # A line of zeros: the file had its new length on disk before its bytes.
         elif line.endswith(b"\n") or b"\0" in line:
             damaged += 1
     if damaged:

@@ -34,6 +34,7 @@ class Interrupt:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: request a stop; the second time, exit at once."""
+        # Not `requested`, which other ranks and the memory watch set too: this may be the first signal here.
         if self._heard:
             _say("stopped; the last complete checkpoint is intact")
             os._exit(EXIT_CODE)

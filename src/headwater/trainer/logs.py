@@ -47,6 +47,7 @@ def make_callbacks(init: SetupConfig, run_dir: RunDir, console: Console | None) 
             where="trainer.init.loggers",
             remedy="pip install 'headwater[plot]', or remove the logger",
         )
+    # After `History`, which completes its file when the run ends: the curve is drawn from this file.
     if _is_installed("matplotlib"):
         callbacks.append(LossCurve(run_dir.history, run_dir.loss_curve))
     return callbacks

@@ -128,6 +128,7 @@ class Trainer:
             try:
                 with ExitStack() as last:
                     last.callback(self._end)
+                    # Such a step is undone. After other errors the weights may be those of half a step.
                     if isinstance(error, NonFiniteError):
                         self._save()
             except HeadwaterError as later:  # the first error is the one that is raised
@@ -140,6 +141,7 @@ class Trainer:
         event = FitStart(self.state.step, self.end_step, self._engine.plan, self._engine.model)
         for callback in self._callbacks:
             callback.on_fit_start(event)
+            # Only now: a callback whose start has failed is not ended.
             self._started.append(callback)
 
     def _end(self) -> None:
@@ -153,6 +155,7 @@ class Trainer:
     def _between_steps(self, interrupt: Interrupt) -> bool:
         """Evaluate and save, each if it is set for this step. Return false if the run should stop."""
         self._checkpoints.check()
+        # An evaluation is due on all ranks or on none, so all of them ask here.
         if self._validation_is_due() and not self._asked_to_stop(interrupt):
             self._validate(interrupt)
         stop = self._asked_to_stop(interrupt) or self.state.step >= self.end_step
@@ -192,6 +195,7 @@ class Trainer:
         )
         fabric = self._engine.fabric
         times = self._times(step.start_ns)
+        # On every rank, even without callbacks: all ranks take part in the exchange of `tokens`.
         event = StepEnd(
             step=update.step,
             loss=report.loss,
@@ -270,6 +274,7 @@ class Trainer:
             if found is None:
                 return
             events.append(ValidateEnd(self.state.step, index, found.loss, found.batches, norm, found.metrics))
+        # Only now: an evaluation that was stopped is made again when the run continues.
         self.validation = events
         self.state = dataclasses.replace(self.state, validated_step=self.state.step)
         for event in events:
@@ -289,6 +294,7 @@ class Trainer:
         if self._engine.fabric.size > 1:
             self._checkpoints.wait()
             self._engine.store.flush()
+            # Rank 0 saves the scalars of all parameters, and other ranks have updated some of them.
             self._engine.store.scalars.share()
         if not self.leads:
             self._checkpoints.save_elsewhere(self._engine.store)

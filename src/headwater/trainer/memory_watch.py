@@ -72,6 +72,7 @@ def _watch(interrupt: Interrupt, budget: int | None, over: threading.Event) -> N
                 "this run holds %s of host memory, its budget is %s", format_bytes(held), format_bytes(budget)
             )
         if not interrupt.requested and tightest_room().is_short:
+            # Memory may only seem short: malloc keeps pages that the run has freed.
             return_pages()
             room = tightest_room()
             if room.is_short:

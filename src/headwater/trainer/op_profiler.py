@@ -82,6 +82,7 @@ class OpProfiler(Callback):
             )
 
     def on_step_end(self, event: StepEnd) -> None:
+        # First: the work of this callback does not belong to the step.
         end = perf_counter_ns()
         if self._taken is not None:
             self._taken.add_step(event.step, end - int(1e9 * event.step_s), end)

@@ -69,6 +69,7 @@ def training_workload(
     size = fixed_micro_batch_size(init, batch_size)
     if size is None and not trainable.divisible:
         size = batch_size
+    # Another size would sum gradients in another order, and the results would differ.
     if size is None and resumed_micro_batch_size and batch_size % resumed_micro_batch_size == 0:
         size = resumed_micro_batch_size
     return Workload(batch_size, optimizer_of(init, trainable), size, data_workers)
@@ -253,4 +254,5 @@ def _blank(trainable: Trainable, spec: ParamSpec) -> torch.Tensor:
     """Return zeros, or the initial value of a parameter that a checkpoint may lack."""
     if trainable.initial is not None and MAY_BE_MISSING in trainable.pretrained_names(spec.name):
         return trainable.initial(spec)
+    # One element in memory, whatever the size of the parameter.
     return torch.zeros(()).expand(spec.shape)

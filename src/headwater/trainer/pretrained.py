@@ -53,5 +53,6 @@ def import_weights(config: RunConfig, weights: Iterable[tuple[str, torch.Tensor]
         load_weights(engine.store, scratch)
         state = RunState(0, LossScale.of(init.precision.precision))
         path = checkpoints.save(engine.store, 0, state.to_dict())
+        # Within the context: the checkpoint is written from the store, which is closed after it.
         checkpoints.wait()
     return path

@@ -165,6 +165,7 @@ class RunDir:
             A model section that names the copies.
         """
         source = model.hf / CONFIG_FILE
+        # A run that continues names its own copy, which must not be copied onto itself.
         if source.resolve() != self.model_config.resolve():
             copy_file(source, self.model_config)
             self.keep_files_of(model.hf)

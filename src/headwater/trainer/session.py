@@ -108,6 +108,7 @@ def fit_job(
         disk = disk_folder(init.backend)
         checkpoints = CheckpointManager(init.model_dir, init.keep_checkpoints)
         strict = not init.checkpoint.disable_strict_checkpoint_loading
+        # Rank 0 alone: every byte of a checkpoint is read to find damage.
         start = fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints), Start)
         resumed = start.state.micro_batch_size if start.state else None
         blank = strict and start.path is not None
@@ -132,6 +133,7 @@ def fit_job(
                 start.enter(engine, checkpoints, names=job.trainable.pretrained_names, strict=strict),
                 checkpoints=checkpoints,
                 callbacks=make_callbacks(init, run_dir, console) if leads else [],
+                # Another run's checkpoint is written again, so that this model_dir has the step too.
                 saved_step=done if start.own and start.state else None,
             )
             # After the start has been loaded: a run that cannot start leaves the files of the run before.
@@ -154,6 +156,7 @@ def _announce(trainer: Trainer, start: Start, checkpoints: CheckpointManager) ->
         else:
             logger.info("continuing from step %d: %s", trainer.state.step, start.path)
     first_step = trainer.state.step
+    # A run with no step to do computes none again, so later checkpoints keep their names.
     if first_step < trainer.end_step and trainer.leads:
         for path in checkpoints.set_aside(first_step, start.path):
             logger.warning("this run starts at an earlier step, so a later one was set aside: %s", path)

@@ -57,6 +57,7 @@ class SparseTraining:
             step: number of the step, from 1.
         """
         gradients = self._store.gradients
+        # First: before that, gradients of other ranks are missing in the sums.
         gradients.complete()
         changing = self._sparsifier.changing(step)
         if changing:
@@ -87,6 +88,7 @@ class SparseTraining:
         return found
 
     def _weight(self, stage: int, index: int) -> Tensor:
+        # Only valid until the next call, which reuses the memory.
         (weight,) = self._gathering.bring([(stage, index)])
         return weight.view(self._store.spec((stage, index)).shape)
 

@@ -90,6 +90,7 @@ def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointMan
     if named is None:
         return _start_of_own(own, state)
     target = step_of(named) if own is not None and checkpoints.is_own(named) else None
+    # The run has returned to `target` once already, or is there now: it continues from its newest one.
     if own is not None and (target is None or target in (state and state.returned_to, step_of(own))):
         if own.resolve() != named.resolve():
             logger.info(

@@ -107,6 +107,7 @@ class Passes:
 
     def _run(self, epoch: int, start: int) -> Iterator[Batch]:
         for generator, seed in self._generators:
+            # The first pass keeps the user's seed: it yields the same batches as the loader without this run.
             generator.manual_seed(derive_seed(seed, epoch) if epoch else seed)
         batches = shielded(self.loader)
         for position in itertools.count(start):

@@ -119,6 +119,7 @@ def _kept(config: RunConfig, run_dir: RunDir) -> RunConfig:
     model = config.init.model
     if not isinstance(model, HuggingFaceConfig):
         return config
+    # The copy below has no weights, so the params must name the folder that has them.
     if model.weights is None:
         model = model.model_copy(update={"weights": weights_folder(model) or "random"})
     kept = run_dir.keep_library_model(model)
