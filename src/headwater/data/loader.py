@@ -73,7 +73,7 @@ class BatchLoader:
             batch_sampler=self._batches,
             collate_fn=_as_is,
             num_workers=workers.count,
-            # torch raises for these two settings if there are no workers.
+            # Without workers, torch raises for these two settings.
             prefetch_factor=workers.prefetch_factor if workers.count else None,
             persistent_workers=workers.persistent and workers.count > 0,
             # Not "fork": it would copy the locks of the engine's threads and the context of the device.

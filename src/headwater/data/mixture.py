@@ -97,8 +97,7 @@ class Mixture:
         passes, places = np.divmod(draws, len(self))
         turns = self._turns[places]
         numbers = np.searchsorted(self._starts + self._counts, turns, side="right")
-        # Counted on from pass to pass, so that a source with a small weight is read to its end over several
-        # passes.
+        # Counted on from pass to pass: a source with a small weight is read to its end in several passes.
         return numbers, passes * self._counts[numbers] + turns - self._starts[numbers]
 
     @functools.cached_property
@@ -108,6 +107,5 @@ class Mixture:
         Sample numbers count through the first source, then the second, and so on.
         """
         spread = [(np.arange(count) + 0.5) / count for count in self._counts if count]
-        # Stable: sources of equal size have equal places, whose order must be the same in every version of
-        # numpy.
+        # Stable: sources of equal size have equal places, which every version of numpy must put in the same order.
         return np.argsort(np.concatenate(spread), kind="stable")

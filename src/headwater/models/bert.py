@@ -120,6 +120,7 @@ class Bert(EncoderModel):
         super().__init__(config)
         self.mlm = MaskedTokenHead(config, fused_loss=fused_loss)
         if config.share_embedding_weights:
+            # Before `draw`: a shared weight is drawn once, under the name that the encoder gives it.
             self.mlm.output.weight = self.encoder.embedding.weight
         self.pooler = None if config.disable_nsp else Pooler(config.hidden_size, config.pooler_nonlinearity)
         self.nsp = None if config.disable_nsp else Linear(config.hidden_size, 2)
@@ -152,6 +153,7 @@ class Bert(EncoderModel):
         config = self.config
         if config.mlm_loss_scaling == "batch_size":
             return weights * (config.mlm_loss_weight / len(weights))
+        # Clamped: a batch without masked tokens has loss 0, not NaN.
         return weights * config.mlm_loss_weight / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 
 

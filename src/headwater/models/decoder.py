@@ -229,6 +229,7 @@ class Decoder(nn.Module):
         self.norm = _norm(config)
         self.head = Head(config, fused_loss=fused_loss)
         if config.share_embedding_weights:
+            # Before the draw below: a shared weight is drawn once, under the name of the embedding.
             self.head.weight = self.embedding.weight
         if config.lora_params is not None:
             add_adapters(self, config.lora_params, lambda name: layer_namings(name, config))

@@ -44,6 +44,7 @@ def add_noise(images: Tensor, noise: Tensor, timesteps: Tensor, variances: Tenso
         timesteps: index of the last noise step of each image, [batch].
         variances: see `noise_variances`.
     """
+    # In fp64 until after the product: hundreds of factors near 1 would lose digits in fp32.
     left = (1 - variances).cumprod(0)[timesteps][:, None, None, None]
     return left.sqrt().float() * images + (1 - left).sqrt().float() * noise
 
@@ -112,6 +113,7 @@ def _guided(model: Denoiser, images: Tensor, time: int, labels: Tensor) -> Tenso
     if pipeline.guidance_scale == 1:
         return model.predict_noise(images, timesteps, labels).float()
     no_class = torch.full_like(labels, config.num_classes)
+    # One call for both, so that the weights are streamed once.
     both = torch.cat((labels, no_class))
     noises = model.predict_noise(images.repeat(2, 1, 1, 1), timesteps.repeat(2), both)
     given, free = noises.float().chunk(2)

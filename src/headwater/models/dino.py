@@ -70,6 +70,7 @@ class GridPositions(nn.Module):
         offset = self.interpolation.interpolate_offset
         scale = [(new + offset) / old for new, old in zip(grid, self.grid, strict=True)]
         image = places.unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
+        # As in DINOv2: with the offset, other points are sampled than with the sizes.
         size = {"scale_factor": scale} if offset else {"size": list(grid)}
         found = F.interpolate(image, mode="bicubic", antialias=self.interpolation.antialias, **size)
         return found.squeeze(0).flatten(1).t()

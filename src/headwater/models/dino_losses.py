@@ -128,6 +128,7 @@ class KoLeoLoss(nn.Module):
         views = F.normalize(whole_batch.rows(features).float(), dim=-1).transpose(0, 1)
         with torch.no_grad():
             products = views @ views.mT
+            # -2 is less than any product of unit vectors, so that no image is its own neighbour.
             products = products.diagonal_scatter(torch.full_like(products[..., 0], -2.0), dim1=1, dim2=2)
             nearest = products.argmax(-1, keepdim=True).expand_as(views)
         distances = F.pairwise_distance(views, views.gather(1, nearest))

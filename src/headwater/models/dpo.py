@@ -34,6 +34,7 @@ class DPO(nn.Module):
             self.reference = Decoder(config.policy_model, fused_loss=fused_loss, seed=seed)
             self.reference.requires_grad_(False)
         self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
+        # A new module is in training mode without a call of `train`, which keeps the reference in eval mode.
         self.train()
 
     def train(self, mode: bool = True) -> DPO:

@@ -36,6 +36,7 @@ class HuggingFaceModel(nn.Module):
         super().__init__()
         self.config = config
         self.task = config.kind
+        # On the CPU under any default device: constructors compute buffers that checkpoints may lack.
         with torch.device("cpu"), empty_parameters():
             self.hf = _built(config)
         if torch.get_default_device().type != "meta":
@@ -119,6 +120,7 @@ def library_arguments(task: Task, batch: Mapping[str, Tensor]) -> dict[str, Any]
         return {
             "input_ids": batch["input_ids"].long(),
             "labels": _shifted_back(batch),
+            # Otherwise the library would keep the keys and values of the whole batch.
             "use_cache": False,
         }
     if task == "masked_lm":
@@ -156,6 +158,7 @@ def _masked_labels(batch: Mapping[str, Tensor]) -> Tensor:
     places = batch["masked_lm_positions"].long().masked_fill(~counted, count)
     # One extra position takes the predictions that do not count, and is cut off again.
     labels = tokens.new_full((len(tokens), count + 1), IGNORED)
+    # Contiguous: the losses of the library call `view` on the labels.
     return labels.scatter(1, places, batch["masked_lm_ids"].long())[:, :count].contiguous()
 
 
@@ -204,10 +207,12 @@ def init_parameter(name: str, shape: Sequence[int], config: HuggingFaceConfig, s
     model = _outline(config)
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
+    # NaN marks the elements that the rules do not set.
     outline, real = owner._parameters[leaf], nn.Parameter(torch.full(tuple(shape), torch.nan, device="cpu"))
     # Only this parameter has memory for now: the rules have no effect on the others, which stay on meta.
     owner._parameters[leaf] = real
     try:
+        # The library draws from torch's global generator, whose state belongs to the run.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "init", name))
             _apply_rules(model.hf, path.removeprefix("hf").removeprefix("."))

@@ -33,6 +33,7 @@ def add_adapters(model: nn.Module, config: LoRAConfig, namings: Namings) -> None
         ConfigError: if a pattern matches no layer.
     """
     model.requires_grad_(False)
+    # Not `isinstance`: subclasses such as the head have another forward. A list: the loop replaces layers.
     linears = [(name, layer) for name, layer in model.named_modules() if type(layer) is Linear]
     _check_patterns([name for name, _ in linears], config, namings)
     for name, layer in linears:
@@ -48,6 +49,7 @@ def add_adapters(model: nn.Module, config: LoRAConfig, namings: Namings) -> None
             rows=rows,
             bias=layer.bias is not None,
         )
+        # These are frozen. Those that `LoRALinear` has made would be trained.
         adapted.weight, adapted.bias = layer.weight, layer.bias
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, adapted)

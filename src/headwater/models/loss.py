@@ -72,9 +72,11 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     rows, vocab = hidden.shape[0], weight.shape[0]
     layout = _layout(rows, vocab, weight.dtype, device, chunk_rows)
+    # An ignored target may be outside of the vocabulary, such as -100, and `gather` would fail.
     targets = targets.long().masked_fill(row_weights == 0, 0)
     with torch.autocast(device, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            # Asked here: within the forward of an autograd function, gradients are always disabled.
             hidden, weight, bias, targets, row_weights, softcap, layout, torch.is_grad_enabled()
         )
     return loss
@@ -245,6 +247,7 @@ class _Pass:
         self.hidden, self.weight, self.bias, self.layout = hidden, weight, bias, layout
         self.softcap = softcap
         self.any_wanted = any(wanted)
+        # Without rows no chunk fills the gradients.
         empty = torch.empty_like if len(hidden) else torch.zeros_like
         self.grad_hidden = empty(hidden) if wanted[0] else None
         self.grad_weight = None
@@ -290,6 +293,7 @@ class _Pass:
             logits += self.bias
         slope = self._cap(logits)
         peak = logits.amax(1, keepdim=True)
+        # Before the next line, which overwrites the logits.
         at_target = logits.gather(1, targets)
         total = logits.sub_(peak).exp_().sum(1, keepdim=True)
         losses: Tensor = total.log() + peak - at_target
@@ -314,5 +318,6 @@ class _Pass:
         if self.grad_hidden is not None:
             torch.mm(grad_logits, self.weight, out=self.grad_hidden[part])
         if self.grad_weight is not None:
+            # With beta 0, torch does not read the memory, which may be uninitialised and hold NaN.
             first = part.start == 0
             self.grad_weight.addmm_(grad_logits.t(), self.hidden[part], beta=0 if first else 1)

@@ -63,6 +63,7 @@ class WorkspacePool:
     def _take(self, dtype: torch.dtype, numel: int) -> Tensor | None:
         with self._lock:
             buffer = self._idle.pop(dtype, None)
+        # A buffer that is too small is not put back: it is freed before the larger one is allocated.
         return buffer if buffer is not None and buffer.numel() >= numel else None
 
     def _give_back(self, buffer: Tensor) -> None:

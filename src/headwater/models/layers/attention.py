@@ -174,6 +174,7 @@ class SelfAttention(nn.Module):
                 query,
                 key,
                 value,
+                # torch accepts a mask of numbers only in the dtype of the query.
                 attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
                 dropout_p=dropout,
                 is_causal=causal,

@@ -38,6 +38,7 @@ def _truncated_normal(value: Tensor, initializer: InitializerConfig, generator: 
         return value.fill_(min(max(mean, low), high))
     edges = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (low, high))
     value.uniform_(*edges, generator=generator).erfinv_().mul_(std * math.sqrt(2)).add_(mean)
+    # Rounding may bring a number beyond the bounds.
     return value.clamp_(low, high)
 
 
@@ -96,6 +97,7 @@ def draw(
             those of each matrix. By default all rows are one matrix.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
+    # On the CPU under any default device: the values must be the same on all devices.
     value = torch.empty(*shape, device="cpu", dtype=torch.float32)
     for part in value.split(list(rows)) if rows else (value,):
         _FILLS[initializer.name](part, initializer, generator)

@@ -45,5 +45,6 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         (indices,) = ctx.saved_tensors
         used, places = indices.unique(return_inverse=True)
+        # torch's own sums, of the rows that occur alone: other operators may add in another order.
         rows = torch.ops.aten.embedding_dense_backward(gradient, places, len(used), -1, False)
         return None, large_zeros(ctx.size, gradient.dtype).index_copy_(0, used.long(), rows)
