@@ -107,5 +107,5 @@ class Mixture:
         Sample numbers count through the first source, then the second, and so on.
         """
         spread = [(np.arange(count) + 0.5) / count for count in self._counts if count]
-        # Stable: sources of equal size have equal places, whose order must not depend on the version of numpy.
+        # Stable: sources of equal size have equal places, whose order must not depend on numpy.
         return np.argsort(np.concatenate(spread), kind="stable")

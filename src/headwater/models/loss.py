@@ -75,8 +75,8 @@ def linear_cross_entropy(
     # An ignored target may be outside of the vocabulary, such as -100, and `gather` would fail.
     targets = targets.long().masked_fill(row_weights == 0, 0)
     with torch.autocast(device, enabled=False):
+        # `is_grad_enabled` is called here: within the forward of an autograd function it returns False.
         loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            # Asked here: within the forward of an autograd function, gradients are always disabled.
             hidden, weight, bias, targets, row_weights, softcap, layout, torch.is_grad_enabled()
         )
     return loss
