@@ -74,6 +74,7 @@ def export_hf(
     pairs = source.items() if isinstance(source, Mapping) else source
     config, pairs = _what_is_used(config, pairs)
     format = format or format_of_config(config)
+    # Before the weights are written: this raises if the format cannot express the model.
     hf = format.config_to_hf(config, end_of_text=end_of_text)
     with new_folder(out_dir) as partial:
         for name in format.folders:
@@ -350,6 +351,7 @@ def _places(
     places = {}
     for stored in (each for part in format.folders or ("",) for each in stored_tensors(folder / part)):
         name = stored.name
+        # A tensor that a parameter needs counts, even if its name has one of these suffixes.
         if name not in expected and (name.endswith(format.ignored) or (name == head and tied)):
             continue
         known = name.startswith((format.prefix, f"{format.head}.", *format.others))

@@ -50,6 +50,7 @@ def write_folder(
             for name, tensor in tensors:
                 writer.write(name, tensor)
         write_index(partial, shards)
+        # The name is added, because it selects the schema and may be unset where it has a default.
         section = config.model_dump(mode="json", exclude_unset=True) | {"name": config.name}
         (partial / MODEL_FILE).write_text(yaml.safe_dump(section, sort_keys=False))
         for file in beside:

@@ -22,6 +22,8 @@ def new_folder(out_dir: Path) -> Iterator[Path]:
             what = "the output folder is not empty"
             raise CheckpointError(what, where=str(out_dir), remedy="name a new folder")
         out_dir.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the target: a rename stays in one file system. A folder inside, because tempfile makes its
+        # own folders readable only for their owner.
         with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as scratch:
             partial = Path(scratch) / out_dir.name
             partial.mkdir()

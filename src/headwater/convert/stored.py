@@ -85,4 +85,5 @@ def _in_pickle(path: Path) -> Iterator[StoredTensor]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
+    # A copy: the tensor may be mapped from the file, and may be a view that is not contiguous.
     return tensor.detach().clone(memory_format=torch.contiguous_format)

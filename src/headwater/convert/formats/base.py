@@ -175,7 +175,9 @@ def check_sizes(hf: Mapping[str, Any], *, where: str) -> None:
     for key, value in hf.items():
         if not isinstance(value, int | float) or not isinstance(key, str):
             continue
+        # The empty word is the last, because every key contains it.
         largest = next(limit for word, limit in _LARGEST.items() if word in key)
+        # Not `abs(value) > largest`: NaN must be refused too.
         if not -largest <= value <= largest:
             raise ConfigError(
                 f"expected {key} of at most {largest}, got {value:.6g}",

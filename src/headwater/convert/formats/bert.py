@@ -113,6 +113,7 @@ BERT = Format(
     prefix="bert.",
     others=("cls.",),
     head="cls.predictions.decoder",
+    # The bias is a second copy of `cls.predictions.bias`.
     ignored=("embeddings.position_ids", "cls.predictions.decoder.bias"),
 )
 

@@ -110,6 +110,7 @@ def _absorbing_rules(config: DecoderConfig) -> tuple[Rule, ...]:
     by_embedding, by_head = config.embeddings_scale, config.logits_scale
     by_query = config.attention_scale(0) * math.sqrt(config.head_size)
     rows = torch.ones(config.inner_size + 2 * config.num_kv_heads * config.head_size, 1)
+    # Only the queries: with the keys too, a score would have the factor twice.
     rows[: config.inner_size] = by_query
     embedding, head = "transformer.wte.weight", "lm_head.weight"
     qkv = (
@@ -120,6 +121,7 @@ def _absorbing_rules(config: DecoderConfig) -> tuple[Rule, ...]:
         "embedding.weight": scaled(repeated("embedding.weight", [embedding, head]), by_embedding, by_head)
         if config.share_embedding_weights
         else scaled(same("embedding.weight", embedding), by_embedding),
+        # Our model scales the sum of both embeddings.
         "position_embedding.weight": scaled(
             same("position_embedding.weight", "transformer.wpe.weight"), by_embedding
         ),
@@ -135,6 +137,7 @@ GPT2_MUP = dataclasses.replace(
     config=lambda config: {
         "scale_attn_weights": True,
         "activation_function": their_function(config.nonlinearity),
+        # Embedding and head get different factors, so that the format needs two matrices.
         "tie_word_embeddings": config.share_embedding_weights and not has_scales(config),
     },
     meaning=lambda config: {
