@@ -115,6 +115,7 @@ class _Flag(argparse.Action):
         assert option_string is not None, "_Flag is only used for options"
         if isinstance(values, list):
             values = json.dumps(values)
+        # A new list: argparse passes the default itself, so that an append would change the default.
         namespace.flags = [*namespace.flags, f"{option_string.removeprefix('--')}={values}"]
 
 

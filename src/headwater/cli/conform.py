@@ -167,6 +167,7 @@ class _Progress:
         """Print a line if the last one is at least `_SHOW_EVERY_S` seconds old."""
         now = time.monotonic()
         if self._begun is None:
+            # The first call has one new outcome, so the divisor below is never 0.
             self._begun = len(outcomes) - 1
         if now - self._shown < _SHOW_EVERY_S:
             return

@@ -210,6 +210,7 @@ def run(args: argparse.Namespace) -> int:
     if args.inputs[0] == Path("show"):
         return _show(args)
     console = Console()
+    # As in T5: padding has id 0, and the end token has id 1.
     special = ("<|endoftext|>",) if args.mode != "span_corruption" else ("<pad>", "</s>", "<unk>", "<s>")
     settings = PrepareSettings(
         args.tokenizer or TrainBPE(args.vocab_size, special),

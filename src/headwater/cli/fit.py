@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     placement = config.init.backend.placement
     restarts = config.init.backend.cluster_config.max_restarts
     if (placement.size > 1 or restarts) and not is_watched() and not early.asked_for(config):
+        # For `-P` see [Note: planted modules].
         command = ("-P", "-m", "headwater", *args.words)
         return launch(placement, command, max_restarts=restarts, in_place=args.is_process)
     return train(config)

@@ -150,6 +150,7 @@ def _read_prompt(run_dir: RunDir, args: argparse.Namespace) -> _Prompt:
     ends = ends or [end_of_text_id(tokenizer, args.end_of_text)]
     is_message = _is_message(run_dir, args)
     text = _message_text(tokenizer, folder, ends[0], args) if is_message else args.prompt
+    # A chat template writes the special tokens itself.
     tokens = tokenizer.encode(text, add_special_tokens=not is_message).ids
     return _Prompt(tokenizer, tokens, ends, is_message)
 

@@ -89,6 +89,7 @@ def errors_printed() -> Iterator[Outcome]:
             print("interrupted", file=sys.stderr)
         outcome.exit_code = EXIT_CODE
     except BrokenPipeError:  # the reader has closed the pipe (`headwater … | head`)
+        # Otherwise Python would fail once more when it flushes stdout at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         outcome.exit_code = EXIT_CODE
 

@@ -39,6 +39,7 @@ def print_error(error: HeadwaterError) -> int:
 def _log_to(console: Console | None, level: str) -> None:
     logger = logging.getLogger("headwater")
     logger.setLevel(level)
+    # Not `addHandler`: after a second call, each message would be printed twice.
     logger.handlers = [_ConsoleHandler(console)]
 
 

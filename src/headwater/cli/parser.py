@@ -18,6 +18,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as the base class does, but report an unknown option before a missing argument."""
+        # A parser of commands does not know the options of each command.
         if self._subparsers is None:
             for word in args or ():
                 option = word.partition("=")[0]
