@@ -50,11 +50,13 @@ class Request:
 
 def main(request_file: Path) -> None:
     """Run a request and write its result."""
+    # After a crash the report shows the end of stderr, to which this writes the stack.
     faulthandler.enable()
     torch.set_num_threads(1)
     request = Request(**json.loads(request_file.read_text()))
     result = outcome_of(request)
     if current().rank == 0:
+        # Renamed when it is complete: the parent takes any result file for a whole one, even after a crash.
         unfinished = f"{request.result}.partial"
         torch.save(result, unfinished)
         Path(unfinished).replace(request.result)
@@ -89,6 +91,7 @@ def _run(request: Request) -> list[Shown]:
         def prepare(model: nn.Module) -> nn.Module:
             return headwater.compile(model, backend)
 
+        # Loaded again in each attempt: one that was refused may have trained the model.
         return train(_subject(request), course, prepare)
 
     return with_enough_slabs(request.run, Path(request.folder), streamed)

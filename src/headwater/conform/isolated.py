@@ -95,6 +95,7 @@ def _fork(request_file: Path, errors: Path, limit_s: float) -> int | None:
 
 def _run_forked(request_file: Path, errors: Path, environment: Mapping[str, str]) -> None:
     """Run a request; this is the main function of a forked process."""
+    # After the time limit `_fork` kills this group, with all processes that the model has started.
     os.setsid()
     os.environ.clear()  # the server's variables are those of its start
     os.environ.update(environment)

@@ -42,6 +42,7 @@ def load_pretrained_subject(folder: Path) -> Subject:
         model = kind.from_config(config)
     else:
         model = kind(config)
+    # `from_pretrained` returns a model in eval mode.
     model.train()
     return Subject(model, [_batch(model, step) for step in range(_BATCHES)], loss_of_outputs, fused_adamw)
 

@@ -77,6 +77,7 @@ def loss_of_outputs(model: nn.Module, batch: Any) -> torch.Tensor:
     if isinstance(outputs, torch.Tensor) and outputs.dim() == 0:
         return outputs
     tensors = [each for each in tensors_in(_plain_tree(outputs)) if each.requires_grad]
+    # A model may mask outputs with -inf. `abs`: an output may be complex.
     squares = [torch.where(each.isfinite(), each, 0.0).abs().square().mean() for each in tensors]
     if not squares:
         raise ConfigError(
@@ -95,6 +96,7 @@ def _plain_tree(outputs: Any) -> Any:
 def seed_all(seed: int) -> None:
     """Seed the generators of torch, numpy and Python."""
     torch.manual_seed(seed)
+    # numpy refuses larger seeds.
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
@@ -184,6 +186,7 @@ def _import(name: str) -> ModuleType:
             raise ConfigError("file not found", where=name, remedy="write the path of a Python file")
         sys.path.insert(0, str(path.resolve().parent))
         module = importlib.util.module_from_spec(spec)
+        # Before the module runs: dataclasses look up the module in which they are defined.
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
         return module
@@ -191,6 +194,7 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # The module itself was found; one that it imports is missing.
         if error.name is None or not name.startswith(error.name):
             raise
         raise ConfigError(

@@ -91,6 +91,7 @@ def _run_compiled(source: str, options: Mapping[str, Any]) -> Ran | Failed:
         compiled.append(model)
         return headwater.compile(model, headwater.backend("CSX", **options))
 
+    # If the run has failed, its error is the finding, not one of the releases after it.
     ran = _run(source, compile_model)
     try:
         for model in compiled:
@@ -114,6 +115,7 @@ def _run(source: str, compile_model: Callable[[nn.Module], nn.Module]) -> Ran | 
     namespace: dict[str, Any] = {"__name__": "program"}
     try:
         with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng(devices=[]):
+            # In this order: the filter that is set last is tried first.
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", StaleTensorWarning)
             exec(compile(source, "program.py", "exec"), namespace)
@@ -123,6 +125,7 @@ def _run(source: str, compile_model: Callable[[nn.Module], nn.Module]) -> Ran | 
     except Exception as error:  # noqa: BLE001 - any error is a finding
         return _failure(error)
     finally:
+        # The program's functions refer to it: the model would stay in memory until a garbage collection.
         namespace.clear()
     return Ran(shown, next((str(each.message) for each in caught), ""))
 

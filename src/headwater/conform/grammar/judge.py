@@ -92,6 +92,7 @@ def _judge(program: Program, plain: Ran, plan: str, traces: KnownTraces) -> Find
         return Finding(Verdict.EQUAL, plan)
     if streamed.warning and first_difference(_without_kept(plain), _without_kept(streamed)) is None:
         return Finding(Verdict.WARNED, plan, streamed.warning)
+    # Only after a difference: this second plain run is rarely needed, and takes as long as the first.
     again = run_plain(source)
     if isinstance(again, Failed) or first_difference(plain.shown, again.shown) is not None:
         return Finding(Verdict.EQUAL, plan, "plain PyTorch differs from itself")

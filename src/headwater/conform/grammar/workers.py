@@ -60,6 +60,7 @@ def run_cases(
         shrinks: true to make programs with faults smaller.
     """
     for module in PRELOADED:
+        # Before the forks, so that no process imports them for itself.
         importlib.import_module(module)
     waiting = deque(cases)
     running: list[_Worker] = []
@@ -91,6 +92,7 @@ def _start(seed: int, cases: deque[int], shrinks: bool) -> _Worker:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(seed, list(cases), shrinks, sender), daemon=True)
     process.start()
+    # Otherwise this process, and those forked later, would keep the pipe open when the worker has ended.
     sender.close()
     return _Worker(process, receiver, cases)
 
@@ -99,6 +101,7 @@ def _receive(worker: _Worker) -> Iterator[Outcome]:
     """Yield the outcome that the process sent, if it sent one."""
     try:
         message = worker.receiver.recv()
+    # Also after the last case: `_ended` finds no case then.
     except (EOFError, OSError):
         worker.process.join()
         worker.end = f"the process ended with {_exit(worker.process)}"
