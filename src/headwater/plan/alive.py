@@ -36,6 +36,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 def memory_key(tensor: torch.Tensor) -> int:
     """Return a key that is equal for tensors with the same storage, valid while one of them exists."""
+    # Not `data_ptr`: fake tensors have no data.
     return int(tensor.untyped_storage()._cdata) if has_storage(tensor) else id(tensor)
 
 

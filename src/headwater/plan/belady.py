@@ -61,6 +61,7 @@ class CachePolicy:
 
     def position_of(self, stage: int, position: int) -> int:
         """Return the position of the first use of `stage` at `position` or after it."""
+        # Before the first use the position is -1, which is not a use of this step.
         is_here = (
             position >= 0 and bool(self.schedule) and self.schedule[position % len(self.schedule)] == stage
         )
@@ -161,5 +162,6 @@ def simulate(
 ) -> tuple[int, ...]:
     """Return the positions at which one step fetches a stage, in the last of `rounds` steps."""
     uses = replay(CachePolicy(schedule, slab_class, capacity), rounds)
+    # The first round begins with empty slabs, the others with those that the round before has filled.
     first = (rounds - 1) * len(schedule)
     return tuple(use.position for index, use in enumerate(uses) if index >= first and use.fetched)

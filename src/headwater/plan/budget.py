@@ -50,6 +50,7 @@ def make_plan(asked: PlanRequest) -> Plan:
     plan = _fastest(request)
     if plan is None:
         sizes = micro_batch_sizes(request)
+        # A refusal tries many settings: without estimates each of their sizes would get a dry run.
         made = sizes if len(sizes) <= _FEW_SIZES else ()
         raise refusal(dataclasses.replace(request, trace_for=estimated_traces(request.trace_for, made=made)))
     assert plan.prediction is not None, "the best plan is predicted"
@@ -102,6 +103,7 @@ def check(request: Request) -> None:
         ConfigError: names the decision.
     """
     fixed = request.fixed
+    # First: the check of `num_slabs` makes a dry run of this size.
     _check_micro_batch_size(request)
     for name, tier in {"tier": fixed.tier, "gradient_tier": fixed.gradient_tier}.items():
         if tier == "disk" and request.disk is None:

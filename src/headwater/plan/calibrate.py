@@ -48,6 +48,7 @@ class Known:
 
     def is_undoubted(self, now_s: float) -> bool:
         """True if the measurement is so recent that it needs no quick check."""
+        # A time in the future shows that the clock was changed, so the age is unknown.
         return 0 <= now_s - self.taken_s < _UNDOUBTED_S
 
     def is_young(self, now_s: float) -> bool:
@@ -119,6 +120,7 @@ def _rates(
         return known.measurement.rates
     measurement = measure()
     if measurement is None:
+        # Old rates of this machine are better than nominal ones.
         return None if known is None else known.measurement.rates
     fresh = Known(measurement, time.time())
     if not fresh.quiet:
@@ -148,6 +150,7 @@ def _cache_file() -> Path | None:
 
 def _machine_key(device: str, folder: Path | None) -> str:
     gpu = "" if device == "cpu" else torch.cuda.get_device_name(device)
+    # The rates depend on all of these. Several machines may have the same home folder, hence the node.
     parts = (platform.node(), _cpu_model(), torch.__version__, torch.get_num_threads(), device, gpu)
     return "|".join(map(str, (*parts, _mount_point(folder) if folder else "")))
 
@@ -199,6 +202,7 @@ def _write_cache(cache: Path | None, entries: dict[str, Known]) -> None:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as fresh:
             fresh.write(json.dumps(document, indent=1))
+        # Other processes may read the cache now: they find the old content or the new one.
         Path(fresh.name).replace(cache)
     except OSError as error:
         logger.warning(

@@ -34,6 +34,8 @@ class Usage(NamedTuple):
 
 
 _FILES = {
+    # `total_` includes the groups below, as `usage_in_bytes` does. Above `memory.high` the kernel kills no
+    # process, but slows all of them down.
     1: Usage(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
     2: Usage(("memory.max", "memory.high"), "memory.current", "inactive_file", "active_file"),
 }
@@ -86,7 +88,7 @@ def memory_groups(cgroup: str, mountinfo: str) -> list[Group]:
     """
     paths = {}
     for line in cgroup.splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)  # the path may contain colons
         if not controllers:
             paths[2] = path
         elif "memory" in controllers.split(","):
@@ -101,7 +103,7 @@ def memory_groups(cgroup: str, mountinfo: str) -> list[Group]:
 def _mounts(mountinfo: str) -> Iterator[tuple[int, str, Path]]:
     """Yield (version, mounted part of the hierarchy, mount point) of each mount that limits memory."""
     for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
+        before, _, after = line.partition(" - ")  # the number of fields before it varies
         fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
         version = {"cgroup": 1, "cgroup2": 2}.get(kind)
         if version == 2 or (version == 1 and "memory" in options.split(",")):

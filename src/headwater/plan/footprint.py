@@ -227,6 +227,7 @@ class Footprint:
             ranks = self._ranks_beside(plan)
             gradients = self._gradients_alive(plan)
             moments = zip(self._live(plan.activations), gradients, strict=True)
+            # In a search plans have no budget yet, so this depends on parts of the key alone.
             keeps_pages = plan.device == "cpu" and plan.memory_is_ample
             self._peaks[key] = max(
                 (Peak(ranks * live, held, keeps_pages) for live, held in moments),
@@ -277,6 +278,7 @@ class Footprint:
             else 0
             for position, stage in enumerate(self.trace.uses)
         ]
+        # Backward begins at the last use: at each use, the gradients of all later uses are complete.
         after = [*accumulate(reversed(complete), initial=0)][-2::-1]
         return [done + count for done, count in zip(after, arriving, strict=True)]
 

@@ -48,7 +48,7 @@ def _own_bytes(process: psutil.Process) -> int:
         memory = process.memory_info()
     except psutil.Error:  # it has ended
         return 0
-    return int(memory.rss - getattr(memory, "shared", 0))
+    return int(memory.rss - getattr(memory, "shared", 0))  # `shared` exists on Linux only
 
 
 def free_resources(resources: Resources, device: str) -> Resources:

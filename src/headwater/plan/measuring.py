@@ -56,6 +56,7 @@ def measure_apart(
             format_bytes(max(0, free)),
         )
         return None
+    # For `-P` see [Note: planted modules].
     command = [sys.executable, "-P", "-m", __name__, device, str(torch.get_num_threads())]
     command += [] if folder is None else [str(folder)]
     with noticed(f"measuring the speed of this machine, for at most {most_wall_s:g} s"):

@@ -227,4 +227,5 @@ def optimizer_state_bytes(optimizer: OptimizerSpec, options: Mapping[str, Any] |
     """
     probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
     layout = UpdateRule(optimizer, options).state_layout(probe)
+    # A state with another shape than the parameter does not grow with its elements.
     return sum(tensor.dtype.itemsize for tensor in layout.values() if tensor.shape is None)

@@ -50,7 +50,7 @@ class OwnGraph:
             )
         if is_reentrant or not (uses_graph or any(map(self._is_foreign_leaf, nodes))):
             loss.backward()
-        elif self._leaves:
+        elif self._leaves:  # torch refuses an empty list of inputs
             torch.autograd.backward(loss, inputs=list(self._leaves.values()))
 
     def _is_older(self, node: Any) -> bool:

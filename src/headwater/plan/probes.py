@@ -96,6 +96,7 @@ def _sizes(device: str, dtype: torch.dtype) -> _Sizes:
     """Return the sizes of the probes: small ones if a trial shows that the usual ones take over a second."""
     trial = _matrix(device, dtype, (_TRIAL_SHAPE,))
     trial.run()  # the first product of a dtype includes one-time initialization
+    # CPU time: on a busy machine the wall time would make every dtype look slow.
     start_s = time.thread_time()
     trial.run()
     factor = sum(map(_flops, _MATRIX_SHAPES)) / _flops(_TRIAL_SHAPE)
@@ -143,6 +144,7 @@ def time_probes(probes: Mapping[str, Probe], device: str = "cpu") -> Timing:
     wall_s = cpu_s = 0.0
     began_s = time.perf_counter()
     for turn in range(1 + _MOST_ROUNDS):  # turn 0 warms up
+        # The first timed turn always runs, so that each probe has a time.
         if turn > 1 and time.perf_counter() - began_s > _BUDGET_S:
             break
         for name, probe in probes.items():
@@ -249,6 +251,7 @@ class _Block:
 
 
 def _copy(device: str) -> Probe:
+    # Not `empty`: pages that were never written are all the same page of zeros, which stays in the cache.
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Probe(lambda: target.copy_(source), on_cores=device == "cpu")
@@ -272,6 +275,7 @@ def _disk(folder: Path) -> Iterator[dict[str, Probe]]:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:  # unnamed, since the process may be killed
             os.posix_fallocate(file.fileno(), 0, _DISK_BYTES)
+            # By way of /proc, because the file has no name.
             direct = _open_direct(f"/proc/self/fd/{file.fileno()}")
             try:
                 with ThreadPoolExecutor(_DISK_WORKERS) as pool:
@@ -296,6 +300,7 @@ def _transfers(file: int, pool: ThreadPoolExecutor) -> dict[str, Probe]:
         os.fsync(file)
 
     def read() -> None:
+        # Where direct reads are not supported, the page cache would answer all of them.
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         _complete(pool.map(lambda offset: os.preadv(file, [buffers[offset]], offset), offsets))
 

@@ -47,6 +47,7 @@ class WeightReads:
         if not self._modules:
             return False
         path = self._units[stage].path
+        # While its own module runs, a stage is bound there once, not by each part that reads it.
         site = path if path in self._modules else self._modules[-1]
         self._sites.setdefault(site, set()).add(stage)
         self.use(stage)

@@ -104,6 +104,8 @@ def _and_disk(with_disk: Request) -> Setting:
 
 def _without_decision(free: Request, name: str, plan: Plan) -> Setting:
     """Return the setting that replaces the user's value of a decision by the plan's, or leaves it out."""
+    # A plan's values of these are not decisions: it has a policy for each stage, and slabs even if it
+    # reads in place.
     if name in ("activations", "num_slabs"):
         return Setting(f"no {name}, so that the plan chooses", free)
     return Setting(f"{name} {getattr(plan, name)}", _with_fixed(free, name, getattr(plan, name)))
@@ -145,6 +147,7 @@ def _rounded_up(num_bytes: int) -> str:
     """Return a size for a params file that is at least `num_bytes`."""
     unit, name = (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB")
     hundredths = ceil(num_bytes / unit * 100)
+    # Both conversions round, so the text may still mean a few bytes less.
     while parse_bytes(f"{hundredths / 100:.2f} {name}") < num_bytes:
         hundredths += 1
     return f"{hundredths / 100:.2f} {name}"

@@ -250,6 +250,7 @@ def _value_key(value: Any) -> Hashable:
         return type(value), tuple(map(_value_key, value))
     if isinstance(value, slice):
         return slice, _value_key((value.start, value.stop, value.step))
+    # With the type: 1, 1.0 and True are equal, but may lead to other code.
     return (type(value), value) if type(value) in _SIMPLE else id(value)
 
 

@@ -170,6 +170,7 @@ def _frames(request: Request, footprint: Footprint, size: int) -> Iterator[Plan]
     tiers: tuple[Tier, ...] = ("memory", "disk") if request.disk else ("memory",)
     trace = footprint.trace
     keep = (Activations.KEEP,) * len(trace.stages)
+    # At least one stage stays on disk: otherwise this would be the memory tier.
     in_memory = _first_to_memory(footprint)[: min(request.fixed.stages_in_memory or 0, len(trace.stages) - 1)]
     gradient_tiers = (request.fixed.gradient_tier,) if request.fixed.gradient_tier else tiers
     for tier in (request.fixed.tier,) if request.fixed.tier else tiers:
@@ -201,6 +202,7 @@ def _slab_counts(request: Request, frame: Plan) -> Sequence[int]:
     counts = [least]
     while counts[-1] < most:
         counts.append(min(most, counts[-1] + max(1, counts[-1] // 10)))
+    # The last number means no limit: `_unconstrained` compares it with the number of stages.
     return [*counts[:-1], max(counts[-1], len(frame.trace.stages))]
 
 
@@ -218,6 +220,7 @@ def _mixes(predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: R
     footprint, counts = predictor.footprint, range(len(frame.trace.stages))
     order = _first_to_memory(footprint)
     for slabs in _slab_counts(request, frame)[_SLAB_CHOICES]:
+        # The last rung needs the least memory, and the stride may skip it.
         for rung in [*ladder[:: -(-len(ladder) // _RUNGS)], ladder[-1]]:
             plan = dataclasses.replace(frame, slabs=slabs, activations=rung.activations)
             mixes = [dataclasses.replace(plan, in_memory=tuple(sorted(order[:count]))) for count in counts]
@@ -226,6 +229,7 @@ def _mixes(predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: R
                 request.budgets.host_memory,
                 key=lambda mix: sum(footprint.memory(mix).host.values()),
             )
+            # `mixes[0]` has no stage in memory: `candidates` yields such plans itself.
             if fitting > 1:
                 mix = mixes[fitting - 1]
                 yield dataclasses.replace(mix, prediction=predictor.predict(mix))
@@ -242,6 +246,7 @@ def _first_to_memory(footprint: Footprint) -> list[int]:
         held = footprint.stages[stage]
         # Forward and backward each read the weights; an update reads and writes everything.
         moved = 2 * held.slab + (held.slab + 2 * held.state if held.trained else 0)
+        # Rounded, so that stages that differ by a few bytes count as equal and are spread.
         return round(moved / held.stored, 3) if held.stored else 0.0
 
     return sorted(range(len(footprint.stages)), key=lambda stage: (-saved(stage), _spread(stage)))
@@ -272,6 +277,7 @@ def activation_ladder(footprint: Footprint, frame: Plan, *, fixed: Activations |
     ladder: list[Rung] = []
     for activations in _policies(frame) if fixed is None else (_uniform(frame.trace, fixed),):
         peak = footprint.peak(dataclasses.replace(frame, activations=activations)).total
+        # `_promising` bisects the ladder, so the peaks must fall.
         if not ladder or peak < ladder[-1].peak_bytes:
             ladder.append(Rung(activations, peak))
     return ladder

@@ -56,6 +56,7 @@ def call_operator(
     except DynamicOutputShapeException:
         with no_dispatch():
             out = func(*tree_map_only(torch.Tensor, lambda t: _or_ones(value(t), t), args), **kwargs)
+        # Outside of `no_dispatch`, so that the results are fake.
         return tree_map_only(torch.Tensor, torch.empty_like, out)
 
 
@@ -179,10 +180,12 @@ class _KnownValues:
         if value.is_meta or not _plain(fake) or torch._debug_has_internal_overlap(fake) == _OVERLAPS:
             return
         storage = fake.untyped_storage()
+        # A known storage has the value already: another view was added, or `real` has written to it.
         if storage._cdata in self._storages or not _is_small(fake):
             return
         with no_dispatch():
             real = torch.UntypedStorage(storage.nbytes())
+            # A copy: a forward that writes to its batch must not change the user's.
             _view(fake, real).copy_(value)
         self._sweep()
         self._storages[storage._cdata] = (StorageWeakRef(storage), real)
@@ -212,6 +215,7 @@ class _KnownValues:
 
 def _is_small(tensor: torch.Tensor) -> bool:
     """True if the values of a tensor may be kept."""
+    # By its storage, which is kept whole: a small view may belong to a large one.
     return _plain(tensor) and tensor.untyped_storage().nbytes() <= _KNOWN_BYTES
 
 

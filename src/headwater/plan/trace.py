@@ -209,6 +209,7 @@ class _Recorder(TorchDispatchMode):
         params = {param.name: state[param.name] for stage in self._partition.stages for param in stage.params}
         self._writes = ParameterWrites(params, self._reads.running)
         self._costs.leave_out(params.values(), state.values())
+        # Just before the forward: all nodes that autograd has recorded so far come from outside.
         graph = OwnGraph(state.values())
         torch.func.functional_call(
             _Step(self._model, lambda batch: self._step(batch, loss_function, graph)),
@@ -267,6 +268,7 @@ class _Recorder(TorchDispatchMode):
         """Run and record a call of the module at `path`."""
         stage = self._unit_of.get(path)
         if stage is not None:
+            # Before `enter`: `_enter_unit` looks up the stage that runs around this one.
             self._enter_unit(stage, tensors_in((args, kwargs)))
         self._reads.enter(path, stage)
         outputs: list[torch.Tensor] = []
@@ -275,6 +277,7 @@ class _Recorder(TorchDispatchMode):
             _check_output(output, path or type(self._model).__name__)
             outputs = tensors_in(output)
         finally:
+            # First: `_leave_unit` looks up the stage that runs around this one.
             self._reads.leave(stage)
             if stage is not None:
                 self._leave_unit(stage, outputs)
@@ -315,6 +318,7 @@ class _Recorder(TorchDispatchMode):
             return args[0].fake_device  # not an operator, and very frequent
         out = self._computes_on.call(func, args, kwargs)
         if self._costs.in_backward and self._repeats is not None and torch.is_grad_enabled():
+            # In backward, gradients are enabled only while a forward is recomputed.
             self._repeats.refuse()
         if not self._costs.in_backward:
             self._writes.note_operator(changed_by(func, args, kwargs))

@@ -40,6 +40,7 @@ class ParameterWrites(TorchFunctionMode):
         super().__init__()
         self._params = dict(params)
         self._running = running
+        # Kept alive, so that no new storage gets the address of an old one.
         self._storages = {name: param.untyped_storage() for name, param in params.items()}
         self._names = {int(storage._cdata): name for name, storage in self._storages.items()}
         self._in_place: set[str] = set()
@@ -49,6 +50,7 @@ class ParameterWrites(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # torch runs no operator for this assignment, so a dispatch mode does not see it.
         if func == _DATA.__set__:
             self.units.update(self._running)
         return func(*args, **(kwargs or {}))

@@ -144,6 +144,7 @@ class _Capture:
         """Return the result of `action`. If it fails or warns, add a finding."""
         start = _start_of(self._model.get_submodule(modules[0]), modules[0])
         with warnings.catch_warnings(record=True) as caught:
+            # By default Python reports a warning of a line only once, but each module needs its finding.
             warnings.simplefilter("always")
             try:
                 return action()
@@ -155,6 +156,7 @@ class _Capture:
             finally:
                 for each in caught:
                     if issubclass(each.category, UserWarning):
+                        # The user does not know of the `StageFunction` around the module.
                         story = first_sentence(each.message).replace("self.stage.", "self.")
                         self.findings.add(WHOLE_FORWARD, story, start, modules)
 

@@ -187,6 +187,7 @@ class _Recorder:
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of the batch from the user's function."""
+        # Here, because only inside the dry run the model has the parameters that get gradients.
         self._params = dict(model.named_parameters())
         with self._watching_modules():
             loss = self._loss_function(model, batch)

@@ -62,6 +62,7 @@ class GradientsOut:
         if len(host.ranks) > 1:
             first = micro_batch == 0 and rank == 0
             before = [self._turn[stage]] if stage in self._turn else []
+            # The first gradients are only written, all others are added to a sum that is read too.
             moved = held.gradient + (1 if first else 2) * self._footprint.held_gradient(self._plan, stage)
             core = tuple(host.cores[rank : rank + 1])
             done = host.use_memory(Kind.REDUCE, "gradients added", stage, moved, [done, *before], core)

@@ -70,7 +70,7 @@ class Peers(Links):
         return self._exchange(Kind.REDUCE, "gradients", stage, num_bytes, after)
 
     def _exchange(self, kind: Kind, name: str, stage: int, num_bytes: int, after: Sequence[int]) -> int:
-        moved = (self._hosts - 1) / self._hosts * num_bytes
+        moved = (self._hosts - 1) / self._hosts * num_bytes  # a host keeps its own share
         links = (self.out, self.into)
         sent = self._timeline.add(kind, name, stage, self._seconds(moved), links, after, moved)
         return self._delay(kind, stage, 1, sent)

@@ -29,6 +29,7 @@ class Owners:
         self._timeline, self._plan, self._predictor = timeline, plan, predictor
         self._placement, self._network = placement, host.network
         self._cores, self._memory = host.cores, host.memory
+        # Sums of gradients wait on the disk of the compute host, even if other hosts have the masters.
         self._host_disk = self._disk = host.disk
         self._part = 1.0 / placement.owners
         self._slowness, tier = 1.0, plan.tier
@@ -78,6 +79,7 @@ class Owners:
         seconds = (
             self._part * self._slowness * self._predictor.update_s(self._predictor.footprint.stages[stage])
         )
+        # All parts occupy the memory: ranks share its rate, so more ranks do not update faster.
         held: list[tuple[int, ...]] = [(cores, self._memory) for cores in self._cores] or [(self._memory,)]
         return [
             self._timeline.add(Kind.UPDATE, "update", stage, seconds / len(held), resources, after)

@@ -91,6 +91,7 @@ class _Replay:
         arrived = self._weights.take(use)
         tasks = []
         for rank, resource in enumerate(self._host.ranks):
+            # The reads of weights in place run beside the computation: only the next use waits for their end.
             after = [*arrived[rank], *self._read[rank]]
             self._read[rank] = self._read_in_place(stage, rank, arrived[rank]) if works else []
             if works and not forward:

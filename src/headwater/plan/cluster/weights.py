@@ -110,6 +110,7 @@ class WeightsIn:
             assert network is not None, "weights stream over it"
             return [[network.broadcast(stage, slab, [*whole, *everywhere])] for _ in self._host.ranks]
         from_disk = stage in self._on_disk
+        # An update into a slab leaves the new weights there, so these are not read from disk again.
         updated = (
             self._is_first(use) and self._owners.needs_slab(stage) and self._footprint.stages[stage].trained
         )
@@ -144,6 +145,7 @@ def freed_by(plan: Plan) -> dict[int, int]:
     distances = {}
     for index, (before, use) in enumerate(pairwise(uses), start=1):
         gone = before.resident - use.resident
+        # Only the second step counts: the first begins with empty slabs and evicts less.
         if index >= len(positions) and gone:
             (victim,) = gone
             last = next(other for other in range(index - 1, -1, -1) if uses[other].stage == victim)
