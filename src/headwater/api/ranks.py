@@ -88,6 +88,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
         return value
     value = value.detach()
     if value.dim() == 0 and value.is_floating_point():
+        # Exchanged as a number, because objects are slower.
         return value.new_tensor(sum(fabric.gather(value.item())) / fabric.size)
     every = fabric.gather_objects(value.cpu(), torch.Tensor)
     if value.dim() and len(value) == _part_samples.value:

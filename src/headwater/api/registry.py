@@ -54,6 +54,7 @@ def model_of(store: WeightStore) -> StreamedModel:
 def streamed_models() -> list[StreamedModel]:
     """Return all streamed models, in the same order on all ranks."""
     models = (reference() for reference in list(_model_of.values()))
+    # Each once: a model has several stores while a former one is still in use.
     return list({id(model): model for model in models if model is not None}.values())
 
 

@@ -67,6 +67,7 @@ class Updaters:
         """
         own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
         fresh = {name for name in own if self.updater_of(name) is not optimizer}
+        # The usual case: this function runs in every step.
         if not fresh:
             return fresh
         spec = OptimizerSpec.of(optimizer, self._device())

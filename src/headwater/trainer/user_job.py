@@ -38,6 +38,7 @@ def user_trainable(
     Raises:
         ConfigError: if `model_class` is not a subclass of PyTorchBaseModel, or the model is not complete.
     """
+    # Seeded again: random numbers that loaders have drawn must not change the initial weights.
     seed_everything(config.init.seed)
     base = build_base_model(model_class, config.params, without_values=without_values)
     shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), first)
