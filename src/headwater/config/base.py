@@ -64,6 +64,7 @@ class Section(BaseModel):
     @classmethod
     def _only_known_keys(cls, data: Any) -> Any:
         valid = cls.attributes()
+        # pydantic's own error for an unknown key does not list the valid ones.
         unknown = [key for key in data if key not in valid] if isinstance(data, dict) else []
         if unknown:
             raise PydanticCustomError(
@@ -166,6 +167,7 @@ def _bytes(value: Any) -> Any:
 def _path(value: Any) -> Any:
     if not isinstance(value, str):
         return value
+    # `open` would raise `ValueError`, without the place in the file.
     if "\0" in value:
         raise PydanticCustomError("size", "a path must not contain null characters")
     return expand_user(Path(os.path.expandvars(value)))
@@ -189,6 +191,7 @@ def _one_or_more(value: Any) -> Any:
 
 def any_case(names: Iterable[str]) -> str:
     """Return a regular expression that matches each of `names` in any case."""
+    # Letter by letter: patterns of JSON Schema have no flag that ignores case.
     spelled = (
         "".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else re.escape(c) for c in name) for name in names
     )

@@ -114,6 +114,7 @@ def _put(
 
 
 def _position(entries: list[Any], key: str | int, origin: Origin) -> int:
+    # At most nine digits: Python refuses to convert very long numbers.
     if re.fullmatch("[0-9]{1,9}", str(key)) and int(key) < len(entries):
         return int(key)
     raise ConfigError(

@@ -108,6 +108,7 @@ def read_params(path: Path, overrides: Mapping[str, Any], above: tuple[Path, ...
     own = apply_overrides(own, overrides, OLDER_SECTIONS)
     if base is not None:
         below = _read_base(document, path, base, above, lambda file, above: read_params(file, {}, above))
+        # The base is in the newer form already, also if its file is in the older one.
         own = merge(below, canonical(own))
         return own if above else apply_overrides(name_model(own, path), overrides, ("trainer",))
     if above:

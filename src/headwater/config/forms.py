@@ -154,6 +154,7 @@ class _Translation:
             "model": self._model,
             "optimizer": self._optimizer,
             "sparsity": self._sparsity,
+            # At last: checkpoint_path goes to the sections that the inputs have made.
             "runconfig": self._runconfig,
         }
         for section, translate in sections.items():
@@ -221,6 +222,7 @@ class _Translation:
             elif key not in ("optimizer_type", *BETAS):
                 self._place(("optimizer", key), (*target, OPTIMIZER_NAMES.get(key, key)))
         if given := [key for key in BETAS if key in keys]:
+            # Both defaults: the list needs two entries, and the file may set only one.
             self._make(("optimizer", given[0]), (*target, "betas"), list(BETAS.values()))
         for index, key in enumerate(BETAS):
             if key in keys:
@@ -228,6 +230,7 @@ class _Translation:
         if keys.get("log_summaries") is True:
             self.callbacks["optimizer", "log_summaries"] = {"ComputeNorm": {}}
         if "adjust_learning_rate" in keys:
+            # After the loop, because the key learning_rate may be the last one.
             self._scale_schedules()
 
     def _place_callbacks(self) -> None:
@@ -245,6 +248,7 @@ class _Translation:
         for index, schedule in enumerate(self.result.get(("trainer", *path)) or []):
             place: KeyPath = ("trainer", *path, index)
             origins = self.result.origins.at(place)
+            # Emptied first: otherwise the name of the schedule would stay beside the new one.
             self.result = put(self.result, place, {}, origins.here or NOWHERE)
             self.result = put(self.result, (*place, "ScalePerParamLR", "scheduler"), schedule, origins)
 

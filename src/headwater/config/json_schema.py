@@ -34,6 +34,7 @@ def params_schema() -> JsonSchema:
     definitions = trainer.pop("$defs")
     tree = SchemaTree({"properties": {"trainer": trainer}}, definitions)
     _accept_second_names(tree)
+    # Before the second places, which only the newer form accepts.
     sections = older_sections(tree)
     _accept_second_places(tree)
     extends = {"type": "string", "description": "Another params file, or the name of a shipped one."}
@@ -52,6 +53,7 @@ def params_schema() -> JsonSchema:
 
 def _accept_second_names(tree: SchemaTree) -> None:
     """Make the schema accept the names that `also` has recorded, and the older name `image_model`."""
+    # A list, because `variant` adds definitions meanwhile.
     for definition in list(tree.definitions.values()):
         properties = definition.get("properties", {})
         for key, node in properties.items():
@@ -146,6 +148,7 @@ def _summary(section: type[Section]) -> str:
 def _descriptions(section: type[Section]) -> dict[str, str]:
     """Return the description of each attribute, from the docstrings of a section and its base classes."""
     found: dict[str, str] = {}
+    # Reversed: the description in a section replaces that in its base class.
     for base in reversed(section.__mro__):
         if issubclass(base, Section):
             found.update(_listed(base.__dict__.get("__doc__") or ""))

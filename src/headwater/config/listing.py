@@ -54,6 +54,7 @@ def show_params(path: Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -
     lines = []
     for location, value in _values(trainer, ("trainer",)):
         place = document.locate(("trainer",), location[1:])
+        # For a key that is not in the document, `locate` returns the path of its section.
         given = str(place[-1]).lower() == str(location[-1]).lower() and document.get(place) is not None
         origin = document.origin(place)
         where = f"{origin.source}:{origin.line}" if origin.line else origin.source

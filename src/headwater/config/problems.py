@@ -186,5 +186,6 @@ def _literals(details: ErrorDetails) -> list[str]:
     if details["type"] not in ("literal_error", "union_tag_invalid"):
         return []
     expected = details["ctx"].get("expected") or details["ctx"]["expected_tags"]
+    # pydantic has these names only in a text: 'a', 'b' or 'c'.
     text = str(expected).replace(" or ", ", ")
     return [name.strip("'") for name in text.split(", ")]

@@ -47,6 +47,7 @@ def set_learning_rate(document: Document, rate: Any, origin: Origin) -> Document
     for path, value in found.items():
         if not value:
             continue
+        # The highest rate is exactly the given one, without a rounding error.
         document = put(document, path, rate if value == highest else value / highest * rate, origin)
     return document
 

@@ -214,6 +214,7 @@ class LoopConfig(Section):
     num_steps: Annotated[int | None, Field(ge=1)] = None
     num_epochs: Annotated[int | None, Field(ge=1)] = None
     steps_per_epoch: Annotated[int | None, Field(ge=1)] = None
+    # Two types: 1 is every step, and 1.0 is once at the end.
     eval_frequency: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = 1.0
     eval_steps: Annotated[int | None, Field(ge=1)] = None
     grad_accum_steps: Annotated[int | None, Field(ge=1)] = None

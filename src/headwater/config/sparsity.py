@@ -132,6 +132,7 @@ class SparsityConfig(Section):
         if self.algorithm in ("set", "rigl") and self.drop_fraction is None:
             what = "drop_fraction, the fraction of the weights to replace"
             raise ValueError(f"algorithm {self.algorithm} needs {what}")
+        # Here already, so that an error names the place in the file.
         try:
             self.build()
         except ConfigError as error:

@@ -99,6 +99,7 @@ def _model(start: Start) -> Iterator[str]:
 def _loop(start: Start) -> dict[str, int | None]:
     if start.epochs is None:
         return {"max_steps": start.steps}
+    # The shipped file sets max_steps, which could end the run before the last pass.
     without = {} if isinstance(start.base, Path) else {"max_steps": None}
     return {**without, "num_epochs": start.epochs}
 
@@ -114,6 +115,7 @@ def _flow(value: Any) -> str:
     """Return a value as YAML on one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_flow(entry)}" for key, entry in value.items()) + "}"
+    # In a list: YAML would end the text of a single value with `...`.
     text: str = yaml.safe_dump([value], default_flow_style=True, width=math.inf, allow_unicode=True)
     return text.strip()[1:-1]
 

@@ -84,6 +84,7 @@ def load_user_params(path: str | Path, overrides: Sequence[str] | Mapping[str, A
             newer[flag] = value
     settings = apply_overrides(_settings(document), newer, ("trainer",))
     init, notices = read_section(SetupConfig, settings, ("trainer", "init"))
+    # A copy, because the user's functions may change it.
     params = {name: copy.deepcopy(document.tree.get(name) or {}) for name in OLDER_SECTIONS}
     return UserConfig(init, params, _checkpoint(document), source, notices)
 

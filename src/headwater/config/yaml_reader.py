@@ -53,6 +53,7 @@ def parse_yaml(text: str, source: str, kind: str = "params") -> Document:
             where=source,
             remedy=f"start with the key `{first}:`",
         )
+    # After the construction, which has replaced merges (`<<`) in the nodes by the keys that they add.
     origins = _origins(node, Origin(source, ())) if node is not None else Origins(Origin(source, ()))
     return Document(tree, origins, tuple(_repeated(source, mark, key) for mark, key in loader.repeated))
 
@@ -83,6 +84,7 @@ def read_document(path: Path, kind: str = "params") -> Document:
     """
     try:
         with path.open("rb") as file:
+            # One byte more than allowed: a file that is too large is noticed, and not read to its end.
             content = file.read(MAX_BYTES + 1)
         text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -120,6 +122,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(node, yaml.MappingNode):
+            # PyYAML itself would silently keep the last of two equal keys.
             self._check_keys(node)
         return node
 

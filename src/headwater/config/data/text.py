@@ -67,6 +67,7 @@ class GptDataConfig(LoaderSection):
         if isinstance(data, dict) and data.get("data_dir") is None and isinstance(data.get("mixture"), list):
             folders = [source.get("data_dir") for source in data["mixture"] if isinstance(source, dict)]
             every = [part for each in folders for part in (each if isinstance(each, list) else [each])]
+            # If a source lacks its data_dir, the schema names this source.
             return data | ({"data_dir": every} if all(every) and every else {})
         return data
 

@@ -158,6 +158,7 @@ _SHIFTED_POSITIONS = frozenset(
 )
 
 
+# The file's time and size are part of the cache's key: a changed file is read again.
 @functools.lru_cache(maxsize=4)
 def _read_config(folder: Path, _modified_ns: int, _num_bytes: int) -> Any:
     from_pretrained = _library("AutoConfig").from_pretrained

@@ -28,6 +28,7 @@ def update_release(document: Document) -> Document:
     Raises:
         ConfigError: if a key of an older release has a value that is not supported.
     """
+    # First: a model_name is that of the policy, but the rules would make it the name of the whole model.
     document = _nest_policy(document)
     for section, rules in _SECTIONS.items():
         document = apply_rules(document, section, rules)

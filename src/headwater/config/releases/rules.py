@@ -130,6 +130,7 @@ def _check_free(document: Document, old: KeyPath, new: KeyPath) -> None:
 
 def _check_value(document: Document, path: KeyPath, allowed: tuple[Any, ...]) -> None:
     value = document.get(path)
+    # With the type: 1 equals True in Python, but it is not what the file says.
     if not allowed or any(value is each or (type(value) is type(each) and value == each) for each in allowed):
         return
     expected = " or ".join(_yaml(each) for each in allowed)
