@@ -75,6 +75,7 @@ def rounded_difference(plain: list[Shown], ranks: list[Shown]) -> Difference | N
     """Return the first loss that differs by more than the tolerance, or `None`."""
     for (name, expected), (_, found) in zip(plain, ranks, strict=True):
         off = abs(expected - found) / max(abs(expected), 1e-12)
+        # Not `off > TOLERANCE`: NaN must count as a difference.
         if not off <= TOLERANCE:
             return Difference(name, repr(expected), repr(found), f"relative difference {off:.3g}")
     return None

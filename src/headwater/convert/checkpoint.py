@@ -138,6 +138,7 @@ def open_hf(folder: Path, *, config_file: Path | None = None, format: Format | N
     format = format or encoder_alone(hf, found)
     with _sound(path):
         config = format.config_from_hf(hf, where=str(path))
+        # In the same context: some wrong sizes are only noticed when the model is built.
         mapped = _mapped(config, format)
     return Imported(config, format, mapped, folder)
 

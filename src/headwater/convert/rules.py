@@ -85,6 +85,7 @@ def reordered(rule: Rule, order: Tensor, *, dim: int = 0) -> Rule:
     back = order.argsort()
     return dataclasses.replace(
         rule,
+        # On the device of the tensor: shapes are computed on the meta device.
         split=lambda tensor: rule.split(tensor.index_select(dim, order.to(tensor.device))),
         join=lambda tensors: rule.join(tensors).index_select(dim, back),
     )

@@ -69,6 +69,7 @@ def _texts(name: str, index: int, value: Any) -> Checksums:
     """Return the checksum [1] of a sample that is a text or an array of texts."""
     texts = np.atleast_1d(np.asarray(value, dtype=object)).reshape(-1)
     encoded = (text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text for text in texts)
+    # Separated by zeros: otherwise "ab", "c" and "a", "bc" would have one checksum.
     return sample_checksums(name, [index], np.frombuffer(b"\0".join(encoded), dtype=np.uint8)[None])
 
 
@@ -147,6 +148,7 @@ class CheckedSamples:
             DataError: if the sample cannot be read, or does not match its checksum.
         """
         value = self.read_unchecked(name, index)
+        # An array of objects, as when the checksum was written: numpy would make texts of fixed width.
         values = np.empty(1, dtype=object) if isinstance(value, bytes | str) else np.asarray(value)[None]
         if isinstance(value, bytes | str):
             values[0] = value

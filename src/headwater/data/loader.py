@@ -170,5 +170,6 @@ def _leave_at_once(worker: int) -> None:
     multiprocessing.util.Finalize(None, os._exit, args=(0,), exitpriority=-1000)
 
 
+# Not a lambda: spawned workers import the function by its name.
 def _as_is(batch: Any) -> Any:
     return batch

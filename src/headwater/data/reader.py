@@ -194,6 +194,7 @@ class GptSamples(Dataset[Any]):
             self._check_tokens(samples[..., sinks:], places)
         except DataError as error:
             return error
+        # Copies: with a view, a worker would send the memory of all channels for each channel.
         return {
             name: torch.from_numpy(samples[:, channel].copy()) for channel, name in enumerate(self.channels)
         }

@@ -140,6 +140,7 @@ class CSVRecords:
         with self.path.open("rb") as file:
             file.seek(start)
             text = file.read(stop - start).decode("utf-8", errors="replace")
+        # A line is a whole record: columns hold Python literals, in which line breaks are escaped.
         return next(csv.reader([text]))
 
 

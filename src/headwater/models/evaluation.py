@@ -130,4 +130,5 @@ class Overlap:
 
 
 def _is_dry_run(tensor: Tensor) -> bool:
+    # Such tensors have no values to count.
     return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -99,6 +99,7 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    # Not `temperature < 0`: NaN must be refused too.
     if not temperature >= 0:
         what = f"expected temperature of at least 0, got {temperature}"
         raise ConfigError(what, where="temperature", remedy="use 0 (greedy) or more")
