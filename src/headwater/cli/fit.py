@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"note: {key} has no effect without {_SUBMIT}", file=sys.stderr)
     placement = config.init.backend.placement
     restarts = config.init.backend.cluster_config.max_restarts
+    # A rank has the same command line: if it launched ranks too, this would never end.
     if (placement.size > 1 or restarts) and not is_watched() and not early.asked_for(config):
         # For `-P` see [Note: planted modules].
         command = ("-P", "-m", "headwater", *args.words)
@@ -109,6 +110,7 @@ def submit(config: RunConfig, words: Sequence[str]) -> int:
     open_console(config)
     return submit_job(
         Submission(
+            # Without `--submit`: otherwise the job would submit itself again.
             command=(sys.executable, "-P", "-m", "headwater", *(word for word in words if word != _SUBMIT)),
             folder=Path.cwd(),
             environment=dict(os.environ),

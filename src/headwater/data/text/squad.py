@@ -99,6 +99,7 @@ class Windows:
         tokenizer = wordpiece(
             config.vocab_file, lower=config.do_lower, length=config.max_sequence_length, vocab_size=vocab_size
         )
+        # A long context is split into windows below, so the tokenizer must not cut it.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocabulary = tokenizer.get_vocab()
