@@ -270,6 +270,7 @@ def read_section(
         no_effect(document.origin(document.locate(root, location)), why)
         for location, why in _notices(section)
     )
+    # Once each: an eval_input of the older form becomes three sections with the same notices.
     return section, tuple(dict.fromkeys((*document.notices, *notices)))
 
 

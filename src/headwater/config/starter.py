@@ -99,7 +99,7 @@ def _model(start: Start) -> Iterator[str]:
 def _loop(start: Start) -> dict[str, int | None]:
     if start.epochs is None:
         return {"max_steps": start.steps}
-    # The shipped file sets max_steps, which could end the run before the last pass.
+    # The shipped file may set max_steps, which could end the run before the last pass.
     without = {} if isinstance(start.base, Path) else {"max_steps": None}
     return {**without, "num_epochs": start.epochs}
 

@@ -166,6 +166,7 @@ class Repeats:
         leaves, output_structure = tree_flatten(output)
         described = _described(leaves, inputs)
         if described is not None:
+            # `call_like` has counted this call already.
             key = stage, self._counts[stage] - 1
             self._calls[key] = Call(tuple(inputs), structure, described, output_structure, _modes())
 

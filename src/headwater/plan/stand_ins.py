@@ -90,6 +90,7 @@ class Operators:
                 real_args, real_kwargs = tree_map_only(torch.Tensor, lambda t: values[id(t)], (args, kwargs))
                 return func(*real_args, **real_kwargs)
 
+        # An operator that writes must run, or the known values of what it changes would be out of date.
         return self._faked(func, args, kwargs, real, may_skip=not written)
 
     def _values(self, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor] | None:
