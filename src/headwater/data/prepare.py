@@ -72,7 +72,7 @@ def prepare(
     settings = settings.with_chat_template()
     files = find_inputs(inputs)
     mode = find_mode(settings.mode, settings.options)
-    # `--overwrite` deletes prepared data only, not whatever else is in that folder.
+    # `--overwrite` replaces a folder of prepared data alone; any other folder that is not empty is refused.
     replace = overwrite and (output_dir / FILE_NAME).exists()
     key = _key(settings, files)
     try:
