@@ -69,6 +69,7 @@ def _step(value: Any, item: str | int) -> str | int | None:
         return item if isinstance(item, int) and item < len(value) else None
     if not isinstance(value, dict):
         return None
+    # The exact key first: other keys may differ from it in case alone.
     return next((key for key in (item, *value) if key in value and _same(key, item)), None)
 
 

@@ -52,6 +52,7 @@ def config_error(error: ValidationError, document: Document, root: KeyPath) -> C
     what, remedy = _explain(_name(where.key), first)
     if first[0]["type"] == "value_error":
         written = [document.origin((*path, key)) for key in _keys_named(first[0])]
+        # If keys contradict each other, the one on the command line was written last.
         where = next((origin for origin in written if origin.source == _COMMAND_LINE), where)
     # A section of the older form can become several sections of the newer form. Count its problem once.
     others = dict.fromkeys(str(document.origin(other)) for other in problems)

@@ -90,6 +90,7 @@ def _train_singly(
     values = _values()
     states: list[dict[str, Any]] = [{} for _ in values]
     shapes = []
+    # Made a second time, because an optimizer may change gradients in place.
     for gradients in _gradients():
         for index, gradient in enumerate(gradients):
             values[index] = master = values[index].clone()

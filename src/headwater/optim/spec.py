@@ -159,6 +159,7 @@ class OptimizerSpec:
     def _check_same_defaults(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer from `build` would not have the same defaults as `optimizer`."""
         wanted = _formula_options(optimizer.defaults)
+        # A matrix: Muon refuses parameters of other dimensions.
         trial = self.build([torch.nn.Parameter(torch.zeros(2, 2))], to_compile=False)
         rebuilt = _formula_options(trial.defaults)
         for key, value in wanted.items():

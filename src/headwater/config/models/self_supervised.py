@@ -266,6 +266,7 @@ class DinoConfig(Section):
                 calls = done[name]
                 if model >= len(calls) or call >= calls[model] or output >= outputs[name]:
                     raise ValueError(f"{part} uses {reference}, which no earlier call computes")
+            # After the check: a module cannot take its own outputs as inputs.
             if part in done:
                 done[part].append(len(called.forward_args))
         return self

@@ -124,6 +124,7 @@ def record_step(
     partition = find_stages(model, precision)
     recorder = _Recorder(model, partition, loss_function)
     with warnings.catch_warnings(record=True) as caught:
+        # By default a warning that this process has shown before would be missing.
         warnings.simplefilter("always")
         try:
             trace = trace_step(

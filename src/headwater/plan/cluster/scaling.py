@@ -67,6 +67,7 @@ def simulate_point(asked: PlanRequest, placement: Placement) -> Point:
         resources=_resources(asked.resources.device_memory, placement),
         device=placement.device,
         calibration=placement.rates,
+        # Given, because the memory of this process says nothing about the simulated hosts.
         base_bytes=_BASE_BYTES,
         share=placement.share,
     )
