@@ -1,6 +1,8 @@
 """A model that is built in files has the values of torch's initialisation and needs little memory."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from headwater.api.building import BuildInFiles
+from headwater.core.errors import DiskFullError
 
 
 class Odd(nn.Module):
@@ -49,6 +52,24 @@ def test_initial_values_equal_those_of_torch(make, tmp_path):
         assert built[name].dtype == value.dtype
         assert torch.equal(built[name], value), name
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [1, True, 2.5, 1j])
+def test_full_takes_the_dtype_of_its_value(value, tmp_path):
+    shape = (1 << 10, 1 << 11)
+    with BuildInFiles(tmp_path):
+        built = torch.full(shape, value)
+    assert built.dtype == torch.full((), value).dtype
+    assert torch.equal(built, torch.full(shape, value))
+
+
+def test_a_full_disk_is_an_error_when_a_tensor_is_made(tmp_path, monkeypatch):
+    def full(descriptor, offset, length):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with BuildInFiles(tmp_path), pytest.raises(DiskFullError):
+        torch.zeros(1 << 20)
 
 
 MEMORY = """

@@ -136,6 +136,10 @@ def test_first_difference_finds_values_shapes_dtypes_and_names():
     assert found is not None and found.streamed == "float64[2]"
     assert first_difference([("a", one)], [("b", one)]) is not None
     assert first_difference([("a", one)], []) is not None
+    nan = float("nan")
+    assert first_difference([("a", nan)], [("a", nan)]) is None
+    assert first_difference([("a", nan)], [("a", 1.0)]) is not None
+    assert first_difference([("a", 1.0)], [("a", nan)]) is not None
 
 
 def test_a_hugging_face_folder_can_be_compared(tmp_path):

@@ -7,6 +7,7 @@ import torch
 from conversions import losses_of_a_step, stored
 
 from headwater.convert.checkpoint import export_hf, import_hf
+from headwater.convert.formats.bert import BERT_CLASSIFIER
 from headwater.core.errors import ConfigError
 from headwater.models.registry import build_model
 
@@ -178,3 +179,10 @@ def test_export_refuses_what_the_formats_cannot_express(tmp_path):
         model = build_model(BertConfig.model_validate({**sizes, **changes}))
         with pytest.raises(ConfigError, match=message):
             export_hf(model.named_parameters(), model.config, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("own", "expected"), [(0.0, 0.0), (0.3, 0.3), (None, 0.2)])
+def test_the_dropout_of_a_classifier_is_its_own_or_that_of_hidden_states(own, expected):
+    theirs = transformers.BertConfig(**{**_SIZES, "hidden_dropout_prob": 0.2, "classifier_dropout": own})
+    hf = {**theirs.to_dict(), "architectures": ["BertForSequenceClassification"]}
+    assert BERT_CLASSIFIER.section(hf)["task_dropout"] == expected

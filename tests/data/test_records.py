@@ -81,6 +81,11 @@ def test_open_hdf5_file_can_be_pickled(tmp_path):
         ),
         ([([1], [1], 0), ([100], [1], 0)], r"expected values below 100, got 100(.|\n)*sample 1"),
         ([([1], [1], 0), (["a"], [1], 0)], r"cannot be read(.|\n)*sample 1"),
+        ([([1], [1], 0), ([1], [1], [])], r"cannot be read(.|\n)*sample 1"),
+        (
+            [([1], [1], 0), ([1] * 50_000, [1], 0)],
+            r"the line cannot be read: field larger(.|\n)*a.csv, sample 2",
+        ),
     ],
 )
 def test_error_names_the_damaged_line(tmp_path, rows, message):

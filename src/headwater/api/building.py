@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -61,7 +62,7 @@ class BuildInFiles(TorchFunctionMode):
         if shape is None:
             result = func(*args, **kwargs)
         else:
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            dtype = _dtype(func, args, kwargs)
             tensor = _FACTORIES[func](self._allocate(shape, dtype), args)
             result = tensor.requires_grad_(bool(kwargs.get("requires_grad", False)))
         if isinstance(result, torch.Tensor) and (shape is not None or _is_in_place(func)):
@@ -72,7 +73,8 @@ class BuildInFiles(TorchFunctionMode):
         with disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder) as file:
-                file.truncate(math.prod(shape) * dtype.itemsize)
+                # Not `truncate`: on a full disk the first write to a page without a block ends the process.
+                os.posix_fallocate(file.fileno(), 0, math.prod(shape) * dtype.itemsize)
                 # The data outlive the open file: the tensor keeps the mapping, and the mapping keeps them.
                 pages = mmap.mmap(file.fileno(), 0)
         self._mappings.add(pages)
@@ -96,8 +98,17 @@ def _wanted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[i
     sizes = kwargs.get("size", args[:1] if func is torch.full else args)
     flat = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     shape = tuple(int(size) for size in flat)
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    dtype = _dtype(func, args, kwargs)
     return shape if math.prod(shape) * dtype.itemsize >= _LARGE_BYTES else None
+
+
+def _dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """Return the dtype of the tensor that a call creates."""
+    asked: torch.dtype | None = kwargs.get("dtype")
+    if asked is not None:
+        return asked
+    # `full` takes the dtype of the value: int64 for 1, bool for True.
+    return torch.full((), args[1]).dtype if func is torch.full else torch.get_default_dtype()
 
 
 def _is_in_place(func: Any) -> bool:

@@ -102,7 +102,7 @@ class ClosureQueue:
             self._run_next()
 
     def run_all(self) -> None:
-        """Run every queued call, even if an earlier one fails. Then raise the first exception."""
+        """Run every queued call, even if an earlier one fails. Then raise the last exception."""
         if self._running or not self._waiting:
             return
         try:

@@ -364,10 +364,12 @@ def _saved_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def _replace_files(unfinished: Path, directory: Path) -> None:
     """Move complete files into `directory`, and remove all other weight files of an earlier save."""
     new = {path.name for path in unfinished.iterdir()}
-    for path in list(directory.iterdir()):
-        is_weights = path.name in (WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name)
-        if is_weights and path.name not in new:
-            path.unlink()
+    old = list(directory.iterdir())
     # Sorted: the index follows the shards that it names.
     for name in sorted(new):
         (unfinished / name).replace(directory / name)
+    # At last: a crash before this must not leave a folder without weights.
+    for path in old:
+        is_weights = path.name in (WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name)
+        if is_weights and path.name not in new:
+            path.unlink()

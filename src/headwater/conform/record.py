@@ -60,7 +60,8 @@ def first_difference(plain: Sequence[Shown], streamed: Sequence[Shown]) -> Diffe
 def _difference(name: str, expected: Any, found: Any) -> Difference | None:
     """Return the difference of two values of one name, or `None`."""
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
-        same = type(expected) is type(found) and (expected == found or expected != expected)
+        both_nan = expected != expected and found != found
+        same = type(expected) is type(found) and (both_nan or expected == found)
         return None if same else Difference(name, repr(expected), repr(found))
     if expected.dtype != found.dtype or expected.shape != found.shape:
         return Difference(name, _form(expected), _form(found))

@@ -141,7 +141,14 @@ class CSVRecords:
             file.seek(start)
             text = file.read(stop - start).decode("utf-8", errors="replace")
         # A line is a whole record: columns hold Python literals, in which line breaks are escaped.
-        return next(csv.reader([text]))
+        try:
+            return next(csv.reader([text]))
+        except csv.Error as error:
+            raise DataError(
+                f"the line cannot be read: {error}",
+                where=f"{self.path}, sample {number}",
+                remedy="correct or remove the line",
+            ) from error
 
 
 class HDF5Records:
@@ -243,10 +250,10 @@ class Records:
         where = f"{file.path}, sample {place}, {name}"
         try:
             values = np.asarray(file.read(place, name), dtype=np.int64)
+            if not field.length:
+                values = values.reshape(-1)[:1].reshape(())
         except (ValueError, TypeError, OSError) as error:
             raise DataError(f"the field cannot be read: {error}", where=where, remedy=_REMEDY) from error
-        if not field.length:
-            values = values.reshape(-1)[:1].reshape(())
         if values.ndim != len(field.length):
             raise DataError(
                 f"expected a field with {len(field.length)} dimensions, got {values.ndim}",

@@ -34,6 +34,12 @@ _BERT_KEYS = {**_KEYS, "max_position_embeddings": Key("max_position_embeddings",
 _ENCODERS_ONLY = {"is_decoder": False, "add_cross_attention": False}
 
 
+def _task_dropout(hf: Mapping[str, Any]) -> float:
+    """Return the dropout before the classifier: that of hidden states, unless the config sets another one."""
+    own = hf.get("classifier_dropout")
+    return float(hf.get("hidden_dropout_prob", 0.1) if own is None else own)
+
+
 def _encoder_rules(
     config: EncoderSection, base: str, *, ours: str = "encoder", pre_norm: bool = False
 ) -> tuple[Rule, ...]:
@@ -141,7 +147,7 @@ BERT_CLASSIFIER = Format(
     section=lambda hf: {
         **_function(hf),
         "num_labels": _num_labels(hf),
-        "task_dropout": hf.get("classifier_dropout") or hf.get("hidden_dropout_prob", 0.1),
+        "task_dropout": _task_dropout(hf),
         "problem_type": hf.get("problem_type") or "single_label_classification",
     },
     config=lambda config: _labels(config) | {"problem_type": config.problem_type},
