@@ -130,12 +130,11 @@ def test_further_problems_are_listed(tmp_path):
     assert "trainer.init.checkpoint.steps" in error.what
 
 
-def test_two_optimizers_are_refused(tmp_path):
-    path = write(
-        tmp_path, NEWER.replace("    schedulers:\n    - Seq", "      SGD: {}\n    schedulers:\n    - Seq")
-    )
-    error = error_of(path)
-    assert error.what == "expected one name in optimizer, got AdamW, SGD"
+@pytest.mark.parametrize("second", ["SGD", "adamw"])
+def test_two_optimizers_are_refused(tmp_path, second):
+    more = f"      {second}: {{lr: 0.1}}\n    schedulers:\n    - Seq"
+    error = error_of(write(tmp_path, NEWER.replace("    schedulers:\n    - Seq", more)))
+    assert error.what == f"expected one name in optimizer, got AdamW, {second}"
     assert "set them to null" in error.remedy
 
 
@@ -265,3 +264,9 @@ def test_a_mapping_as_the_name_of_a_policy(tmp_path):
     path = write(tmp_path, "trainer: {init: {model: {name: dpo, policy_model: {name: {a: 1}}}}}")
     with pytest.raises(ConfigError, match=r"expected name to be one of gpt2, .*, got a mapping"):
         load_params(path)
+
+
+def test_a_file_that_is_too_large_is_told_by_its_size(tmp_path):
+    path = tmp_path / "large.yaml"
+    path.write_text("#" + "é" * 100_000)  # the limit cuts a character
+    assert "larger than 128 KiB" in error_of(path).what

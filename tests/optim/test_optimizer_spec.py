@@ -5,6 +5,7 @@ import torch
 
 from headwater.core.errors import ConfigError
 from headwater.optim import OptimizerSpec, is_bias_or_norm, is_elementwise
+from headwater.optim.spec import state_signature
 
 EVERY = sorted(
     name
@@ -113,3 +114,9 @@ def test_learning_rates_are_scaled_by_name():
     assert spec.options("hidden.bias", (2,)) == {}
     model = torch.nn.ModuleDict({"hidden": torch.nn.Linear(2, 2)})
     assert [group.get("lr", 0.4) for group in spec.groups(model.named_parameters())] == [0.1, 0.4]
+
+
+def test_a_tensor_option_with_several_elements_has_a_signature():
+    signature = state_signature({"lr": 0.1, "scale": torch.ones(3)})
+    assert signature == state_signature({"lr": 0.2, "scale": torch.zeros(3)})
+    assert signature != state_signature({"lr": 0.1, "scale": torch.ones(4)})

@@ -119,11 +119,11 @@ class Choice(Section):
         if not isinstance(data, dict):
             return data
         names = {key.lower(): key for key in cls.attributes()}
-        data = {names.get(str(key).lower(), key): value for key, value in data.items()}
+        # Before the names become canonical: `AdamW` and `adamw` would become one key.
         given = [key for key, value in data.items() if value is not None]
         if len(given) > 1:
             raise PydanticCustomError("choice", "expected one name, got {names}", {"names": given})
-        return data
+        return {names.get(str(key).lower(), key): value for key, value in data.items()}
 
     @property
     def chosen(self) -> Section | None:

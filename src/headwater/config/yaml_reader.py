@@ -86,7 +86,8 @@ def read_document(path: Path, kind: str = "params") -> Document:
         with path.open("rb") as file:
             # One byte more than allowed: a file that is too large is noticed, and not read to its end.
             content = file.read(MAX_BYTES + 1)
-        text = content.decode("utf-8")
+        # A file that is too large may be cut within a character; its size is the error to report.
+        text = content.decode("utf-8", errors="strict" if len(content) <= MAX_BYTES else "ignore")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the {kind} file cannot be read: {error}", where=str(path), remedy="check the path"

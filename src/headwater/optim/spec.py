@@ -200,6 +200,8 @@ def state_signature(options: Mapping[str, Any]) -> Hashable:
 def _kind(value: Any) -> Hashable:
     if isinstance(value, tuple | list):
         return tuple(map(_kind, value))
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return tuple(value.shape)
     if isinstance(value, int | float | torch.Tensor):
         return bool(numbers(value))
     return str(value) if value is None or isinstance(value, str) else type(value).__qualname__
