@@ -14,7 +14,7 @@ from headwater.conform.grammar.judge import BAD, draw_plans, judge, usable
 from headwater.conform.grammar.standalone import standalone
 from headwater.plan.calibrate import calibrate
 
-SEED, MODELS, PARTS = 7, 160, 4
+SEED, MODELS, PARTS = 7, 200, 5
 SMALL = (1, 1)
 """The most features of a model and of its loop, so that a model takes about 0.2 s."""
 

@@ -1,5 +1,6 @@
 """The recorder has what each thread did in a step, and for which stage."""
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -109,13 +110,32 @@ def test_a_step_that_fails_leaves_no_work_open(tmp_path):
 
 
 class FailingBackward(torch.autograd.Function):
+    fails = True
+
     @staticmethod
     def forward(ctx, x):
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        raise RuntimeError("backward fails")
+        if FailingBackward.fails:
+            raise RuntimeError("backward fails")
+        return gradient
+
+
+def failing_loss(model, tokens):
+    return FailingBackward.apply(model(input_ids=tokens, labels=tokens).loss)
+
+
+def test_a_backward_that_fails_leaves_no_work_open(tmp_path, monkeypatch):
+    job = dataclasses.replace(gpt_job(), loss=failing_loss)
+    monkeypatch.setattr(FailingBackward, "fails", False)  # in the dry run
+    engine = make_engine(job, Setting(), tmp_path)
+    monkeypatch.setattr(FailingBackward, "fails", True)
+    with engine, pytest.raises(RuntimeError, match="backward fails"):
+        engine.train_step(job.batches(0), job.update(0))
+    # After the end of the engine, which resets what the backward has left.
+    assert RECORDER.lane().work is None
 
 
 def test_a_loop_of_the_user_is_recorded_between_forward_and_backward():

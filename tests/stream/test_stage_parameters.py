@@ -109,7 +109,7 @@ def test_a_write_that_the_dry_run_did_not_see_is_refused(setup):
     setup.binder.bind(0, setup.images.__getitem__)
     with torch.no_grad():
         setup.model[0].bias.add_(1)
-    with pytest.raises(StreamError, match="did not in the dry run"):
+    with pytest.raises(StreamError, match="did not change in the dry run"):
         setup.first.unbind()
     assert type(setup.model[0].bias) is ParameterAtRest
 

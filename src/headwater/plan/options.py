@@ -36,20 +36,20 @@ class Fixed:
     Attributes:
         tier: where masters and optimizer state are stored.
         num_slabs: slabs of each size class; on CPU this also turns off computing in place.
-        stages_in_memory: number of stages in host memory if `tier` is `disk`.
         activations: policy of every stage (a stage that cannot be recomputed keeps its activations instead).
         micro_batch_size: samples computed at once.
         gradient_tier: where gradients wait for the update.
         masters: `split` if the fp32 masters of bf16 weights share memory with the weights, else `whole`.
+        stages_in_memory: number of stages in host memory if `tier` is `disk`.
     """
 
     tier: Tier | None = None
     num_slabs: int | None = None
-    stages_in_memory: int | None = None
     activations: Activations | None = None
     micro_batch_size: int | None = None
     gradient_tier: Tier | None = None
     masters: Masters | None = None
+    stages_in_memory: int | None = None
 
 
 NOT_FIXED = Fixed()

@@ -55,4 +55,6 @@ class BackwardWatch:
         """Forget a backward that an error has ended, because autograd does not report its end."""
         if self._task != _NO_TASK:
             self._task = _NO_TASK
-            self.lane.switch(self._outer)
+            # The error may have ended a whole training step: then nothing continues.
+            if self.lane.work is not None:
+                self.lane.switch(self._outer)

@@ -137,7 +137,9 @@ class Forwards:
         """Forget the forwards that an error has ended."""
         self._depth.clear()
         if self._outer:
-            RECORDER.lane().switch(self._outer[0])
+            # The error may have ended a whole training step: then nothing continues.
+            if RECORDER.lane().work is not None:
+                RECORDER.lane().switch(self._outer[0])
             self._outer.clear()
         self._nesting = 0
         if self._packing is not None:
