@@ -4,12 +4,17 @@ A Llama of transformers is trained for one step on each tier. Then its checkpoin
 every format, round after round. After each of them, a plain file of as many bytes is written (with fsync) or
 read, in large blocks, one after the other. The ratio of a row is the time of the plain file divided by the
 row's time. Every read begins with no page of its files in the page cache.
+
+A command also runs on a smaller model in each round, and the differences in time and bytes count: the
+start of the command takes the same time for both models. `busy s/GB` is the processor time of a row on
+all threads, which depends less on other work of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import io
 import mmap
@@ -19,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -108,7 +114,8 @@ def make_config(num_bytes: int) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=width,
         intermediate_size=4 * width,
-        num_hidden_layers=max(1, round(parameters / of_block)),
+        # Two at least: commands are compared with a model of one layer.
+        num_hidden_layers=max(2, round(parameters / of_block)),
         num_attention_heads=width // 64,
         vocab_size=VOCABULARY,
         max_position_embeddings=512,
@@ -138,6 +145,18 @@ def store_of(model: nn.Module) -> WeightStore:
     return home.store
 
 
+class Timed(NamedTuple):
+    """Seconds on the clock and of all processors, and bytes."""
+
+    wall_s: float
+    busy_s: float
+    num_bytes: int
+
+    def minus(self, other: Timed) -> Timed:
+        """Return the differences."""
+        return Timed(self.wall_s - other.wall_s, self.busy_s - other.busy_s, self.num_bytes - other.num_bytes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A row of the table.
@@ -149,6 +168,7 @@ class Row:
         run: what is measured.
         sources: files that it reads; they leave the page cache first.
         target: a folder that it makes; it is removed first.
+        smaller: the same with fewer bytes, which also runs; only the difference counts.
     """
 
     name: str
@@ -157,6 +177,17 @@ class Row:
     run: Callable[[], object]
     sources: Path | None = None
     target: Path | None = None
+    smaller: Row | None = None
+
+    def timed(self) -> Timed:
+        """Run it once."""
+        if self.target is not None:
+            shutil.rmtree(self.target, ignore_errors=True)
+        if self.sources is not None:
+            leave_cache(self.sources)
+        start, busy = time.perf_counter(), time.process_time()
+        self.run()
+        return Timed(time.perf_counter() - start, time.process_time() - busy, bytes_in(self.files))
 
 
 def rows_of_tier(tier: str, config: LlamaConfig, folder: Path) -> Iterator[Row]:
@@ -191,8 +222,20 @@ def rows_of_tier(tier: str, config: LlamaConfig, folder: Path) -> Iterator[Row]:
     yield Row(f"{tier}: load_pretrained", read, library, lambda: hw.load_pretrained(model, library), library)
 
 
-def rows_of_commands(library: Path, folder: Path) -> Iterator[Row]:
-    """Yield the rows of the commands, which read one format and write the other."""
+def rows_of_commands(libraries: tuple[Path, Path], folder: Path) -> Iterator[Row]:
+    """Yield the rows of the commands, which read one format and write the other.
+
+    Args:
+        libraries: folders in Hugging Face's format: a model, and a smaller one.
+        folder: the folder of what the commands write.
+    """
+    commands = [_commands(library, folder / library.parent.name) for library in libraries]
+    for large, smaller in zip(*commands, strict=True):
+        yield dataclasses.replace(large, smaller=smaller)
+
+
+def _commands(library: Path, folder: Path) -> tuple[Row, Row]:
+    """Return the rows of an import of a folder, and of an export of the imported checkpoint."""
     run, exported = folder / "run", folder / "exported"
 
     def command(*words: object) -> None:
@@ -205,24 +248,33 @@ def rows_of_commands(library: Path, folder: Path) -> Iterator[Row]:
     def export_run() -> None:
         command("checkpoint", "export", "--model_dir", run, "--out", exported)
 
-    yield Row("checkpoint import", WRITE, run / "checkpoint_0", import_folder, library, run)
-    yield Row("checkpoint export", COPY, exported, export_run, run, exported)
+    return (
+        Row("checkpoint import", WRITE, run / "checkpoint_0", import_folder, library, run),
+        Row("checkpoint export", COPY, exported, export_run, run, exported),
+    )
 
 
-def measure(row: Row, disk: Disk, rounds: dict[str, list[tuple[float, float, int]]]) -> None:
-    """Run a row and its plain file once, and note their times and bytes."""
-    if row.target is not None:
-        shutil.rmtree(row.target, ignore_errors=True)
-    if row.sources is not None:
-        leave_cache(row.sources)
-    start = time.perf_counter()
-    row.run()
-    taken = time.perf_counter() - start
-    num_bytes = bytes_in(row.files)
-    plain = {WRITE: disk.write, READ: disk.read, COPY: disk.copy}[row.use](num_bytes)
-    rounds.setdefault(row.name, []).append((taken, plain, num_bytes))
+def make_smaller(config: LlamaConfig, folder: Path) -> Path:
+    """Write a model with one layer in Hugging Face's format. Return its folder."""
+    smaller = copy.deepcopy(config)
+    smaller.num_hidden_layers = 1
+    AutoModelForCausalLM.from_config(smaller).save_pretrained(folder)
+    return folder
+
+
+def measure(row: Row, disk: Disk, rounds: dict[str, list[tuple[Timed, float]]]) -> None:
+    """Run a row and its plain file once, and note the times."""
+    taken = row.timed()
+    if row.smaller is not None:
+        smaller = row.smaller.timed()
+        print(f"{row.name:34s} {taken}, {smaller}")
+        taken = taken.minus(smaller)
+    plain = {WRITE: disk.write, READ: disk.read, COPY: disk.copy}[row.use](taken.num_bytes)
+    rounds.setdefault(row.name, []).append((taken, plain))
     print(
-        f"{row.name:34s} {taken:7.2f} s  plain {row.use:5s} {plain:6.2f} s  {plain / taken:5.2f}", flush=True
+        f"{row.name:34s} {taken.wall_s:7.2f} s  plain {row.use:5s} {plain:6.2f} s"
+        f"  {plain / taken.wall_s:5.2f}  busy {1e9 * taken.busy_s / taken.num_bytes:5.2f} s/GB",
+        flush=True,
     )
 
 
@@ -242,8 +294,9 @@ def main() -> None:
     folder.mkdir(parents=True)
     config, disk = make_config(int(args.bytes)), Disk(folder)
     rows = [row for tier in ("memory", "disk") for row in rows_of_tier(tier, config, folder)]
-    rows += rows_of_commands(folder / "memory" / "library", folder)
-    rounds: dict[str, list[tuple[float, float, int]]] = {}
+    smaller = make_smaller(config, folder / "smaller" / "library")
+    rows += rows_of_commands((folder / "memory" / "library", smaller), folder)
+    rounds: dict[str, list[tuple[Timed, float]]] = {}
     try:
         for _ in range(args.rounds):
             for row in rows:
@@ -254,10 +307,13 @@ def main() -> None:
     table = [
         {
             "row": name,
-            "GB": round(runs[-1][2] / 1e9, 2),
-            "MB/s": round(statistics.median(size / taken for taken, _, size in runs) / 1e6),
-            "plain MB/s": round(statistics.median(size / plain for _, plain, size in runs) / 1e6),
-            "ratio": round(statistics.median(plain / taken for taken, plain, _ in runs), 2),
+            "GB": round(runs[-1][0].num_bytes / 1e9, 2),
+            "MB/s": round(statistics.median(taken.num_bytes / taken.wall_s for taken, _ in runs) / 1e6),
+            "plain MB/s": round(statistics.median(taken.num_bytes / plain for taken, plain in runs) / 1e6),
+            "ratio": round(statistics.median(plain / taken.wall_s for taken, plain in runs), 2),
+            "busy s/GB": round(
+                statistics.median(1e9 * taken.busy_s / taken.num_bytes for taken, _ in runs), 2
+            ),
         }
         for name, runs in rounds.items()
     ]

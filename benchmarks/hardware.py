@@ -1,16 +1,20 @@
-"""The largest GPT and the largest Llama whose training fits a machine: `python -m benchmarks.hardware`.
+"""Models that fit a machine, and predicted times of their steps: `python -m benchmarks.hardware`.
 
-The planner decides from the sizes of memory and disk, and a dry run of each model, as it does for a run.
-A step has 16 sequences of 2,048 tokens, one at a time, in bf16, with AdamW.
+The first table has the largest GPT and the largest Llama whose training fits a machine. The other tables are
+in `benchmarks.cards`. The planner decides from the sizes of memory and disk, and a dry run of each model, as
+it does for a run. In the first table a step has 16 sequences of 2,048 tokens, one at a time, in bf16, with
+AdamW.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from benchmarks.runner import print_table, save
+from benchmarks.cards import one_step_on_h200, small_cards
+from benchmarks.runner import Row, print_table, save
 from headwater.config import load_params, shipped_params
 from headwater.core.precision import Precision
 from headwater.core.units import GIB
@@ -113,9 +117,9 @@ def largest(machine: Machine, models: list[Model]) -> tuple[Model, Plan] | None:
     return None
 
 
-def row(machine: Machine, families: dict[str, list[Model]]) -> dict[str, object]:
+def row(machine: Machine, families: dict[str, list[Model]]) -> Row:
     """Return the row of a machine."""
-    cells: dict[str, object] = {"machine": machine.name}
+    cells: Row = {"machine": machine.name}
     for family, models in families.items():
         found = largest(machine, models)
         cells[f"largest {family}"] = "–" if found is None else _cell(*found)
@@ -127,20 +131,34 @@ def _cell(model: Model, plan: Plan) -> str:
     return f"{model.parameters / 1e9:.3g} B (`{model.name}`){where}"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
-    return argparse.ArgumentParser(description=__doc__)
-
-
-def main() -> None:
-    """Print the table and save it."""
-    make_parser().parse_args()
+def machines() -> list[Row]:
+    """Return the table of the largest models for each machine."""
     families = {
         family: [dry_run(f"{family.lower()}/{name}") for name in names] for family, names in SHAPES.items()
     }
-    rows = [row(machine, families) for machine in MACHINES]
-    print_table(rows)
-    print(save("hardware", {"rows": rows}))
+    return [row(machine, families) for machine in MACHINES]
+
+
+TABLES: dict[str, Callable[[], Iterable[Row]]] = {
+    "machines": machines,
+    "cards": small_cards,
+    "h200": one_step_on_h200,
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--table", choices=sorted(TABLES), action="append", help="make this table alone")
+    return parser
+
+
+def main() -> None:
+    """Print the tables and save each of them."""
+    for name in make_parser().parse_args().table or TABLES:
+        rows = list(TABLES[name]())
+        print_table(rows)
+        print(save(f"hardware_{name}" if name != "machines" else "hardware", {"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,6 +25,9 @@ RESULTS = Path(__file__).parent / "results"
 Row = dict[str, object]
 """A row of a table: cells by column."""
 
+_PACKAGES = {"deepspeed_": "deepspeed", "trainer_": "accelerate"}
+"""The package beside Headwater's own that a module of `benchmarks.systems` needs."""
+
 
 @dataclasses.dataclass(frozen=True)
 class System:
@@ -32,15 +37,19 @@ class System:
         name: the row of the table.
         module: the module to run.
         options: options in addition to those of the workload; `{disk}` is replaced by a folder for the run.
+        limit_s: a run that takes longer is ended, and fails.
     """
 
     name: str
     module: str
     options: tuple[str, ...] = ()
+    limit_s: float | None = None
 
     @property
-    def available(self) -> bool:
-        return self.module != "deepspeed_" or importlib.util.find_spec("deepspeed") is not None
+    def missing(self) -> str | None:
+        """The package that the system needs and that is not installed, if there is one."""
+        package = _PACKAGES.get(self.module)
+        return None if package is None or importlib.util.find_spec(package) else package
 
 
 class FailedRunError(RuntimeError):
@@ -77,15 +86,50 @@ def run(system: System, workload: Workload, disk: Path | None = None) -> Measure
         "TOKENIZERS_PARALLELISM": "false",
     }
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        ) as process:
+            # A run that needs more gets an error, instead of a kernel that ends other processes too.
+            resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit := most_memory(), limit))
+            stdout, stderr = _output_of(process, system)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        output = f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-        raise FailedRunError(system.name, output, reason_of(done.stderr, done.returncode))
+    lines = [line for line in stdout.splitlines() if line.startswith("RESULT ")]
+    if process.returncode or not lines:
+        output = f"{stdout[-2000:]}\n{stderr[-3000:]}"
+        raise FailedRunError(system.name, output, reason_of(stderr, process.returncode))
     result: Measured = json.loads(lines[-1].removeprefix("RESULT "))
     return result
+
+
+def _output_of(process: subprocess.Popen[str], system: System) -> tuple[str, str]:
+    """Return what a run prints until it ends. End the run, with its own processes, after its limit.
+
+    Raises:
+        FailedRunError: if the run takes longer.
+    """
+    try:
+        return process.communicate(timeout=system.limit_s)
+    except BaseException as error:
+        # A compiler that the run has started would continue, and keep the pipes open.
+        os.killpg(process.pid, signal.SIGKILL)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        stdout, stderr = process.communicate()
+        last = (stderr.strip().splitlines() or ["it printed no error"])[-1]
+        reason = f"no result within {system.limit_s:.0f} s; its last line: {last}"
+        raise FailedRunError(system.name, f"{stdout[-2000:]}\n{stderr[-3000:]}", reason) from None
+
+
+def most_memory() -> int:
+    """Return nine tenths of the machine's memory, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 9 // 10
 
 
 def reason_of(stderr: str, code: int) -> str:
@@ -102,10 +146,20 @@ class Results:
     Attributes:
         runs: the measurements of every round, by system.
         failures: the reason, by system that failed; its runs are left out.
+        left_out: the reason, by system that was not run because a package is missing.
     """
 
     runs: dict[str, list[Measured]] = dataclasses.field(default_factory=dict)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def present(self, systems: Sequence[System]) -> list[System]:
+        """Return the systems that can run. Record and print the reason for each of the others."""
+        for system in systems:
+            if system.missing:
+                self.left_out[system.name] = f"not run: pip install {system.missing}"
+                print(f"{system.name:34s} {self.left_out[system.name]}", flush=True)
+        return [system for system in systems if not system.missing]
 
     def fail(self, system: str, error: FailedRunError) -> None:
         """Record a failure of a system and print it."""
@@ -114,16 +168,18 @@ class Results:
         self.failures[system] = error.reason
 
     def failed_rows(self) -> list[Row]:
-        """Return a row with the reason for each system that failed."""
-        return [{"system": system, "failed": reason} for system, reason in self.failures.items()]
+        """Return a row with the reason for each system that failed or was not run."""
+        reasons = {**self.failures, **self.left_out}
+        return [{"system": system, "failed": reason} for system, reason in reasons.items()]
 
 
 def interleave(systems: Sequence[System], workload: Workload, rounds: int, disk: Path | None) -> Results:
     """Run every system once per round. A system that fails is left out of later rounds."""
     results = Results()
+    present = results.present(systems)
     for number in range(rounds):
-        for system in systems:
-            if not system.available or system.name in results.failures:
+        for system in present:
+            if system.name in results.failures:
                 continue
             try:
                 result = run(system, workload, disk)

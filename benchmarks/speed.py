@@ -9,14 +9,18 @@ from pathlib import Path
 from benchmarks.runner import System, interleave, report
 from benchmarks.workload import add_workload_arguments, workload_of
 
+DEEPSPEED_LIMIT_S = 1200
+"""Seconds of a run of DeepSpeed. Its first run compiles C++, which took one to two minutes on two cores."""
+
 PLAIN = System("plain PyTorch", "torch_")
 
 SYSTEMS = [
     PLAIN,
     System("plain PyTorch, allocator tuned", "torch_", ("--tuned",)),
     System("FSDP2, CPU offload", "torch_", ("--fsdp2",)),
-    System("DeepSpeed ZeRO-3, CPU", "deepspeed_"),
-    System("DeepSpeed ZeRO-3, NVMe", "deepspeed_", ("--nvme", "{disk}")),
+    System("Hugging Face Trainer", "trainer_"),
+    System("DeepSpeed ZeRO-3, CPU", "deepspeed_", limit_s=DEEPSPEED_LIMIT_S),
+    System("DeepSpeed ZeRO-3, NVMe", "deepspeed_", ("--nvme", "{disk}"), limit_s=DEEPSPEED_LIMIT_S),
     System("Headwater, memory", "headwater_", ("--tier=memory",)),
     System("Headwater, disk", "headwater_", ("--tier=disk", "--disk={disk}", "--gradient_tier=memory")),
 ]

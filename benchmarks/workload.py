@@ -8,7 +8,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, TypedDict, get_args
 
 import torch
@@ -106,6 +106,18 @@ def measure(workload: Workload, step: Step, *, parameters: int, plan: MeasuredPl
         start = time.perf_counter()
         losses.append(step(index))
         times.append(time.perf_counter() - start)
+    print_measured(workload, times, losses, parameters=parameters, plan=plan)
+
+
+def print_measured(
+    workload: Workload,
+    times: Sequence[float],
+    losses: Sequence[float],
+    *,
+    parameters: int,
+    plan: MeasuredPlan | None = None,
+) -> None:
+    """Print the measurements of a run as one JSON line, from the seconds and the loss of each step."""
     counted = times[workload.warmup :]
     result: Measured = {
         "first_step_s": times[0],

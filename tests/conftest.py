@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -15,6 +16,7 @@ import pytest
 
 import quick_start
 from known_dry_runs import KnownDryRuns
+from read_only import protected as protected
 from shared_data import SHARED
 
 _FOLDERS = [tempfile.mkdtemp(prefix="headwater-secret-")]
@@ -30,11 +32,33 @@ if "HEADWATER_TEST_CACHE" not in os.environ:  # workers of pytest-xdist share th
 
 os.environ[quick_start.NO_PICTURES] = "1"
 
+if "HEADWATER_TEST_CUDA" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+"""Tests compare bits with the CPU, and some start more ranks than there are GPUs."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+"""Tests interrupt processes. A shell starts commands in its background so that they ignore SIGINT."""
+
 _MANY_OBJECTS = 30_000
 
 _DRY_RUNS = KnownDryRuns()
 
 _ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of tests on the device double."""
+    parser.addoption("--device-seeds", type=int, default=6, help="seeds of each test on the device double")
+    parser.addoption("--first-device-seed", type=int, default=0, help="the first of these seeds")
+    parser.addoption("--on-device", type=int, help="run engines of tests/stream on a double with this seed")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test with the argument `device_seed` once for each seed."""
+    if "device_seed" in metafunc.fixturenames:
+        first, count = map(metafunc.config.getoption, ("--first-device-seed", "--device-seeds"))
+        metafunc.parametrize("device_seed", range(first, first + count))
 
 
 def pytest_configure(config: pytest.Config) -> None:

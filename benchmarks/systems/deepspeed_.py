@@ -2,16 +2,26 @@
 
 DeepSpeed clips at 1.0 by default, and a transformers model must be imported before `deepspeed` patches torch.
 Without the variables of a launcher DeepSpeed would ask MPI for the rank, and so need mpi4py.
+
+DeepSpeed compiles its operators at the first use. A file named `lock` keeps two processes from compiling the
+same operator. If a compiling process is killed, its lock stays, and every later process waits for it forever.
+So this benchmark has a separate folder for the operators. A run locks the folder as a whole until the process
+ends. All locks of operators that the run finds there are left over, and it removes them.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import socket
+from pathlib import Path
 
 from benchmarks.systems.torch_ import build
 from benchmarks.workload import Workload, add_workload_arguments, measure, workload_of
+
+OPERATORS = Path.home() / ".cache" / "headwater-benchmarks" / "torch_extensions"
+"""Folder of DeepSpeed's compiled operators."""
 
 
 def settings(workload: Workload, nvme: str | None) -> dict[str, object]:
@@ -44,6 +54,24 @@ def set_environment() -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
+def lock_operators(folder: Path) -> int:
+    """Lock the folder of compiled operators for this process, and remove the locks of killed processes.
+
+    Args:
+        folder: made if missing.
+
+    Returns:
+        The descriptor of the lock, which holds until the process ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / "benchmark.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    for left in folder.rglob("lock"):
+        left.unlink()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    return handle
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -55,6 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = make_parser().parse_args()
     set_environment()
+    lock_operators(OPERATORS)
     workload = workload_of(args)
     model = build(workload)
     import deepspeed
@@ -69,7 +98,7 @@ def main() -> None:
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return float(loss.detach())
 
     measure(workload, step, parameters=parameters)
 

@@ -65,7 +65,7 @@ def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module
             trace_for,
             batch_size=workload.batch,
             precision=precision,
-            optimizer_state_bytes=8,
+            optimizer_state_bytes=4 if args.optimizer_state == "bf16" else 8,
             resources=Resources(host_memory=parse_bytes(args.memory) if args.memory else None, disk=disk),
             calibration=calibrate("cpu", disk),
             checkpoints=False,
@@ -76,6 +76,7 @@ def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module
                 micro_batch_size=args.micro_batch,
                 gradient_tier=args.gradient_tier,
                 masters=args.masters,
+                optimizer_state=args.optimizer_state,
             ),
         )
     )
@@ -92,6 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--activations", choices=["keep", "recompute", "offload"])
     parser.add_argument("--gradient_tier", choices=["memory", "disk"])
     parser.add_argument("--masters", choices=["split"])
+    parser.add_argument("--optimizer_state", choices=["exact", "bf16"], default="exact")
     parser.add_argument("--micro_batch", type=int)
     parser.add_argument("--max_norm", type=float)
     parser.add_argument("--verify_disk", action="store_true")

@@ -47,7 +47,7 @@ def stepper(workload: Workload, model: nn.Module, *, autocast: bool) -> Step:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return float(loss.detach())
 
     return step
 

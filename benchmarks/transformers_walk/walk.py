@@ -116,6 +116,8 @@ def _job(entry: Entry, scale: Scale) -> tuple[Job, History]:
             job = Job(make_model, make_inputs())
             return job, train_plain(job)
         except Exception as error:
+            # Wrong inputs make a model of the library fail in any way. Then the next ones are tried, and if
+            # all fail, the report shows the first error.
             if not number:
                 first = f"no inputs found: {_story(error)}"
     raise _NotBuiltError(first)
@@ -126,9 +128,9 @@ def _numel(make_model: Callable[[], nn.Module]) -> int:
     with torch.device("meta"):
         try:
             return sum(param.numel() for param in make_model().parameters())
-        # Constructors of the transformers library fail on meta tensors in many ways. Such a model counts as
-        # small: the walk builds it on the CPU next, and reports an error of that.
         except Exception:
+            # Constructors of the transformers library fail on meta tensors in many ways. Such a model counts
+            # as small: the walk builds it on the CPU next, and reports an error of that.
             return 0
 
 

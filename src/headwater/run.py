@@ -1,4 +1,4 @@
-"""Runs of the user's own model, with functions and command line as in the Cerebras Model Zoo.
+"""Runs a model that the user has written, with functions and options as in the Cerebras Model Zoo.
 
 `run` trains the user's model; `python -m headwater.run` trains a built-in one. Both take the same options:
 

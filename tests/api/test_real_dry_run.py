@@ -72,3 +72,28 @@ def test_renormalized_embedding_with_packed_sequences_and_another_batch_size(pla
         return losses, model
 
     check(script, plan, tmp_path)
+
+
+class Graph(nn.Module):
+    """A model with a sparse buffer, which computes with numpy too."""
+
+    def __init__(self, adjacency):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+        self.register_buffer("adjacency", adjacency)
+
+    def forward(self, x):
+        scale = float(self.first.weight.detach().numpy().mean())
+        return self.head(torch.sparse.mm(self.adjacency, torch.tanh(self.first(x) * scale)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_model_with_a_sparse_buffer(layout, tmp_path):
+    def script(place):
+        model = place.compile(Graph(torch.eye(4).to_sparse(layout=layout)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return [loss_of_step(model, optimizer, torch.randn(4, 6)) for _ in range(2)]
+
+    check(script, "memory", tmp_path)

@@ -95,6 +95,13 @@ def test_training_continues_from_a_file_to_the_same_bits(tmp_path):
     assert_same(state_of(resumed), state_of(training))
 
 
+@pytest.mark.parametrize("strided", [lambda t: t[::2], lambda t: t[0].expand(3, 4), lambda t: t.view(2, 5).T])
+def test_tensors_with_gaps_in_memory(strided, tmp_path):
+    value = strided(torch.arange(10.0))
+    save({"x": value}, tmp_path / "x")
+    assert torch.equal(load(tmp_path / "x")["x"], value)
+
+
 def test_version_metadata_of_modules_is_kept(tmp_path):
     state = make_training(0)[0].state_dict()
     save(state, tmp_path / "x")
@@ -384,3 +391,18 @@ def test_memory_is_that_of_one_tensor(tmp_path):
     )
     assert (tmp_path / "x").stat().st_size > 400 << 20
     assert int(result.stdout) < 100
+
+
+def test_a_file_that_another_process_finished_before_the_lock_is_not_written(tmp_path, monkeypatch):
+    path, unfinished = tmp_path / "state", tmp_path / "state.partial"
+    lock = files.fcntl.flock
+
+    def finished_meanwhile(handle, operation):
+        if not path.exists():
+            unfinished.rename(path)  # as the other process does at the end of its save
+        lock(handle, operation)
+
+    monkeypatch.setattr(files.fcntl, "flock", finished_meanwhile)
+    with files._replacing(path), unfinished.open("rb") as file, pytest.raises(BlockingIOError):
+        lock(file, files.fcntl.LOCK_EX | files.fcntl.LOCK_NB)
+    assert not unfinished.exists()

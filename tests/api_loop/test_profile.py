@@ -1,6 +1,7 @@
 """`headwater.profile` writes the profile of a user's loop; the ranks of a run share one trace."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -76,6 +77,7 @@ def test_ranks_have_one_trace_on_one_clock(hosts, tmp_path):
         membership.joined.value = fabric
         taken = LoopProfile(None, depth=1, operators=False)
         for _ in range(2):
+            time.sleep(0.05 * fabric.rank)  # so that rank 0 waits
             fabric.barrier("a step")
             with RECORDER.span(COMPUTE, f"stage of rank {fabric.rank}"):
                 pass
@@ -86,9 +88,53 @@ def test_ranks_have_one_trace_on_one_clock(hosts, tmp_path):
     events = json.loads((tmp_path / "chrome_trace.json").read_text())["traceEvents"]
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert named == {1: "rank 0", 2: "rank 1"}
+    found = json.loads((tmp_path / "op_profile.json").read_text())
+    assert [entry["rank"] for entry in found["ranks"]] == [0, 1]
     stages = {event["pid"]: event["args"]["stage"] for event in events if event["args"].get("stage")}
     assert stages == {1: "stage of rank 0", 2: "stage of rank 1"}
     assert any(event["ph"] == "X" and event["cat"] == "collective" for event in events)
+
+
+def test_the_tables_are_those_of_the_slowest_rank(tmp_path, capfd):
+    def rank(fabric):
+        membership.joined.value = fabric
+        taken = LoopProfile(None, depth=1, operators=False)
+        with RECORDER.span(COMPUTE, "a stage"):
+            time.sleep(0.2 * fabric.rank)
+        fabric.barrier("the slower rank")
+        taken.step()
+        taken.write(tmp_path)
+
+    run_ranks(rank, 2)
+    found = json.loads((tmp_path / "op_profile.json").read_text())
+    assert found["rank"] == 1
+    others = [{row["name"]: row["ms"] for row in each["others"]} for each in found["ranks"]]
+    waits = [each.get("other ranks", 0) for each in others]
+    assert waits[0] > waits[1]
+    assert "Time of step 1; rank 1, the slowest of 2 ranks" in capfd.readouterr().out
+
+
+def test_a_second_profile_at_the_same_time_is_refused(tmp_path):
+    with (
+        headwater.profile(tmp_path / "first"),
+        pytest.raises(RunError, match="one profile at a time"),
+        headwater.profile(tmp_path / "second"),
+    ):
+        raise AssertionError("the second profile does not begin")
+    assert not (tmp_path / "second").exists()
+    with headwater.profile(tmp_path / "second"):  # the first one has ended
+        pass
+
+
+def test_operators_are_refused_while_another_profiler_of_torch_runs(tmp_path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        with (
+            pytest.raises(RunError, match="runs it already"),
+            headwater.profile(tmp_path, operators=True),
+        ):
+            raise AssertionError("the profile does not begin")
+        with headwater.profile(tmp_path):  # without operators both run, and the failed one has ended
+            pass
 
 
 def test_the_clock_of_a_host_is_shifted_by_the_median_difference():

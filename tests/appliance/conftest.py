@@ -4,6 +4,7 @@ import os
 
 import pytest
 from queue_samples import end, processes_of, wait_until
+from ssh_samples import Sshd
 
 from headwater.appliance.database import Database
 from headwater.appliance.embedded import Caller, EmbeddedQueue
@@ -52,3 +53,14 @@ def supervisor(folder):
         return wait_until(lambda: processes_of(folder, "supervisor"))[0]
 
     return find
+
+
+@pytest.fixture
+def sshd(folder, tmp_path, monkeypatch):
+    """A running SSH server, whose logins use the queue `folder`. The client knows it as `wafer`."""
+    server = Sshd(tmp_path / "ssh", folder.path)
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    server.start()
+    yield server
+    server.stop()

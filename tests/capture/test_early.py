@@ -15,11 +15,14 @@ from torch import nn
 
 import headwater
 from headwater.api.early import EarlyOptions, check, compile_only, validate_only
+from headwater.config import load_params, shipped_params
 from headwater.core.errors import ConfigError, ModelError
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Resources
+from headwater.trainer.early import validate_run
+from headwater.trainer.zoo_job import zoo_trainable
 
 F = nn.functional
 AMPLE = Resources(host_memory=64 * GIB)
@@ -169,6 +172,20 @@ def test_a_valid_model_gets_a_report_of_its_state():
     assert report.state_bytes == 8 * trained
     assert report.record.unused == ()
     assert "batch: int64[4, 5], int64[4, 5]" in printed(report)
+
+
+def test_bf16_state_is_counted_with_half_the_bytes():
+    model, optimizer = nn.Linear(8, 4), OptimizerSpec("AdamW", {"lr": 1e-3})
+    report = validate_only(model, torch.zeros(2, 8), optimizer=optimizer, optimizer_state="bf16")
+    assert report.state_bytes == 4 * (8 * 4 + 4)
+
+
+def test_a_check_of_a_run_counts_its_state_as_the_run_stores_it():
+    def state_bytes(*words):
+        init = load_params(shipped_params()["gpt/tiny"], words).init
+        return validate_run(init, zoo_trainable(init), 4).state_bytes
+
+    assert state_bytes("trainer.init.backend.optimizer_state=bf16") == state_bytes() // 2
 
 
 def test_state_of_a_factored_optimizer_is_counted():

@@ -50,17 +50,29 @@ def make_store(
     optimizer: OptimizerSpec = ADAMW,
     stages: Sequence[Sequence[str]] = STAGES,
     shapes: dict[str, tuple[int, ...]] = SHAPES,
+    on_device: bool = False,
 ) -> WeightStore:
-    """Return a store in memory, or on disk in `folder`, with values that depend only on the names."""
+    """Return a store in memory, on a device, or on disk in `folder`; values depend only on the names."""
     specs = [
         StageSpec(index, f"stage{index}", tuple(_spec(name, shapes[name], wire) for name in names))
         for index, names in enumerate(stages)
     ]
 
     def make_tier(own: Ownership) -> Tier:
+        if on_device:
+            from tests.on_device import device_tier  # not in scripts that import this module
+
+            return device_tier(own.layouts)
         return MemoryTier(own.layouts) if folder is None else DiskTier(own.layouts, folder)
 
-    store = build_store(specs, UpdateRule(optimizer), make_tier, on_disk=folder is not None)
+    every = range(len(specs))
+    store = build_store(
+        specs,
+        UpdateRule(optimizer),
+        make_tier,
+        on_disk=every if folder else (),
+        on_device=every if on_device else (),
+    )
     for stage in specs:
         _initialize(store, stage)
     return store

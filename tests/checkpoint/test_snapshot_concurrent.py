@@ -38,11 +38,12 @@ def assert_is_step(path: Path, steps: int, **options) -> None:
 
 
 @pytest.mark.parametrize("saved_before", range(NUM_STAGES + 1))
-@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("tier", ["memory", "disk", "device"])
 def test_a_snapshot_is_of_its_step_when_training_overtakes_it(tmp_path, tier, saved_before):
     """Some stages are saved, then training takes two steps, then the other stages are saved."""
     options = {"wire": torch.bfloat16, "optimizer": MOMENTUM}
-    store = trained(tmp_path / "tier" if tier == "disk" else None, 2, **options)
+    folder = tmp_path / "tier" if tier == "disk" else None
+    store = trained(folder, 2, on_device=tier == "device", **options)
     snapshot = Snapshot(store, tmp_path / "c", 2)
     for stage in range(saved_before):
         snapshot.save_stage(stage)

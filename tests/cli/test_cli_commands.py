@@ -79,6 +79,15 @@ def test_generate_continues_the_prompt(headwater, trained):
     assert headwater(*words, "--seed", 2)[1] != out
 
 
+def test_generate_prints_the_continuation_alone_and_repeats_nothing(headwater, trained):
+    words = ("generate", "--model_dir", trained, "--prompt", "Pip", "--max_new_tokens", 12, "--no-do_sample")
+    full, alone = (headwater(*words, *more)[1] for more in ((), ("--no-return_full_text",)))
+    assert full == f"Pip{alone}"
+    code, out, _ = headwater(*words, "--no_repeat_ngram_size", 1)
+    assert code == 0 and out != full
+    assert headwater(*words, "--temperature", 0)[1] == full
+
+
 def test_generate_refuses_what_does_not_fit(headwater, trained):
     code, _, err = headwater("generate", "--model_dir", trained, "--prompt", "Pip", "--max_new_tokens", 99)
     assert code == 2 and "request at most" in err

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headwater.cli.main import main
+from headwater.trainer.comparison import compare
 
 transformers = pytest.importorskip("transformers")
 
@@ -146,7 +147,10 @@ def test_one_place_for_the_output(llama, capsys, given):
 def test_diff_of_a_changed_folder_ends_with_a_summary(tmp_path, llama, capsys):
     convert("hf", "headwater", llama, tmp_path / "own", "--dtype", "bf16")
     assert diff(llama, tmp_path / "own") == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "5 equal, 12 differ, 0 only in A, 0 only in B"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "5 equal (5 in another dtype), 12 differ, 0 only in A, 0 only in B"
+    )
     tensors = load_file(llama / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors | {"more": torch.zeros(1)}, llama / "model.safetensors")
@@ -173,3 +177,34 @@ def test_conversion_keeps_tokenizer_files(tmp_path, llama):
     assert convert("headwater", "hf", tmp_path / "own", tmp_path / "back") == 0
     assert (tmp_path / "back/tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
     assert (tmp_path / "back/chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def compared(folder, first, second):
+    """Return the comparison of two checkpoints with one tensor each."""
+    for name, tensor in (("first", first), ("second", second)):
+        (folder / name).mkdir()
+        save_file({"weight": tensor}, folder / name / "model.safetensors")
+    return compare(folder / "first", folder / "second")
+
+
+def test_equal_values_in_another_dtype_are_not_called_the_same_bit_for_bit(tmp_path):
+    found = compared(tmp_path, torch.ones(3), torch.ones(3).bfloat16())
+    assert found.summary == "1 equal (1 in another dtype), 0 differ, 0 only in A, 0 only in B"
+
+
+def test_a_checkpoint_with_nan_equals_itself(tmp_path):
+    value = torch.tensor([1.0, float("nan"), float("inf")])
+    assert "the same, bit for bit" in compared(tmp_path, value, value.clone()).summary
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "what"),
+    [
+        ([0.0, 1.0], [-0.0, 1.0], "the signs of zeros, or the bits of NaN"),
+        ([1.0, float("nan")], [3.0, float("nan")], "values, by up to 2"),
+        ([2**60, 1], [2**60 + 1, 1], "values, by up to 1"),
+    ],
+)
+def test_a_small_difference_is_found_and_described(tmp_path, first, second, what):
+    (found,) = compared(tmp_path, torch.tensor(first), torch.tensor(second)).differences
+    assert found.what == what

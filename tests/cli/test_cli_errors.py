@@ -110,7 +110,10 @@ def test_a_checkpoint_with_a_flipped_byte(headwater, params, tmp_path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert_refused(headwater("fit", params), str(file), code=1)
+    code, out, messages = headwater("fit", params)
+    notice, _, error = messages.partition("\n")
+    assert "checkpoint_1 is damaged and skipped" in notice
+    assert_refused((code, out, error), str(file), code=1)
 
 
 def test_a_folder_that_is_not_a_model_dir(headwater, tmp_path):
@@ -147,9 +150,19 @@ class FailsAtStepTwo(Callback):
             raise StoreError("its disk is gone", where="step 2")
 
 
-def test_a_callback_that_fails_loses_no_step(headwater, params, tmp_path, monkeypatch):
+class FailsToMeasureStepTwo(Callback):
+    """A callback that cannot measure the second step."""
+
+    def measure(self, event):
+        if event.step == 2:
+            raise StoreError("its disk is gone", where="step 2")
+        return {}
+
+
+@pytest.mark.parametrize("kind", [FailsAtStepTwo, FailsToMeasureStepTwo])
+def test_a_callback_that_fails_loses_no_step(headwater, params, tmp_path, monkeypatch, kind):
     with monkeypatch.context() as patch:
-        patch.setattr(session, "make_callbacks", lambda *_: [FailsAtStepTwo()])
+        patch.setattr(session, "make_callbacks", lambda *_: [kind()])
         assert_refused(headwater("fit", params), "its disk is gone", code=1)
     assert complete_checkpoints(tmp_path / "run") == [tmp_path / "run" / "checkpoint_2"]
     assert headwater("fit", params)[0] == 0

@@ -104,6 +104,19 @@ def test_micro_batches_are_the_same_after_a_resume(headwater, params, tmp_path):
     assert "4 × 2 samples" in (tmp_path / "run" / "plan.txt").read_text()
 
 
+def test_optimizer_state_in_bf16_has_the_same_bits_in_parts_and_on_disk(headwater, data, tmp_path):
+    narrow = "trainer.init.backend.optimizer_state=bf16"
+    whole, parts = (write_params(tmp_path, data, name) for name in ("whole", "parts"))
+    code, out, _ = headwater("fit", whole, "--max_steps", 4, narrow)
+    assert code == 0 and "optimizer state: bf16, rounded stochastically; the run is not exact" in out
+    disk = ("--disk", tmp_path / "tier", "trainer.init.backend.tier=disk")
+    assert headwater("fit", parts, "--max_steps", 2, narrow, *disk)[0] == 0
+    assert headwater("fit", parts, "--max_steps", 4, narrow)[0] == 0
+    assert_same_checkpoint(tmp_path / "whole" / "checkpoint_4", tmp_path / "parts" / "checkpoint_4")
+    code, out, _ = headwater("fit", parts, "--max_steps", 5, "trainer.init.backend.optimizer_state=exact")
+    assert code == 0 and "not exact" not in out
+
+
 def test_the_disk_tier_gives_the_same_bits(headwater, data, tmp_path):
     memory, disk = (write_params(tmp_path, data, name) for name in ("memory", "disk"))
     assert headwater("fit", memory, "--max_steps", 3)[0] == 0

@@ -33,7 +33,9 @@ def two(tmp_path_factory, data):
 def test_the_disk_tier_matches_the_memory_tier_and_is_reproducible(headwater, params, two, tmp_path):
     assert headwater("fit", params, TWO, LAYERS, SLABS, model_dir(tmp_path / "memory"))[0] == 0
     assert headwater("fit", params, TWO, *on_disk(tmp_path / "disk"), model_dir(tmp_path / "again"))[0] == 0
-    for other in (tmp_path / "memory", tmp_path / "again"):
+    mixed = [*on_disk(tmp_path / "disk"), "--trainer.init.backend.stages_in_memory=3"]
+    assert headwater("fit", params, TWO, *mixed, model_dir(tmp_path / "mixed"))[0] == 0
+    for other in (tmp_path / "memory", tmp_path / "again", tmp_path / "mixed"):
         assert history(two) == history(other)
         assert_same_checkpoint(two / "checkpoint_6", other / "checkpoint_6")
 

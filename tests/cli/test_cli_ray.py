@@ -36,13 +36,17 @@ class Cluster:
         self._nodes = []
         quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
         self._environment = {**os.environ, **quiet, "RAY_TMPDIR": str(folder)}
+        self._environment.pop("CUDA_VISIBLE_DEVICES", None)  # the nodes claim GPUs that this host has not
 
     def start_nodes(self):
         """Start both, and wait for them."""
         self._start_node(0, "--head", "--port=6379", "--include-dashboard=false")
         self._start_node(1, f"--address={self.address}")
         logs = [self.folder / f"host{host}.log" for host in range(2)]
-        wait_for(lambda: all("will now block" in log.read_text() for log in logs))
+        wait_for(
+            lambda: all("will now block" in log.read_text() for log in logs),
+            or_show=lambda: "\n".join(f"{log.name}:\n{log.read_text()}" for log in logs),
+        )
 
     def _start_node(self, host, *options):
         own = [f"--node-ip-address={self.hosts.address(host)}", "--num-cpus=2", "--num-gpus=2", "--block"]
@@ -93,10 +97,10 @@ class Cluster:
             node.wait()
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=120, or_show=str):
     limit = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < limit, "it never came"
+        assert time.monotonic() < limit, f"it never came: {or_show()}"
         time.sleep(0.1)
 
 

@@ -3,11 +3,15 @@
 import os
 import shutil
 import subprocess
+from collections import defaultdict
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from run_samples import assert_same_checkpoint, history, write_params
 
+from headwater.core.buffers import PAGE_BYTES
+from headwater.core.safetensors import TensorFile
 from headwater.trainer.history import read_history
 
 
@@ -60,6 +64,37 @@ def test_a_damaged_newest_checkpoint_is_passed_over(headwater, params, trained, 
     assert_same_run(run, undisturbed)
 
 
+@pytest.fixture
+def reads(monkeypatch):
+    """Notes offset and length of each read of this process, by file."""
+    noted, plain = defaultdict(list), os.preadv
+
+    def preadv(file, buffers, offset):
+        count = plain(file, buffers, offset)
+        noted[Path(f"/proc/self/fd/{file}").readlink()].append((offset, count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return noted
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "export"])
+def test_a_checkpoint_is_read_once(headwater, params, tmp_path, trained, reads, command):
+    words = ("checkpoint", "export", "--model_dir", trained, "--out", tmp_path / "exported")
+    assert headwater(*(words if command == "export" else (command, params)))[0] == 0
+    noted, tensors = dict(reads), 0
+    for path in (trained / "checkpoint_6").glob("*.safetensors"):
+        for place in TensorFile(path).places.values():
+            # Reads of other tensors may reach into the first page of this one, and into its last.
+            if place.num_bytes > 3 * PAGE_BYTES:
+                middle = place.offset + place.num_bytes // 2
+                times = sum(offset <= middle < offset + count for offset, count in noted.get(path, []))
+                is_needed = command == "fit" or path.name.startswith("weights")
+                assert times == is_needed, path.name
+                tensors += 1
+    assert tensors > 10
+
+
 def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(headwater, params, trained, undisturbed):
     run = trained
     shutil.rmtree(run / "checkpoint_6")
@@ -71,6 +106,14 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(headwater, p
     (run / "checkpoint_9").rename(run / "checkpoint_3")
     assert headwater("fit", params)[0] == 0
     assert_same_run(run, undisturbed)
+
+
+def test_two_ranks_pass_over_a_checkpoint_in_which_one_of_them_finds_damage(headwater, params, tmp_path, two):
+    run = shutil.copytree(two, tmp_path / "run")
+    flip_byte(run / "checkpoint_6" / "optimizer_0001.safetensors")
+    assert headwater("fit", params, "--num_csx=2")[0] == 0
+    assert (run / "checkpoint_6.superseded").is_dir()
+    assert_same_run(run, two)
 
 
 def test_info_reports_damaged_checkpoints(headwater, trained):

@@ -1,5 +1,6 @@
 """The JSON Schema of params files, applied by the jsonschema library to shipped and to public files."""
 
+import inspect
 import json
 
 import pytest
@@ -8,8 +9,9 @@ from jsonschema.exceptions import best_match
 from params_samples import NEWER, OLDER, public_params, write
 
 from headwater.cli.main import main
-from headwater.config import shipped_params
+from headwater.config import json_schema, shipped_params
 from headwater.config.json_schema import params_schema
+from headwater.config.sections import BackendConfig
 from headwater.config.yaml_reader import read_document
 
 EXTENDING = """\
@@ -133,3 +135,11 @@ def test_a_folder_that_does_not_exist(tmp_path, capsys):
     path = tmp_path / "missing" / "schema.json"
     assert main(["config", "schema", "--output", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
+
+
+def test_descriptions_are_found_in_docstrings_without_indentation():
+    """Python 3.13 removes the indentation of docstrings when it compiles a module."""
+    indented = BackendConfig.__doc__
+    expected = list(json_schema._listed(indented))
+    assert len(expected) > 5
+    assert list(json_schema._listed(inspect.cleandoc(indented))) == expected

@@ -5,6 +5,8 @@ import pytest
 from headwater.cli.fit import with_profile
 from headwater.config import load_params, shipped_params
 from headwater.core.errors import ConfigError
+from headwater.fabric.fabric import ALONE
+from headwater.trainer.op_profiler import make_op_profilers
 
 OLDER = """
 train_input: {data_processor: GptHDF5MapDataProcessor, data_dir: data, batch_size: 4}
@@ -60,3 +62,22 @@ def test_text_that_is_not_a_range_of_steps(text):
     config = load_params(shipped_params()["gpt/tiny"])
     with pytest.raises(ConfigError, match="expected the first and the last step, such as 5:10"):
         with_profile(config, text)
+
+
+@pytest.mark.parametrize("second", ["{start_step: 3, end_step: 5}", "{start_step: 1, end_step: 9}"])
+def test_profiles_with_common_steps_are_refused(second):
+    callbacks = (
+        f"trainer.init.callbacks=[{{OpProfiler: {second}}}, {{OpProfiler: {{start_step: 2, end_step: 3}}}}]"
+    )
+    with pytest.raises(ConfigError, match="OpProfiler callbacks with different steps, got"):
+        load_params(shipped_params()["gpt/tiny"], [callbacks])
+
+
+def test_profiles_begin_in_the_order_of_their_steps(tmp_path):
+    callbacks = (
+        "trainer.init.callbacks=[{OpProfiler: {start_step: 4, end_step: 5}},"
+        " {OpProfiler: {start_step: 2, end_step: 3}}]"
+    )
+    profiles = load_params(shipped_params()["gpt/tiny"], [callbacks]).init.profiles
+    made = make_op_profilers(profiles, tmp_path, None, ALONE)
+    assert [callback.folder.name for callback in made] == ["steps_2_to_3", "steps_4_to_5"]

@@ -102,9 +102,9 @@ def test_without_a_precision_section_the_run_is_fp32(tmp_path):
 def test_keys_without_effect_get_a_notice(tmp_path):
     text = NEWER.replace("log_loss_scale: true", "precision_opt_level: 1")
     text = text.replace("- ComputeNorm: {}", "- ScopedTrainFlags: {csx.performance.micro_batch_size: 8}")
-    path = write(tmp_path, text.replace("num_csx: 2", "num_csx: 2, num_workers_per_csx: 1"))
+    path = write(tmp_path, text.replace("num_csx: 2", "num_csx: 2, max_wgt_servers: 1"))
     assert told(path) == [
-        "trainer.init.backend.cluster_config.num_workers_per_csx",
+        "trainer.init.backend.cluster_config.max_wgt_servers",
         "trainer.init.precision.precision_opt_level",
         "trainer.init.callbacks[0].ScopedTrainFlags",
     ]

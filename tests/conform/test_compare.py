@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headwater.cli.main import main
-from headwater.conform import compare
+from headwater.conform import compare, train
 from headwater.conform.child import PLAIN, Request, outcome_of
 from headwater.conform.compare import Comparison
 from headwater.conform.isolated import Run, run_child
@@ -155,3 +155,29 @@ def test_a_hugging_face_folder_can_be_compared(tmp_path):
 def test_a_params_file_without_data_is_refused():
     with pytest.raises(ConfigError):
         load_subject("gpt/tiny:make:it")
+
+
+def test_a_long_record_keeps_losses_as_numbers(monkeypatch):
+    monkeypatch.setattr(train, "_MOST_BYTES", 0)
+    record = train.Record()
+    record.add("step 0: loss", torch.tensor(1.5))
+    record.add("step 0: output 0", torch.ones(3))
+    (_, loss), (_, output) = record.shown
+    assert torch.equal(loss, torch.tensor(1.5))
+    assert output.startswith("float32[3] with digest ")
+
+
+def test_digests_are_equal_for_values_that_are_equal(monkeypatch):
+    monkeypatch.setattr(train, "_MOST_BYTES", 0)
+    records = [train.Record(), train.Record()]
+    other_nan = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    records[0].add("value", torch.tensor([0.0, float("nan"), 2.0]))
+    records[1].add("value", torch.cat([torch.tensor([-0.0]), other_nan, torch.tensor([2.0])]))
+    assert first_difference(records[0].shown, records[1].shown) is None
+
+
+def test_the_plain_run_of_a_large_model_equals_itself_when_all_values_are_read(in_process, monkeypatch):
+    monkeypatch.setattr(train, "_MOST_BYTES", 400)
+    report = compared("dropout", plans=())
+    assert report.passed, report.render()
+    assert report.entries[0].detail.count(",") == 2, "three losses"

@@ -1,9 +1,11 @@
-"""A test session leaves no files behind."""
+"""A test session leaves no files behind, and uses no GPU."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
 
 TESTS = Path(__file__).parents[1]
 
@@ -21,3 +23,9 @@ def test_a_session_removes_its_folders_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Implicitly cleaning up" not in done.stderr
     assert not list(tmp_path.glob("headwater-*"))
+
+
+def test_a_session_sees_no_gpu_unless_it_is_asked_for():
+    if "HEADWATER_TEST_CUDA" not in os.environ:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        assert not torch.cuda.is_available()

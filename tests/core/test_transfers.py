@@ -155,6 +155,31 @@ def test_reads_come_in_their_order_a_few_ahead():
     assert len(begun) == 12
 
 
+def test_reads_use_the_same_buffers_again():
+    transfers = shared_transfers()
+    places = {data.data_ptr() for _ in range(3) for data in read_ahead(read_numbers(range(12), []))}
+    assert len(places) <= 4
+    assert transfers is shared_transfers()
+
+
+def test_a_read_whose_caller_stopped_keeps_its_buffer():
+    """A thread may still read to it."""
+    transfers, gate = shared_transfers(), threading.Event()
+
+    def read(into, number):
+        if number:
+            gate.wait(60)
+        return into[:100].fill_(number)
+
+    reads = read_ahead((100, lambda into, number=number: read(into, number)) for number in range(3))
+    next(reads)
+    reads.close()
+    found = [transfers.take(100) for _ in range(4)]
+    gate.set()
+    transfers.threads.submit(lambda: None).result()
+    assert not any(int(buffer[0]) for buffer in found)
+
+
 def test_a_failed_read_raises_in_its_place():
     found = []
     with pytest.raises(CorruptError, match="unlucky"):

@@ -1,11 +1,14 @@
 """Sums and rows over the whole batch when each rank computes a part of it, and their gradients."""
 
+import threading
+
 import torch
 from torch.testing import assert_close
 
 from headwater.config.models.encoder import DPRConfig
 from headwater.core.whole_batch import part_of_batch, rows, total
 from headwater.models.bert import DPR
+from headwater.stream.recompute import RecomputedForwards
 
 BATCH = torch.arange(24.0).view(6, 4).sin()
 
@@ -72,3 +75,20 @@ def test_questions_of_every_rank_choose_from_the_passages_of_all():
         assert_close(loss, expected)
         (loss / 3).backward()
     assert_close({name: param.grad for name, param in model.named_parameters()}, gradients)
+
+
+def test_a_forward_that_runs_again_on_another_thread_uses_the_whole_batch():
+    """On a GPU, autograd runs a backward on its own thread, whose context variables have their defaults."""
+
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return torch.sin(total(torch.ones(())) * x)
+
+    block, x = Block(), torch.ones(1, 2, requires_grad=True)
+    forwards = RecomputedForwards({0: block}, lambda stage: None, lambda stage: None)
+    with part_of_batch(lambda own: [own, own, own], 0):
+        backward = threading.Thread(target=block(x).sum().backward)
+        backward.start()
+        backward.join()
+    forwards.unhook()
+    assert_close(x.grad, 3 * torch.cos(3 * torch.ones(1, 2)))

@@ -101,7 +101,7 @@ def test_a_line_that_python_cannot_read_is_named(tmp_path):
         csv.field_size_limit(before)
     assert isinstance(error, DataError)
     assert "the line cannot be read: field larger" in error.what
-    assert error.where.endswith("a.csv, sample 2")
+    assert error.where.endswith("a.csv, line 3")
 
 
 def test_errors_name_what_is_missing(tmp_path):
@@ -147,3 +147,28 @@ def test_answers_and_classes_are_read_from_csv(tmp_path):
     batch = open_records(labelled, class_fields(3, vocab_size=9, pad=7, segments=0), 3).__getitems__([0])
     assert batch["input_ids"].tolist() == [[1, 2, 7]]
     assert batch["labels"].tolist() == [1]
+
+
+def test_a_csv_file_may_begin_with_a_byte_order_mark(tmp_path):
+    write_csv(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.csv").read_bytes())
+    assert open_records(tmp_path, FIELDS, 5).sample(2)["input_ids"].tolist() == [12, 9, 9, 9, 9]
+
+
+def test_a_line_that_is_not_utf_8_is_refused(tmp_path):
+    write_csv(tmp_path / "a.csv", ROWS, ("input_ids", "input_mask", "label"))
+    with (tmp_path / "a.csv").open("ab") as file:
+        file.write(b'"[1]","[1]",\xff\r\n')
+    records = open_records(tmp_path, FIELDS, 5)
+    assert records.sample(2)["label"] == 1
+    with pytest.raises(DataError, match=r"cannot be read: 'utf-8' codec(.|\n)*a.csv, line 5"):
+        records.sample(3)
+
+
+@pytest.mark.parametrize("value", [1.5, 2**70])
+def test_a_number_that_is_not_an_integer_of_64_bits_is_refused(tmp_path, value):
+    write_csv(tmp_path / "a.csv", [([1, 2.0], [1, 1], 0), ([1, value], [1, 1], 0)])
+    records = open_records(tmp_path, FIELDS, 5)
+    assert records.sample(0)["input_ids"].tolist() == [1, 2, 9, 9, 9]
+    with pytest.raises(DataError, match="the field cannot be read"):
+        records.sample(1)

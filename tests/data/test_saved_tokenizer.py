@@ -7,7 +7,7 @@ from headwater.core.errors import DataError
 from headwater.data.modes import ModeOptions, find_mode
 from headwater.data.saved_tokenizer import save_tokenizer
 from headwater.data.settings import PrepareSettings
-from headwater.data.tokenizer import TrainBPE
+from headwater.data.tokenizer import TrainBPE, load_tokenizer
 
 
 def save(folder, mode, tokenizer=None, texts=("some text", "more text"), **options):
@@ -55,3 +55,13 @@ def test_chat_template_and_side_files_are_kept(tmp_path):
     save(tmp_path / "plain", "chat")
     assert "### " in (tmp_path / "plain/chat_template.jinja").read_text()
     assert Tokenizer.from_file(str(tmp_path / "plain/tokenizer.json"))
+
+
+def test_texts_are_not_cut_or_padded_to_a_length_in_the_file(tmp_path):
+    tokenizer = TrainBPE(300).train(["some text"])
+    expected = [tokenizer.encode(text).ids for text in ("some text " * 20, "some")]
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert [loaded.encode(text).ids for text in ("some text " * 20, "some")] == expected

@@ -1,12 +1,15 @@
 """Benchmarks: every module prints its help, and accepts the commands of the pages; a failure is a row."""
 
 import importlib
+import os
 import re
 import shlex
 from pathlib import Path
 
 import pytest
-from benchmarks.runner import System, interleave, reason_of, table
+from benchmarks import curves, runner
+from benchmarks.runner import Results, System, interleave, reason_of, table
+from benchmarks.systems import deepspeed_
 from benchmarks.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +67,44 @@ def test_a_system_that_fails_is_a_row_with_the_reason_and_others_still_run(capfd
     assert all("No module named benchmarks.systems.no_such_module" in row["failed"] for row in rows)
     assert results.runs == {}
     assert capfd.readouterr().err.count("failed: ") == 2
+
+
+@pytest.mark.real_start
+def test_a_system_that_takes_too_long_is_ended_and_a_row_says_so():
+    results = interleave([System("slow", "torch_", limit_s=0.01)], _TINY, rounds=2, disk=None)
+    (row,) = results.failed_rows()
+    assert row["failed"].startswith("no result within 0 s; its last line: ")
+
+
+def test_locks_that_a_killed_run_has_left_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "elsewhere")
+    (tmp_path / "async_io").mkdir()
+    (tmp_path / "async_io" / "lock").touch()
+    (tmp_path / "async_io" / "async_io.so").touch()
+    os.close(deepspeed_.lock_operators(tmp_path))
+    assert [path.name for path in (tmp_path / "async_io").iterdir()] == ["async_io.so"]
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
+
+
+def test_a_system_whose_package_is_missing_is_a_row_that_names_the_package(monkeypatch):
+    monkeypatch.setitem(runner._PACKAGES, "deepspeed_", "no_such_package")
+    results = interleave([System("DeepSpeed", "deepspeed_")], _TINY, rounds=2, disk=None)
+    assert results.failed_rows() == [
+        {"system": "DeepSpeed", "failed": "not run: pip install no_such_package"}
+    ]
+    assert results.failures == {}, "a missing package is not a failure"
+
+
+def test_a_curve_leaves_out_points_that_failed(tmp_path):
+    def run(speed):
+        return {"tokens_per_s": speed, "peak_rss_bytes": 2**30, "first_step_s": 1.0, "last_loss": 2.0}
+
+    full = Results({curves.PLAIN.name: [run(2.0)], "Headwater, memory": [run(3.0)]})
+    failed = Results({"Headwater, memory": [run(3.0)]}, {curves.PLAIN.name: "no memory"})
+    rows = curves.rows_of({512.0: full, 1024.0: failed})
+    assert [row["ratio"] for row in rows if row["system"] == "Headwater, memory"] == [1.5, "–"]
+    curves.draw(rows, "tokens per step", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headwater.models.layers.attention import KeyValueCache, Seen, SelfAttention, visible
+from headwater.models.layers.attention import LayerCache, Part, Seen, SelfAttention, visible
 from headwater.models.layers.positions import alibi_bias, alibi_slopes, rotary_frequencies, rotations
 
 WIDTH, HEADS, SEQ = 32, 4, 12
@@ -109,15 +109,23 @@ def test_biases_by_distance_equal_the_formula(x):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("steps", [[12], [5, 7], [1] * 12, [6, 1, 5]])
 def test_cached_attention_equals_the_whole_sequence(softcap, steps, x):
+    """The second sequence begins after the first step of the first one, and is read beside it."""
     ours = attention(num_kv_heads=2, softcap=softcap)
     expected = ours(x, Seen(rotations=turned()))
-    cache = KeyValueCache(1, SEQ).layers[0]
-    outputs, start = [], 0
-    for count in steps:
-        part = x[:, start : start + count]
-        outputs.append(ours(part, Seen(rotations=turned(start, start + count)), cache))
-        start += count
-    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-5, atol=1e-6)
+    caches, starts, outputs = [LayerCache(SEQ), LayerCache(SEQ)], [0, 0], ([], [])
+    for step in zip([*steps, 0], [0, *steps], strict=True):
+        rows = [row for row in (0, 1) if step[row]]
+        spans = [(starts[row], starts[row] + step[row]) for row in rows]
+        turns = [turned(*span) for span in spans]
+        side_by_side = torch.cat([x[row, slice(*span)] for row, span in zip(rows, spans, strict=True)])
+        rotations = tuple(torch.cat(parts) for parts in zip(*turns, strict=True))
+        found = ours(
+            side_by_side[None], Seen(rotations=rotations), [Part(step[row], caches[row]) for row in rows]
+        )
+        for row, part in zip(rows, found[0].split([step[row] for row in rows]), strict=True):
+            outputs[row].append(part)
+            starts[row] += step[row]
+    torch.testing.assert_close(torch.stack([*map(torch.cat, outputs)]), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_visible_keys_of_a_query():

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from headwater.core.errors import ConfigError, DataError
+from headwater.generation.batcher import Batcher, GenerationRequest, Limits
+from headwater.generation.generate import generate
+from headwater.generation.sampling import Sampling
 from headwater.models.decoder import Decoder
-from headwater.models.generation import generate
+from headwater.models.sequences import Piece
 
 
 @pytest.fixture
@@ -42,12 +45,14 @@ def test_greedy_equals_transformers(tmp_path, model, prompt):
 
 
 def test_cached_logits_equal_those_of_the_whole_sequence(model, batch):
-    tokens = batch["input_ids"]
-    cache = model.new_cache(20)
+    tokens = batch["input_ids"].long()
+    caches = [model.new_cache(20) for _ in tokens]
     with torch.no_grad():
-        parts = [model.logits(part, cache) for part in tokens.split([7, 1, 5, 7], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, 1), model.logits(tokens), rtol=1e-5, atol=1e-6)
-    assert cache.length == 20
+        expected = model.logits(tokens)
+        for part in tokens.split([7, 1, 5, 7], dim=1):
+            last = model.next_logits(list(map(Piece, part, caches)))
+            torch.testing.assert_close(last, expected[:, caches[0].length - 1], rtol=1e-5, atol=1e-6)
+    assert caches[0].length == 20
 
 
 def test_same_seed_same_tokens(model, prompt):
@@ -56,6 +61,40 @@ def test_same_seed_same_tokens(model, prompt):
     assert torch.equal(first, generate(model, prompt, 10, seed=1))
     assert not torch.equal(first, generate(model, prompt, 10, seed=2))
     assert torch.equal(first[:, :6], prompt)
+
+
+FAMILIES = {
+    "learned": {},
+    "rotary": {"position_embedding_type": "rotary", "rotary_dim": 8},
+    "alibi": {"position_embedding_type": "alibi"},
+    "fixed": {"position_embedding_type": "fixed"},
+    "window": {"attention_sliding_window_length": 4, "attention_sink_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+def test_prompts_of_other_lengths_generate_the_tokens_of_each_prompt_alone(tiny, prompt, changes):
+    model = Decoder(tiny(**changes)).eval()
+    prompts = [row[start:] for row, start in zip(prompt, [0, 2, 5, 3], strict=True)]
+    alone = [generate(model, row[None], 10, temperature=0)[0, -10:].tolist() for row in prompts]
+    batcher = Batcher(model, "cpu", Limits(100, 7, 4))  # prompts are read in parts, beside generated tokens
+    found = [batcher.add(GenerationRequest(tuple(row.tolist()), 10, Sampling(0))) for row in prompts]
+    batcher.run()
+    assert [each.output for each in found] == alone
+
+
+@pytest.mark.parametrize("changes", [{}, {"final_logit_softcapping": 5.0}], ids=["plain", "softcap"])
+def test_token_scores_equal_those_of_all_logits(tiny, batch, changes):
+    model = Decoder(tiny(**changes)).eval()
+    tokens, positions = batch["input_ids"].long(), torch.tensor([3, 8, 9])
+    rows, columns = torch.tensor([0, 0, 1, 3]), torch.tensor([0, 2, 1, 2])
+    targets = torch.tensor([5, 0, 7, 2])
+    with torch.no_grad():
+        expected = model.logits(tokens)[rows, positions[columns]].log_softmax(-1)
+        targets[1] = expected[1].argmax()
+        found = model.token_scores(tokens, positions, rows, columns, targets)
+    torch.testing.assert_close(found[0], expected.gather(1, targets[:, None])[:, 0])
+    assert found[1].tolist() == (expected.argmax(1) == targets).tolist()
 
 
 class FixedModel:
@@ -69,8 +108,8 @@ class FixedModel:
     def new_cache(self, max_length):
         return None
 
-    def next_logits(self, input_ids, cache=None):
-        return self.log_probabilities.expand(len(input_ids), -1)
+    def next_logits(self, pieces):
+        return self.log_probabilities.expand(len(pieces), -1)
 
 
 def sampled(**arguments):

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from tests.fake_cuda import OnFakeCuda, fake_cuda
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -168,6 +169,30 @@ def test_only_needed_gradients_are_computed(wanted):
             torch.testing.assert_close(leaf.grad, grad, rtol=1e-5, atol=1e-7)
         else:
             assert leaf.grad is None
+
+
+def test_gradients_on_a_gpu_are_scaled_in_pieces_without_a_wide_copy(monkeypatch):
+    """On a GPU the gradient of a vocabulary is scaled in fp32, as its kernels would round the scalar."""
+    monkeypatch.setattr(loss_module, "_SCALED_ELEMENTS", 64)
+    gradient, scale = torch.randn(30, 10).bfloat16(), torch.tensor(1.7)
+    largest = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+                largest.append(out.numel())
+            return out
+
+    with fake_cuda(), Sizes():
+        scaled = loss_module._scaled(OnFakeCuda(gradient), scale)
+    assert torch.equal(scaled.cpu(), (gradient.float() * scale).bfloat16())
+    assert max(largest) <= 64
+
+
+def test_blocks_on_a_gpu_are_bounded():
+    layout = loss_module._layout(16_384, 128_256, torch.bfloat16, "cuda", None)
+    assert 4 * layout.block * layout.row_stride <= loss_module._DEVICE_BLOCK_BYTES
 
 
 def test_second_backward_computes_the_same_gradients():

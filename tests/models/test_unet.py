@@ -3,13 +3,14 @@
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.fake_cuda import fake_cuda
 from torch import nn
 from torch.nn import functional as F
 
 from headwater.config.models.vision import UNetConfig
 from headwater.core.errors import DataError
 from headwater.models.registry import build_model
-from headwater.models.unet import dice_loss
+from headwater.models.unet import dice_loss, pixel_cross_entropy
 
 SIZES = {"name": "unet", "num_classes": 3, "encoder_filters": [4, 8, 16], "image_size": [8, 12]}
 
@@ -78,6 +79,21 @@ def test_equals_a_model_of_pytorchs_layers(name, norm):
     torch.testing.assert_close(loss, F.cross_entropy(plain.train()(given["inputs"]), given["labels"]))
     loss.backward()
     assert all(parameter.grad is not None for parameter in ours.parameters())
+
+
+def test_on_a_gpu_each_pixel_is_a_row_of_the_loss(monkeypatch):
+    logits, labels = torch.randn(2, 3, 4, 5), torch.randint(0, 3, (2, 4, 5))
+    expected, entropy, shapes = F.cross_entropy(logits, labels), F.cross_entropy, []
+
+    def recorded(logits, labels):
+        shapes.append((tuple(logits.shape), tuple(labels.shape)))
+        return entropy(logits, labels)
+
+    monkeypatch.setattr(F, "cross_entropy", recorded)
+    with fake_cuda():
+        found = pixel_cross_entropy(logits.to("meta"), labels.to("meta"))
+    assert shapes == [((40, 3), (40,))]
+    torch.testing.assert_close(found.values, expected)
 
 
 def test_initial_values_keep_the_spread_of_activations():

@@ -41,6 +41,18 @@ def test_eager_steps_are_bit_identical(name):
     assert issubclass(eager(kind), kind)
 
 
+@pytest.mark.parametrize("name", sorted(optimizers()))
+def test_a_step_on_tensors_in_host_memory_asks_no_gpu_for_anything(name, monkeypatch):
+    asked = []
+    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: bool(asked.append(name)))
+    param = torch.nn.Parameter(torch.randn(5, 2))
+    param.grad = torch.ones(5, 2).to_sparse(1) if name == "SparseAdam" else torch.ones(5, 2)
+    eager(optimizers()[name])([param], lr=0.01).step()
+    assert asked == []
+
+
 @pytest.mark.real_start
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb"])
 def test_the_compiler_is_not_imported(name):

@@ -89,6 +89,25 @@ def test_a_budget_between_memory_and_disk_is_used_in_full(device):
     assert all(part <= share / 8 + 0.15 for share, part in enumerate(on_disk, start=1)), on_disk
 
 
+def test_several_ranks_keep_a_part_of_the_stages_in_memory():
+    shape, options = gpt(layers=24, hidden=1024), {"calibration": NOMINAL, "fixed": Fixed(masters="split")}
+
+    def planned(host_memory):
+        resources = Resources(GIB, host_memory, disk=Path("tier"), disk_bytes=8 * GIB)
+        return make_plan(PlanRequest(shape, resources=resources, ranks=2, **options, **ARGUMENTS))
+
+    whole = planned(16 * GIB)
+    stored = whole.prediction.host_parts["weight store"]
+    plans = [planned(whole.prediction.host_bytes - share * stored // 8) for share in range(1, 8, 2)]
+    seconds = [plan.prediction.step_s for plan in [whole, *plans]]
+    assert seconds == sorted(seconds)
+    mixed = [plan.prediction for plan in plans if plan.in_memory]
+    assert mixed
+    for found in mixed:
+        parts = found.host_parts["weight store"], found.disk_parts["weight store"]
+        assert sum(parts) == pytest.approx(stored, abs=2)
+
+
 def test_a_disk_that_is_too_small_for_the_whole_store_is_enough_for_a_part():
     shape = gpt(layers=24, hidden=1024, tied=False)
     stored = make_plan(PlanRequest(shape, resources=Resources(host_memory=16 * GIB), **ARGUMENTS))
@@ -108,13 +127,6 @@ def test_a_fixed_number_of_stages_stays_in_memory(asked, found):
     assert len(plan.in_memory) == found
 
 
-def test_several_ranks_refuse_stages_in_memory_beside_the_disk():
-    resources = Resources(host_memory=4 * GIB, disk=Path("tier"), disk_bytes=GIB)
-    fixed = Fixed(tier="disk", stages_in_memory=1)
-    with pytest.raises(ConfigError, match="several ranks keep all stages in memory, or all on disk"):
-        make_plan(PlanRequest(gpt(layers=8), resources=resources, fixed=fixed, ranks=2, **ARGUMENTS))
-
-
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_a_fixed_tier_holds_every_stage(tier):
     resources = Resources(host_memory=4 * GIB, disk=Path("tier"), disk_bytes=GIB)
@@ -122,6 +134,27 @@ def test_a_fixed_tier_holds_every_stage(tier):
     plan = make_plan(PlanRequest(gpt(layers=8), resources=resources, fixed=fixed, **ARGUMENTS))
     assert not plan.in_memory
     assert len(plan.on_disk) == (len(plan.trace.stages) if tier == "disk" else 0)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_disk_tier_without_a_limit_of_memory_has_few_slabs(inference):
+    shape = gpt(layers=24, hidden=1024)
+
+    def planned(**limits):
+        def trace_for(size):
+            return dataclasses.replace(shape(size), inference=inference)
+
+        resources = Resources(disk=Path("tier"), disk_bytes=8 * GIB, **limits)
+        fixed = Fixed(tier="disk", micro_batch_size=4)
+        options = {"calibration": NOMINAL, "fixed": fixed, **ARGUMENTS, "batch_size": 4}
+        return make_plan(PlanRequest(trace_for, resources=resources, **options))
+
+    fastest, plan = planned(host_memory=16 * GIB), planned()
+    assert plan.prediction.step_s <= 1.03 * fastest.prediction.step_s
+    assert plan.prediction.host_bytes < fastest.prediction.host_bytes
+    assert plan.slabs < fastest.slabs
+    assert (plan.activations, plan.gradient_tier) == (fastest.activations, fastest.gradient_tier)
+    assert plan.tier == "disk"
 
 
 @settings(deadline=None, max_examples=150)
@@ -144,13 +177,14 @@ def test_the_settings_that_a_refusal_suggests_fit(request):
 
 @settings(deadline=None, max_examples=60)
 @given(requests)
-def test_a_refusal_suggests_no_more_memory_than_needed(request):
+def test_a_refusal_suggests_at_most_a_tenth_more_memory_than_needed(request):
     assume(best_plan(request) is None)
     for setting in enough(request):
         raised = setting.request.budgets
         changed = [n for n in Budgets._fields if getattr(raised, n) != getattr(request.budgets, n)]
         assume(len(changed) == 1)  # of two budgets, one may be lower where the other is rounded up
-        less = raised._replace(**{changed[0]: int(getattr(raised, changed[0]) * 0.97)})
+        # The number of stages on the device is bisected, and their memory does not fall with each one.
+        less = raised._replace(**{changed[0]: int(getattr(raised, changed[0]) * 0.9)})
         assert best_plan(dataclasses.replace(request, budgets=less)) is None
 
 

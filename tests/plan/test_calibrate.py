@@ -1,11 +1,13 @@
 """The calibration measures the machine, caches the rates, and measures again when they are in doubt."""
 
 import dataclasses
+import errno
 import json
 import logging
 import time
 
 import pytest
+import torch
 
 from headwater.core.errors import ConfigError
 from headwater.plan import calibrate as module
@@ -224,3 +226,66 @@ def test_a_slow_dtype_is_measured_with_small_products(monkeypatch):
     assert probes._sizes("cpu", probes._DTYPES["fp16"]).matrices == probes._SLOW_MATRIX_SHAPES
     monkeypatch.setattr(probes, "_SLOW_S", float("inf"))
     assert probes._sizes("cpu", probes._DTYPES["fp16"]).matrices == probes._MATRIX_SHAPES
+
+
+def test_a_gpu_is_measured_with_the_shapes_of_large_models(monkeypatch):
+    def products(free_bytes):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free_bytes, 140 << 30))
+        sizes = probes._sizes("cuda", torch.bfloat16)
+        rows, inner, columns = sizes.matrices[0]
+        widest = 4 * 2 * (rows * inner + inner * columns + rows * columns)  # fp32, with gradients
+        return sum(map(probes._flops, sizes.matrices)), widest
+
+    large, small = products(130 << 30), products(6 << 30)
+    assert large[0] > 2e12, "at 8e14 FLOP/s a product takes longer than its launch"
+    assert 1e11 < small[0] < large[0]
+    assert small[1] < 1 << 30 and large[1] < 4 << 30
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fp32_flops_per_s", "fast"),
+        ("fp32_flops_per_s", 0.0),
+        ("memory_bytes_per_s", float("nan")),
+        ("adamw_params_per_s", None),
+        ("disk_read_bytes_per_s", -1.0),
+        ("quick_s", 0.0),
+    ],
+)
+def test_a_stored_rate_that_no_measurement_gives_is_not_used(tmp_path, machine, key, value):
+    cache = tmp_path / "cache.json"
+    machine.measurements = [taken(1.0), taken(2.0)]
+    calibrate(cache=cache)
+    ((name, entry),) = json.loads(cache.read_text()).items()
+    (entry if key in entry else entry["rates"])[key] = value
+    cache.write_text(json.dumps({name: entry}))
+    machine.now_s += DAY_S
+    assert calibrate(cache=cache).fp32_flops_per_s == 2.0
+
+
+def test_rates_that_another_process_stores_meanwhile_stay(tmp_path, machine, monkeypatch):
+    cache = tmp_path / "cache.json"
+
+    def measured_while_another_process_stores(*_, **__):
+        entry = dataclasses.asdict(taken(3.0)) | {"taken_s": machine.now_s}
+        cache.write_text(json.dumps({"another disk": entry}))
+        return taken(1.0)
+
+    monkeypatch.setattr(module, "measure_apart", measured_while_another_process_stores)
+    calibrate(cache=cache)
+    stored = json.loads(cache.read_text())
+    assert len(stored) == 2
+    assert stored["another disk"]["rates"]["fp32_flops_per_s"] == 3.0
+
+
+def test_a_full_disk_causes_a_warning_and_leaves_no_file(tmp_path, machine, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.Path, "replace", full)
+    machine.measurements = [taken(1.0)]
+    with caplog.at_level(logging.WARNING):
+        assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
+    assert "No space left on device" in caplog.text
+    assert not list(tmp_path.iterdir())

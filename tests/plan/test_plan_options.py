@@ -35,12 +35,13 @@ def test_decisions_and_limits_of_the_user_are_those_of_the_request():
         "gradient_tier": "memory",
         "activations": "recompute",
         "masters": "split",
+        "optimizer_state": "bf16",
         "num_slabs": 3,
         "host_memory": "2GiB",
         "disk": {"path": "/tier", "size": "1GiB"},
     }
     request = request_for(options, micro_batch_size=2)
-    assert request.fixed == Fixed("disk", 3, Activations.RECOMPUTE, 2, "memory", "split")
+    assert request.fixed == Fixed("disk", 3, Activations.RECOMPUTE, 2, "memory", "split", None, None, "bf16")
     assert request.resources == Resources(None, 2 * GIB, Path("/tier"), GIB)
 
 
@@ -70,6 +71,7 @@ def test_a_gpu_that_torch_does_not_find_is_refused(monkeypatch):
 )
 def test_bytes_of_optimizer_state_of_an_element(optimizer, expected):
     assert optimizer_state_bytes(OptimizerSpec(optimizer, {"lr": 0.1})) == expected
+    assert optimizer_state_bytes(OptimizerSpec(optimizer, {"lr": 0.1}), stored="bf16") == expected // 2
 
 
 def test_a_model_that_is_not_updated_has_no_optimizer_state():

@@ -52,6 +52,20 @@ def test_a_plan_with_stages_in_memory_and_on_disk_tells_and_draws_both(tmp_path)
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
+def test_a_plan_with_bf16_state_counts_its_bytes_and_says_that_it_is_not_exact():
+    exact, bf16 = (
+        plan_for(
+            GIB, fixed=Fixed("memory", masters="split", optimizer_state=state), optimizer_state_bytes=size
+        )
+        for state, size in (("exact", 8), ("bf16", 4))
+    )
+    numel = sum(stage.numel for stage in exact.trace.stages)
+    stored = [plan.prediction.host_parts["weight store"] / numel for plan in (exact, bf16)]
+    assert stored == [pytest.approx(12, rel=0.01), pytest.approx(8, rel=0.01)]
+    assert "optimizer state: bf16, rounded stochastically; the run is not exact" in printed(bf16)
+    assert "not exact" not in printed(exact)
+
+
 def test_equal_stages_are_one_row(streamed):
     groups = group_stages(streamed)
     assert [(group.name, group.count) for group in groups] == [("embedding", 1), ("blocks.0…11", 12)]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.fake_cuda import OnFakeCuda, fake_cuda
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -343,6 +344,33 @@ def test_values_of_weights_may_decide_shapes():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(param.grad is None for param in model.parameters())
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_values_of_a_batch_on_a_gpu_are_known_in_the_dry_run():
+    torch.manual_seed(0)
+    model, x = Routed(), torch.randn(7, 4)
+    wanted = [cost.flops for cost in trace_step(model, x, loss_function=mean).costs]
+    with fake_cuda():
+        found = trace_step(model, OnFakeCuda(x), loss_function=mean)
+    assert [cost.flops for cost in found.costs] == wanted
+
+
+class Cut(nn.Module):
+    """A model that computes with as many rows as the largest number of its batch says."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, lengths):
+        rows = torch.minimum(lengths, torch.tensor(5)).max().item()
+        return self.layer(torch.ones(rows, 4))
+
+
+def test_integers_of_a_batch_on_a_gpu_decide_shapes():
+    with fake_cuda():
+        trace = trace_step(Cut(), OnFakeCuda(torch.tensor([2, 3])), loss_function=mean)
+    assert [cost.flops for cost in trace.costs] == [2 * 3 * 4 * 4]
 
 
 def test_shapes_that_depend_on_weights_need_their_values():

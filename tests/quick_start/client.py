@@ -41,6 +41,8 @@ _READ_WHEN_LOADED = (
     "TORCH_LOGS",
 )
 _SET_LATER = (
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets both when it is imported; torch's OpenMP reads neither
+    "KMP_INIT_AT_FORK",
     "GOMP_SPINCOUNT",
     "OMP_NUM_THREADS",
     "PYTHONPATH",

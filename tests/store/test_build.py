@@ -77,7 +77,7 @@ def test_the_files_of_the_weights_are_closed_if_gradients_have_no_room(tmp_path)
     def build(gradients):
         rule = UpdateRule(OptimizerSpec("SGD", {"lr": 1.0}))
         make_tier = lambda own: DiskTier(own.layouts, tmp_path / "weights")  # noqa: E731
-        return build_store(STAGES, rule, make_tier, on_disk=True, gradients=gradients)
+        return build_store(STAGES, rule, make_tier, on_disk=range(len(STAGES)), gradients=gradients)
 
     store = build(None)
     assert open_files_in(tmp_path)

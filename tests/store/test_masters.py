@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwater.store.layout import Encoding
 from headwater.store.masters import join_halves, read_master, round_to_wire, split_halves, write_master
@@ -68,6 +69,28 @@ def test_split_masters_have_the_same_wire_values(bits):
     round_to_wire(master, wire)
     assert torch.equal(wire.view(torch.int16), split(master)[0].view(torch.int16))
     assert torch.equal(master.view(torch.int32), master.clone().view(torch.int32))
+
+
+@pytest.mark.parametrize("threads", [1, 16])
+def test_chunks_occupy_all_threads_and_do_not_change_the_bits(threads, monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    longest = []
+
+    class Lengths(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.copy_.default:
+                longest.append(out.numel())
+            return out
+
+    master = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+    high, low = torch.empty(1 << 20, dtype=torch.bfloat16), torch.empty(1 << 20, dtype=torch.int16)
+    with Lengths():
+        split_halves(master.clone(), high, low)
+    joined = torch.empty_like(master)
+    join_halves(high, low, joined)
+    assert torch.equal(joined, master)
+    assert max(longest) == max(1 << 18, threads << 15)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """A mixed tier holds the bytes of each stage in the tier of that stage."""
 
-import functools
-
 import pytest
 import torch
+from tests.on_device import device_tier
 
 from headwater.core.buffers import aligned_empty
 from headwater.core.errors import DiskFullError
@@ -13,6 +12,7 @@ from headwater.store.disk import DiskTier
 from headwater.store.memory import MemoryTier
 from headwater.store.mixed import MixedTier
 from headwater.store.rule import UpdateRule, stage_layout
+from headwater.store.tier import all_pages, no_pages
 
 STAGES = [
     StageSpec(
@@ -21,12 +21,22 @@ STAGES = [
     for index in range(5)
 ]
 LAYOUTS = [stage_layout(stage, UpdateRule(OptimizerSpec("AdamW", {"lr": 1e-3}))) for stage in STAGES]
-IN_MEMORY = {1, 4}
+IN_MEMORY, ON_DEVICE = {1, 4}, {2}
 
 
 @pytest.fixture
 def tier(tmp_path):
-    tier = MixedTier(LAYOUTS, IN_MEMORY, MemoryTier, functools.partial(DiskTier, folder=tmp_path))
+    def of(kind, **options):
+        return lambda stages: kind([LAYOUTS[stage] for stage in stages], **options)
+
+    tier = MixedTier(
+        LAYOUTS,
+        [
+            (sorted(ON_DEVICE), of(device_tier)),
+            (sorted(IN_MEMORY), of(MemoryTier)),
+            (sorted({*range(5)} - IN_MEMORY - ON_DEVICE), of(DiskTier, folder=tmp_path)),
+        ],
+    )
     yield tier
     tier.close()
 
@@ -39,6 +49,7 @@ def image(tier, stage, *, value=None):
 
 def test_only_stages_of_the_memory_tier_are_resident(tier):
     assert {stage for stage in range(5) if tier.resident_wire(stage) is not None} == IN_MEMORY
+    assert {stage for stage in range(5) if tier.on_device(stage) is not None} == ON_DEVICE
 
 
 def test_every_stage_keeps_its_own_bytes(tier):
@@ -47,7 +58,7 @@ def test_every_stage_keeps_its_own_bytes(tier):
     rests = []
     for stage, wire in enumerate(wires):
         tier.write_wire(stage, wire)
-        for _, rest in tier.groups(stage, tier.layouts[stage].groups, read=False, write=True):
+        for _, rest in tier.groups(stage, tier.layouts[stage].groups, read=no_pages, write=all_pages):
             rest.random_(0, 255)
             rests.append((stage, rest.clone()))
     tier.settle()
@@ -55,7 +66,7 @@ def test_every_stage_keeps_its_own_bytes(tier):
         found = image(tier, stage, value=0)
         tier.read_wire(stage, found)
         assert torch.equal(found, wire)
-        groups = tier.groups(stage, tier.layouts[stage].groups, write=False)
+        groups = tier.groups(stage, tier.layouts[stage].groups)
         for (_, rest), (owner, expected) in zip(groups, [r for r in rests if r[0] == stage], strict=True):
             assert owner == stage
             assert torch.equal(rest, expected)
@@ -65,14 +76,14 @@ def test_if_the_second_tier_cannot_be_made_the_first_is_closed():
     closed = []
 
     class Closing(MemoryTier.__base__):
-        resident_wire = read_wire = write_wire = groups = settle = None
+        is_here = resident_wire = read_wire = write_wire = groups = settle = on_device = None
 
         def close(self):
             closed.append(self)
 
-    def full(layouts):
+    def full(stages):
         raise DiskFullError("there is no room", remedy="free some")
 
     with pytest.raises(DiskFullError):
-        MixedTier(LAYOUTS, IN_MEMORY, Closing, full)
+        MixedTier(LAYOUTS, [([1, 4], lambda stages: Closing(LAYOUTS)), ([0, 2, 3], full)])
     assert len(closed) == 1

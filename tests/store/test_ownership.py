@@ -18,7 +18,8 @@ def layout_of(index, sizes):
 
 
 def ownerships(layouts, placement, hosts, *, on_disk=False):
-    return [Ownership(layouts, rank, placement, hosts, on_disk=on_disk) for rank in range(placement.size)]
+    stages = range(len(layouts)) if on_disk is True else on_disk or ()
+    return [Ownership(layouts, rank, placement, hosts, on_disk=stages) for rank in range(placement.size)]
 
 
 def pieces_of(layout):

@@ -20,7 +20,7 @@ STAGE = StageSpec(0, "stage0", tuple(
 def on_ranks(program):
     def run(fabric):
         layout = StageLayout(STAGE, [{} for _ in STAGE.params], elementwise=True)
-        ownership = Ownership([layout], fabric.rank, Placement(SIZE), fabric.hosts, on_disk=False)
+        ownership = Ownership([layout], fabric.rank, Placement(SIZE), fabric.hosts, on_disk=())
         propagation = Propagation(fabric, ownership, MemoryTier([layout], fabric=fabric))
         try:
             return program(fabric, ownership, propagation)

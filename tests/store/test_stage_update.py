@@ -25,7 +25,9 @@ def store(request, tmp_path):
     def make_tier(own):
         return MemoryTier(own.layouts) if request.param == "memory" else DiskTier(own.layouts, tmp_path)
 
-    made = build_store([STAGE], UpdateRule(MOMENTUM), make_tier, on_disk=request.param == "disk")
+    made = build_store(
+        [STAGE], UpdateRule(MOMENTUM), make_tier, on_disk=[0] if request.param == "disk" else ()
+    )
     made.parameters.write(0, lambda piece: piece.master.zero_())
     yield made
     made.close()

@@ -24,7 +24,7 @@ def store(request, tmp_path):
         return MemoryTier(own.layouts) if request.param == "memory" else DiskTier(own.layouts, tmp_path)
 
     rule = UpdateRule(OptimizerSpec("SGD", {"lr": 1.0}))
-    made = build_store(STAGES, rule, make_tier, on_disk=request.param == "disk")
+    made = build_store(STAGES, rule, make_tier, on_disk=range(len(STAGES)) if request.param == "disk" else ())
     for stage in range(2):
         made.parameters.write(stage, lambda piece: piece.master.zero_())
     yield made

@@ -21,6 +21,7 @@ from headwater.store.files import BlockFile, open_files
 from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule, stage_layout
+from headwater.store.tier import all_pages, no_pages
 from headwater.store.update import Update
 
 SHAPES = st.lists(st.lists(st.integers(1, 3000), min_size=0, max_size=2).map(tuple), min_size=1, max_size=6)
@@ -129,7 +130,7 @@ def test_system_errors_name_the_file(number, error, tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(number, "no")
 
-    monkeypatch.setattr("os.pwritev", fail)
+    monkeypatch.setattr("os.pwrite", fail)
     with pytest.raises(error, match=r"f\.bin"):
         file.write(0, aligned_empty(PAGE_BYTES))
     file.close()
@@ -145,8 +146,8 @@ def test_a_failed_write_raises_at_every_settle(tmp_path, monkeypatch):
     layout = stage_layout(stage_of([(64, 64)]), UpdateRule(OptimizerSpec("AdamW", {"lr": 0.1})))
     tier = DiskTier([layout], tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("os.pwritev", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
-        for _ in tier.groups(0, tier.layouts[0].groups, read=False, write=True):
+        patch.setattr("os.pwrite", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+        for _ in tier.groups(0, tier.layouts[0].groups, read=no_pages, write=all_pages):
             pass
         for _ in range(2):
             with pytest.raises(StoreError):
@@ -164,7 +165,7 @@ def test_many_threads_may_use_a_store_at_once(make_tier, tmp_path):
     def tier(own):
         return MemoryTier(own.layouts) if make_tier is MemoryTier else DiskTier(own.layouts, tmp_path)
 
-    store = build_store(stages, rule, tier, on_disk=make_tier is DiskTier)
+    store = build_store(stages, rule, tier, on_disk=range(len(stages)) if make_tier is DiskTier else ())
     for stage in range(6):
         store.parameters.write(stage, lambda piece: piece.master.zero_())
     wrong = []

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.on_device import device_tier
 
 from headwater.core.buffers import aligned_empty
 from headwater.core.errors import NonFiniteError
@@ -42,11 +43,16 @@ class Pair:
         gradients = GradientOptions(folder=None if gradient_tier == "memory" else folder)
 
         def make_tier(own):
+            if tier == "device":
+                return device_tier(own.layouts)
             return MemoryTier(own.layouts) if tier == "memory" else DiskTier(own.layouts, folder)
 
         self.params = [torch.nn.Parameter(torch.randn(SHAPES[s][p], generator=generator)) for s, p in PLACES]
         self.spec = spec
-        self.store = build_store(stages, UpdateRule(spec), make_tier, gradients=gradients)
+        on_device = range(len(stages)) if tier == "device" else ()
+        self.store = build_store(
+            stages, UpdateRule(spec), make_tier, on_device=on_device, gradients=gradients
+        )
         for stage in range(len(SHAPES)):
             self.store.parameters.write(stage, lambda piece, stage=stage: self._fill(stage, piece))
         self.optimizer = spec.build(self.params)
@@ -108,7 +114,7 @@ class Pair:
     ids=lambda spec: f"{spec.name}-{'-'.join(spec.kwargs)}",
 )
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("tier", ["memory", "disk", "device"])
 def test_updates_on_fetch(tier, wire, spec, tmp_path):
     pair = Pair(tier, tmp_path, spec, wire)
     for number in range(3):
@@ -119,7 +125,7 @@ def test_updates_on_fetch(tier, wire, spec, tmp_path):
 
 
 @pytest.mark.parametrize("gradient_tier", ["memory", "disk"])
-@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("tier", ["memory", "disk", "device"])
 def test_stages_that_were_not_fetched_are_up_to_date_when_read(tier, gradient_tier, tmp_path):
     pair = Pair(tier, tmp_path, ADAMW, gradient_tier=gradient_tier)
     for number in range(3):

@@ -39,7 +39,7 @@ class Stage:
         parts = {i: Part(1, update, None) for i, gradient in enumerate(gradients) if gradient is not None}
         groups = self.tier.groups(0, groups or self.layout.groups, write=True)
         pending = Pending(1, parts if pending is None else pending)
-        self.scalars = self.updater.apply(self.spec, self.image, groups, gradients, self.scalars, pending)
+        self.scalars = self.updater.apply(self.layout, self.image, groups, gradients, self.scalars, pending)
 
     def values(self):
         return [view.clone() for view in self.spec.views(self.image)]

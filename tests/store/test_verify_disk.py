@@ -30,7 +30,7 @@ def make_store(folder, *, verify):
         UpdateRule(OptimizerSpec("AdamW", {"lr": 0.1})),
         GradientOptions(folder=folder, verify=verify),
     )
-    store = build_store(STAGES, rule, make_tier, on_disk=True, gradients=gradients)
+    store = build_store(STAGES, rule, make_tier, on_disk=range(len(STAGES)), gradients=gradients)
     for stage in range(len(STAGES)):
         store.parameters.write(stage, lambda piece: piece.master.fill_(1.0))
     return store

@@ -13,6 +13,7 @@ from torch import nn
 from headwater.core.precision import Precision, autocast
 from headwater.core.seeding import derive_seed
 from headwater.optim.spec import OptimizerSpec
+from headwater.plan.division import divide
 from headwater.plan.partition import find_stages
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan
@@ -64,12 +65,16 @@ class Setting:
     patterns: tuple[str, ...] = ()
     whole_masters: bool = False
     in_memory: tuple[int, ...] = ()
+    on_device: tuple[int, ...] = ()
+    most_stage_bytes: int | None = None  # larger stages are divided
 
     def __str__(self) -> str:
         where = "in_place" if self.in_place else f"{self.slabs}_slabs"
         gradients = "-gradients_on_disk" if self.gradient_tier == "disk" else ""
         memory = f"-{len(self.in_memory)}_in_memory" if self.in_memory else ""
-        return f"{self.tier}{memory}-{where}-{self.activations}{gradients}"
+        memory += f"-{len(self.on_device)}_on_device" if self.on_device else ""
+        divided = f"-{self.most_stage_bytes}_bytes" if self.most_stage_bytes else ""
+        return f"{self.tier}{memory}-{where}-{self.activations}{gradients}{divided}"
 
 
 @dataclasses.dataclass
@@ -85,6 +90,8 @@ class History:
 def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path) -> Plan:
     """Return the plan that `setting` describes."""
     partition = find_stages(model, setting.precision, setting.patterns)
+    if setting.most_stage_bytes is not None:
+        partition = divide(model, partition, setting.most_stage_bytes)
     trace = trace_step(
         model, job.make_batch(0, 0), setting.precision, loss_function=job.loss, partition=partition
     )
@@ -107,6 +114,7 @@ def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path) -> Pla
         gradient_tier=setting.gradient_tier,
         disk=folder,
         in_memory=setting.in_memory,
+        on_device=setting.on_device,
     )
 
 

@@ -177,7 +177,7 @@ def test_full_disk_is_refused_at_the_start(small_disk):
 
 
 def test_a_full_disk_for_gradients_raises(small_disk, monkeypatch):
-    real = os.pwritev
+    real = os.pwrite
 
     def full(fd, buffers, offset):
         if fd not in weights:
@@ -187,7 +187,7 @@ def test_a_full_disk_for_gradients_raises(small_disk, monkeypatch):
     job = make_job()
     with make_engine(job, Setting("disk", 2, gradient_tier="disk"), small_disk) as engine:
         weights = {file._fd for file in engine.store.tier._files}
-        monkeypatch.setattr("os.pwritev", full)
+        monkeypatch.setattr("os.pwrite", full)
         with pytest.raises(DiskFullError, match=r"gradient_\d+.bin"):
             engine.train_step(job.batches(0), job.update(0))
 

@@ -9,6 +9,7 @@ from harness import FP32, History, Job, Setting, collect, make_engine, regressio
 from torch import nn
 
 from headwater.core.precision import Precision
+from headwater.models.layers.feed_forward import FeedForward
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.update import Update
 
@@ -51,6 +52,28 @@ def test_every_plan_computes_the_same_bf16_bits(tmp_path):
     for run in runs[1:]:
         assert run.losses == runs[0].losses
         assert run.norms == runs[0].norms
+        assert all(torch.equal(run.weights[name], value) for name, value in runs[0].weights.items())
+
+
+def test_layers_that_compute_their_input_again_have_the_same_bf16_bits_in_every_plan(tmp_path):
+    """Backward must use the bf16 weights. A parameter at rest holds its fp32 master."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [FeedForward(8, 16, kind, bias=True, dropout=0.0) for kind in ("gelu", "swiglu")]
+        for param in nn.ModuleList(layers).parameters():
+            nn.init.normal_(param, std=0.3)
+        return nn.Sequential(*layers)
+
+    settings = [
+        Setting(in_place=True, precision=BF16),
+        Setting("disk", 2, precision=BF16),
+        Setting("memory", 2, "recompute", precision=BF16),
+        Setting("memory", 2, "offload", precision=BF16),
+    ]
+    runs = [train_streamed(regression(make, 4, 8), setting, tmp_path, steps=3) for setting in settings]
+    for run in runs[1:]:
+        assert run.losses == runs[0].losses
         assert all(torch.equal(run.weights[name], value) for name, value in runs[0].weights.items())
 
 

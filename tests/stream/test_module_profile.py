@@ -14,15 +14,20 @@ from harness import History as Results
 from harness import Setting, assert_equal, collect, make_engine, regression
 from rich.console import Console
 from torch import nn
+from zoo_jobs import zoo_job
 
 from headwater.core.errors import ConfigError, RunError
-from headwater.plan.types import Prediction
+from headwater.fabric.fabric import ALONE
+from headwater.plan.types import Activations, Prediction
 from headwater.profiler.chrome import LANES
-from headwater.profiler.files import write_profile
-from headwater.profiler.profile import document_of, table_of
+from headwater.profiler.ranks import report
+from headwater.profiler.stages import stage_flops
+from headwater.profiler.summary import document_of
+from headwater.profiler.tables import module_table, stage_table
 from headwater.profiler.taking import ProfiledSteps
 from headwater.trainer.callback import FitStart, StepEnd
-from headwater.trainer.op_profiler import OpProfiler
+from headwater.trainer.op_profiler import OpProfiler, check_range
+from read_only import another_user
 
 SETTINGS = [
     Setting(in_place=True),
@@ -54,7 +59,7 @@ def profiled(job, setting, folder, *, steps=3, only=(1,), results=None, **option
 
 
 def rows(profile):
-    return {row.name: row for row in profile.modules}
+    return {row.name: row for row in profile.summary.modules}
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -68,7 +73,7 @@ def test_a_profile_changes_no_results_and_its_shares_are_the_whole_step(setting,
             forward, backward = (found[f"model.transformer.h.{block}.{part}.{way}"] for way in ("fwd", "bwd"))
             assert forward.calls == backward.calls == 2
             assert forward.seconds > 0 and backward.seconds > 0
-    entries = [*document_of(profile)["modules"], *document_of(profile)["others"]]
+    entries = [*document_of(profile.summary)["modules"], *document_of(profile.summary)["others"]]
     assert sum(entry["share"] for entry in entries) == pytest.approx(1, abs=1e-6)
     assert all(entry["share"] >= 0 for entry in entries)
 
@@ -144,9 +149,9 @@ def test_time_is_attributed_to_the_module_that_spends_it(activations, tmp_path):
         name = f"model.layers.{block}.slow"
         assert found[f"{name}.fwd"].seconds >= Slow.FORWARD_S
         assert found[f"{name}.bwd"].seconds >= Slow.BACKWARD_S + again
-    slow_s = sum(row.seconds for row in profile.modules if ".slow." in row.name)
+    slow_s = sum(row.seconds for row in profile.summary.modules if ".slow." in row.name)
     # All other rows together hold none of the sleeps, so most of the time is that of the slow modules.
-    assert {row.name.split(".")[3] for row in profile.modules[:4]} == {"slow"}
+    assert {row.name.split(".")[3] for row in profile.summary.modules[:4]} == {"slow"}
     assert slow_s >= 2 * (Slow.FORWARD_S + Slow.BACKWARD_S + again)
 
 
@@ -162,14 +167,41 @@ def test_deeper_rows_are_taken_out_of_those_around_them(tmp_path):
 def test_the_table_lists_the_ten_most_expensive_rows_and_all_other_work(tmp_path):
     profile = profiled(gpt_job(), Setting(tier="disk"), tmp_path)
     text = io.StringIO()
-    Console(file=text, width=140).print(table_of(profile))
+    Console(file=text, width=140).print(module_table(profile.summary))
     lines = text.getvalue().splitlines()
     assert lines[1].split()[:3] == ["PyTorch", "module", "time,"]
     assert [line.split()[0] for line in lines[2:12]] == [str(number) for number in range(10)]
-    assert lines[2].split()[1] == profile.modules[0].name
+    assert lines[2].split()[1] == profile.summary.modules[0].name
     for name in ("other rows of modules", "wait for weights", "gradients to the store", "rest of the step"):
         assert name in text.getvalue()
     assert lines[-1].split()[-1] == "100.00"
+
+
+def test_the_table_of_stages_lists_their_computation_updates_and_transfers(tmp_path):
+    profile = profiled(gpt_job(micro_batches=2), Setting(tier="disk", activations="recompute"), tmp_path)
+    summary = profile.summary
+    assert [stage.name for stage in summary.stages] == [stage.name for stage in profile.plan.trace.stages]
+    parts = {stage.name: stage for stage in profile.plan.trace.stages}
+    for stage, cost in zip(summary.stages, profile.plan.trace.costs, strict=True):
+        assert stage.forward_s > 0 and stage.backward_s > 0 and stage.update_s > 0
+        # The weights come twice in a micro-batch or are still there, and go back to the disk once.
+        assert stage.weight_bytes >= parts[stage.name].slab_bytes
+        assert stage.disk_bytes >= 2 * parts[stage.name].slab_bytes
+        assert stage.gradient_bytes > 0
+        assert stage.flops >= 2 * (cost.flops + cost.backward_flops)
+    from_host = (Activations.RECOMPUTE_FROM_HOST,) * len(profile.plan.activations)
+    recomputed = stage_flops(dataclasses.replace(profile.plan, activations=from_host), 1)
+    for name, cost in zip(parts, profile.plan.trace.costs, strict=True):
+        assert recomputed[name] == (2 * cost.flops, 2 * (cost.backward_flops + cost.flops))
+    computed = sum(stage.compute_s for stage in summary.stages)
+    assert computed <= sum(row.seconds for row in summary.modules) + 1e-9
+    assert summary.busy.busy_s["wait"] == pytest.approx(sum(stage.wait_s for stage in summary.stages))
+    assert sum(row.wait_s for row in summary.modules) <= summary.busy.busy_s["wait"] + 1e-9
+    assert sum(row.wait_s for row in summary.modules) > 0
+    text = io.StringIO()
+    Console(file=text, width=80).print(stage_table(summary))
+    columns = ["stage", "forward", "backward", "wait", "update", "GFLOP/s", "weights", "gradients", "disk"]
+    assert text.getvalue().splitlines()[1].split() == columns
 
 
 def test_operators_are_listed_by_module(tmp_path):
@@ -239,6 +271,51 @@ def test_steps_that_the_run_does_not_have_are_an_error_before_the_run(tmp_path):
             OpProfiler(start, end, tmp_path)
 
 
+def test_a_range_that_begins_before_a_resumed_run_is_cut_with_a_warning(caplog):
+    with caplog.at_level(logging.WARNING):
+        check_range(3, 8, done=4, last=10)
+    assert "the profile begins at step 5, not at step 3, which is done" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        check_range(1, 4, done=4, last=10)
+    assert [record.getMessage() for record in caplog.records] == [
+        "steps 1 to 4 are not profiled: step 4 is done"
+    ]
+    caplog.clear()
+    check_range(1, 4, done=4, last=10, warn=False)
+    check_range(5, 10, done=4, last=10)
+    assert not caplog.records
+
+
+def test_two_profiles_follow_each_other(tmp_path):
+    first, second = OpProfiler(1, 1, tmp_path / "1"), OpProfiler(2, 3, tmp_path / "2")
+    job = regression(Model, 2, 4)
+    with make_engine(job, Setting(), tmp_path) as engine:
+        for callback in (first, second):
+            callback.on_fit_start(FitStart(0, 3, engine.plan, engine.model))
+        for step in range(1, 4):
+            report = engine.train_step(job.batches(step), job.update(step))
+            for callback in (first, second):
+                callback.on_step_end(StepEnd(step, report.loss, 0.1, 1.0, True, 1.0, 0, 0.1, 0, 0, 1.0, 0.0))
+    steps = [json.loads((tmp_path / name / "op_profile.json").read_text())["steps"] for name in "12"]
+    assert steps == [[1], [2, 3]]
+
+
+def test_a_read_only_folder_is_an_error_before_the_run(protected):
+    with another_user(), pytest.raises(RunError, match="found a read-only one"):
+        OpProfiler(1, 1, protected / "p").on_fit_start(FitStart(0, 1, None))
+
+
+def test_a_full_disk_is_a_warning_and_the_training_continues(tmp_path, caplog):
+    folder = tmp_path / "p"
+    folder.mkdir()
+    (folder / "chrome_trace.json.partial").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        run_callback(OpProfiler(1, 1, folder), regression(Model, 2, 4), Setting(), tmp_path, steps=2)
+    assert "the training is not affected: no space left for chrome_trace.json" in caplog.text
+    assert not (folder / "chrome_trace.json").exists()
+
+
 def test_a_folder_that_is_a_file_is_an_error_before_the_run(tmp_path):
     (tmp_path / "p").write_text("")
     with pytest.raises(RunError, match="expected a folder or nothing, found a file"):
@@ -249,5 +326,25 @@ def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "q").write_text("")
     profile = profiled(regression(Model, 2, 4), Setting(), tmp_path, steps=2)
     with caplog.at_level(logging.WARNING):
-        write_profile(tmp_path / "q", profile)
+        report(ALONE, profile, tmp_path / "q", None)
     assert "the profile was not written; the training is not affected" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "t5"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_the_shares_of_models_of_transformers_are_the_whole_step(name, setting, tmp_path):
+    summary = profiled(zoo_job(name), setting, tmp_path, steps=2).summary
+    found = document_of(summary)
+    entries = [*found["modules"], *found["others"]]
+    assert sum(entry["share"] for entry in entries) == pytest.approx(1, abs=0.03)
+    assert all(entry["share"] >= 0 for entry in entries)
+    ways = {entry["name"].rsplit(".", 1)[1] for entry in found["modules"]}
+    assert ways == {"fwd", "bwd"}
+    stages = {stage["name"]: stage for stage in found["stages"]}
+    blocks = [stage for stage in stages.values() if stage.get("flops_per_s")]
+    assert len(blocks) >= 2
+    for stage in blocks:
+        assert stage["forward_ms"] > 0
+        assert stage["backward_ms"] > 0
+        assert stage["update_ms"] > 0
+        assert (stage["disk_bytes"] > 0) == (setting.tier == "disk")

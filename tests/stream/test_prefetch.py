@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.streams import IMMEDIATE
 from headwater.store.ledger import Ledger
 from headwater.stream.device import CpuDevice
 from headwater.stream.weights import InPlaceWeights, MixedWeights, SlabWeights
@@ -20,11 +21,14 @@ class Store:
     def resident_wire(self, stage):
         return None
 
+    def on_device(self, stage):
+        return None
+
     def version(self, stage):
         self.questions += 1
         return 0
 
-    def fetch(self, stage, into, up_to):
+    def fetch(self, stage, into, up_to, stream=IMMEDIATE):
         self.fetched.append(stage)
         into[:64].view(torch.float32).fill_(stage)
 
@@ -74,7 +78,7 @@ class MixedStore(Store):
     def resident_wire(self, stage):
         return torch.ones(16) if stage == 1 else None
 
-    def fetch(self, stage, into=None, up_to=None):
+    def fetch(self, stage, into=None, up_to=None, stream=IMMEDIATE):
         if into is not None:
             super().fetch(stage, into, up_to)
 
@@ -83,7 +87,7 @@ def test_a_stage_in_memory_is_used_while_the_next_stages_are_fetched():
     spec = ParamSpec("w", (16,), torch.float32, torch.float32)
     stages, store = [StageSpec(index, f"s{index}", (spec,)) for index in range(5)], MixedStore()
     slabs = SlabWeights(store, stages, 2, CpuDevice(), in_place={1})
-    weights = MixedWeights({1}, InPlaceWeights(store), slabs)
+    weights = MixedWeights({1}, InPlaceWeights(store, CpuDevice()), slabs)
     weights.begin(range(5))
     use(weights, 0)
     assert weights.require(1).tolist() == [1] * 16

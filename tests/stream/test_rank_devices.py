@@ -1,58 +1,34 @@
 """Ranks with one device each, which cannot read host memory, compute the bits of ranks on the CPU."""
 
-import contextlib
 import dataclasses
 import functools
 import os
-import random
-import time
 
 import pytest
-import torch
 from harness import FP32
 from rank_training import Net, plan_of, train
 from test_several_hosts import Choosing
+from tests.device_double import DeviceDouble
 from tests.rank_processes import run_ranks
 
 from headwater.api.ranks import take_accelerator
-from headwater.core.buffers import PAGE_BYTES, aligned_empty
+from headwater.core.buffers import aligned_empty
 from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision, autocast
 from headwater.plan.types import Activations
-from headwater.stream.device import Device, make_device
+from headwater.stream.devices import make_device
 
 BF16 = Precision("bf16")
 
 
-class Beside(Device):
-    """A stand-in for an accelerator: it has separate memory, and copies to that take a while."""
+class Beside(DeviceDouble):
+    """A stand-in for an accelerator: it has separate memory, and copies to that are late."""
 
-    torch_device = torch.device("cpu")
-    reads_host = False
-
-    slabs = 0  # of this rank's process
+    made = None  # the one of this rank's process
 
     def __init__(self):
-        self._random = random.Random(os.getpid())
-
-    def allocate_slab(self, num_bytes):
-        Beside.slabs += 1
-        return aligned_empty(num_bytes)
-
-    def page_lock(self, memory):
-        assert all(each.data_ptr() % PAGE_BYTES == 0 for each in memory)
-        return lambda: None
-
-    def compute_mark(self):
-        return None
-
-    @contextlib.contextmanager
-    def copying(self, after):
-        time.sleep(self._random.choice([0, 0, 0.002]))
-        yield
-
-    def synchronize(self):
-        pass
+        super().__init__(os.getpid())
+        Beside.made = self
 
 
 @pytest.fixture
@@ -105,7 +81,10 @@ def trained(engine):
     engine.store.flush()
     if engine.plan.device != "cpu":
         classes = {stage.slab_bytes for stage in engine.store.stages}
-        assert (Beside.slabs >= len(classes)) == engine.fabric.computes
+        assert (Beside.made is not None) == engine.fabric.computes
+        if Beside.made is not None:
+            assert Beside.made.slabs >= len(classes)
+            assert Beside.made.races == []
     weights = []
     for stage in engine.store.stages if engine.fabric.computes else ():
         image = aligned_empty(engine.store.tier.layouts[stage.index].wire_bytes)

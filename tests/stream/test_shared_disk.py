@@ -1,4 +1,4 @@
-"""The disk tier on several hosts or with store ranks computes the bits of the memory tier."""
+"""Weights on disk, all or some, have the bits of weights in memory on several ranks and hosts."""
 
 import dataclasses
 import functools
@@ -13,6 +13,8 @@ from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.precision import Precision
 
 BF16 = Precision("bf16")
+IN_MEMORY = (0, 2, 5)
+"""Stages that stay in memory beside the disk tier."""
 
 
 def fetched(engine):
@@ -49,6 +51,11 @@ def small_blocks(monkeypatch):
         (4, 2, 3, FP32, 2, Net, "both"),
         (3, 1, 1, BF16, 2, Choosing, "both"),
         (3, 1, 2, FP32, 1, Net, "weights"),
+        (2, 1, 0, FP32, 1, Net, "some weights"),
+        (2, 1, 0, BF16, 2, Choosing, "some weights"),
+        (4, 2, 0, FP32, 1, Choosing, "some weights"),
+        (3, 1, 1, BF16, 2, Net, "some weights"),
+        (4, 2, 2, FP32, 1, Net, "some weights"),
     ],
 )
 def test_weights_on_disk_equal_weights_in_memory(
@@ -58,7 +65,9 @@ def test_weights_on_disk_equal_weights_in_memory(
     here: dict[str, object] = {"disk": tmp_path}
     if on_disk != "gradients":
         here |= {"tier": "disk", "in_place": False, "slabs": 4 * ranks // hosts}
-    if on_disk != "weights":
+    if on_disk == "some weights":
+        here["in_memory"] = IN_MEMORY
+    elif on_disk != "weights":
         here["gradient_tier"] = "disk"
     disk = dataclasses.replace(memory, **here)
     work = functools.partial(train, micro_batches=micro_batches, net=net)

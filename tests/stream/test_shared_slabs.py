@@ -1,5 +1,6 @@
 """Slabs that several ranks share: every rank sees the weights that it requested, whatever the others do."""
 
+import atexit
 import dataclasses
 import functools
 import random
@@ -14,6 +15,7 @@ from tests.rank_processes import run_ranks
 from headwater.core.errors import DiskFullError, StreamError
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.streams import IMMEDIATE
 from headwater.fabric.fabric import ALONE
 from headwater.plan.types import Activations
 from headwater.store.ledger import Ledger
@@ -75,7 +77,10 @@ class Numbers:
     def resident_wire(self, stage):
         return None
 
-    def fetch(self, stage, into, up_to):
+    def on_device(self, stage):
+        return None
+
+    def fetch(self, stage, into, up_to, stream=IMMEDIATE):
         if stage == self._failing:
             raise DiskFullError("there is no room")
         into[:128] = 255  # a rank that used the slab during the copy would see this value
@@ -158,3 +163,18 @@ def test_a_read_error_of_the_leader_is_raised_on_the_waiting_rank():
 
 def test_a_single_rank_needs_no_shared_slabs():
     assert wander(ALONE, 0, 2)[0] == 0
+
+
+def serves_at_exit(fabric):
+    """Return whether the thread for other ranks runs, before and after the handlers of Python's end."""
+    weights = make_weights(fabric, Numbers(fabric.rank), 4)
+    before = weights._server.is_alive() if fabric.local_rank == 0 else None
+    fabric.barrier("both ranks to have weights")
+    if fabric.local_rank == 0:
+        weights._loader.close()
+    atexit._run_exitfuncs()
+    return before, weights._server.is_alive() if fabric.local_rank == 0 else None
+
+
+def test_no_thread_serves_other_ranks_when_python_ends():
+    assert run_ranks(serves_at_exit)[0] == (True, False)

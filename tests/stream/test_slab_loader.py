@@ -7,6 +7,7 @@ import torch
 
 from headwater.core.errors import DiskFullError
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.streams import IMMEDIATE
 from headwater.fabric.fabric import ALONE
 from headwater.store.ledger import Ledger
 from headwater.stream.device import CpuDevice
@@ -29,7 +30,10 @@ class Store:
     def resident_wire(self, stage):
         return None
 
-    def fetch(self, stage, into, up_to):
+    def on_device(self, stage):
+        return None
+
+    def fetch(self, stage, into, up_to, stream=IMMEDIATE):
         assert self.go.wait(10)
         if stage == self._failing:
             raise DiskFullError("there is no room")

@@ -120,3 +120,13 @@ def test_progress_is_a_bar_on_a_terminal():
     output = console.file.getvalue()
     assert "\x1b[" in output and "2/4" in output
     assert output.rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_lines_of_progress_end_with_the_time_that_is_left():
+    text = io.StringIO()
+    run(ProgressBar(Console(file=text, width=200)), *map(step, range(1, 5)))
+    lines = [
+        line.rstrip() for line in text.getvalue().splitlines() if line.startswith("step") and "/4" in line
+    ]
+    assert [line.rpartition("  ")[2] for line in lines[:3]] == ["1.50 s left", "1.00 s left", "500 ms left"]
+    assert "left" not in lines[3]

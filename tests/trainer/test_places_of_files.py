@@ -3,9 +3,6 @@
 import errno
 import logging
 import os
-import tempfile
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from test_callbacks import run, step
@@ -19,6 +16,7 @@ from headwater.trainer.history import History
 from headwater.trainer.loss_curve import LossCurve
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.tensorboard import TensorBoard
+from read_only import another_user
 
 FILES = (
     "params.yaml",
@@ -41,29 +39,6 @@ def put(kind, path):
         return "which does not exist"
     os.mkfifo(path)
     return "found a special file"
-
-
-@contextmanager
-def another_user():
-    """Drop the rights of root, which may write everywhere."""
-    if os.geteuid():
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
-@pytest.fixture
-def protected():
-    """Yield a folder that its user may read but not write; other users cannot reach pytest's folders."""
-    with tempfile.TemporaryDirectory() as above:
-        Path(above).chmod(0o755)
-        folder = Path(above) / "protected"
-        folder.mkdir(0o555)
-        yield folder
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -140,15 +140,20 @@ def test_engine_starts_from_the_models_own_initial_values():
 
 
 class Noted(Callback):
-    """A callback that notes its events; its start fails if it has an error."""
+    """A callback that notes its events; its start fails with `error`, its end of a failed run with `late`."""
 
-    def __init__(self, error=None):
-        self.events, self.error = [], error
+    def __init__(self, error=None, late=None):
+        self.events, self.error, self.late = [], error, late
 
     def on_fit_start(self, event):
         if self.error is not None:
             raise self.error
         self.events.append("start")
+
+    def on_fit_error(self, error):
+        self.events.append(str(error))
+        if self.late is not None:
+            raise self.late
 
     def on_fit_end(self):
         self.events.append("end")
@@ -158,14 +163,34 @@ def test_callbacks_that_have_started_end_if_the_start_of_another_fails(tmp_path)
     init = tiny().init
     job = Job(init, zoo_trainable(init), train=[], batch_size=1)
     work = training_workload(init, job.trainable, 1)
-    callbacks = [Noted(), Noted(RunError("no place for files")), Noted()]
+    callbacks = [Noted(late=RunError("no mail")), Noted(), Noted(RunError("no place for files")), Noted()]
     with make_engine(init, job.trainable, plan_run(init, job.trainable, work), work.optimizer) as engine:
         state = RunState(0, LossScale.of(engine.plan.precision))
         manager = CheckpointManager(tmp_path)
         trainer = Trainer(engine, job, state, checkpoints=manager, callbacks=callbacks)
         with pytest.raises(RunError, match="no place for files"):
             trainer.fit(Interrupt())
-    assert [callback.events for callback in callbacks] == [["start", "end"], [], []]
+    ended = ["start", "no place for files", "end"]
+    assert [callback.events for callback in callbacks] == [ended, ended, [], []]
+
+
+def test_callbacks_get_the_error_of_a_last_checkpoint_that_was_lost(tmp_path, monkeypatch):
+    init = tiny("trainer.init.loop.max_steps=1").init
+    job = Job(init, zoo_trainable(init), train=[], batch_size=1)
+    work = training_workload(init, job.trainable, 1)
+    manager, callback = CheckpointManager(tmp_path), Noted()
+
+    def wait():
+        monkeypatch.undo()
+        raise CheckpointError("the disk is full")
+
+    with make_engine(init, job.trainable, plan_run(init, job.trainable, work), work.optimizer) as engine:
+        state = RunState(1, LossScale.of(engine.plan.precision))
+        trainer = Trainer(engine, job, state, checkpoints=manager, callbacks=[callback], saved_step=1)
+        monkeypatch.setattr(manager, "wait", wait)
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            trainer.fit(Interrupt())
+    assert callback.events == ["start", "the disk is full", "end"]
 
 
 def test_learning_rates_of_mup_reach_the_optimizer():

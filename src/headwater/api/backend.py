@@ -106,9 +106,9 @@ def backend(
         validate_only: stop at the first step, after a check that model, loss and data fit each other.
         **options: keys of the section `backend` of a params file: `device_memory` and `host_memory` (bytes,
             or `"4GiB"`), `disk` (a folder, or `{path, size}`), `num_slabs`, `activations`, `tier`,
-            `stages_in_memory`, `gradient_tier`, `compile`, `matmul`, `allocator`; and `num_csx`, the number
-            of compute ranks. With more than one rank the script is started again for each: see [Note: ranks
-            of a script].
+            `stages_in_memory`, `stages_on_device`, `gradient_tier`, `optimizer_state`, `compile`, `matmul`,
+            `allocator`; and `num_csx`, the number of compute ranks. With more than one rank the script is
+            started again for each: see [Note: ranks of a script].
 
     Returns:
         The backend.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from headwater.plan.capture.mlir import MISSING, find_lowering
 from headwater.plan.capture.record import StepRecord, record_step
 from headwater.plan.capture.report import report_stages, stage_table
 from headwater.plan.capture.state import optimizer_state_bytes
-from headwater.plan.options import NOT_FIXED, Fixed, PlanRequest
+from headwater.plan.division import divisions
+from headwater.plan.options import NOT_FIXED, Fixed, PlanRequest, TraceFor
 from headwater.plan.report import render_plan
-from headwater.plan.types import Plan, Resources
+from headwater.plan.trace import trace_step
+from headwater.plan.types import OptimizerState, Plan, Resources, Trace
 
 ASSUMED_OPTIMIZER = OptimizerSpec("AdamW")
 """The optimizer for which a plan is made if no optimizer is given."""
@@ -135,6 +138,7 @@ def validate_only(
     loss_function: LossFunction | None = None,
     optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
     precision: Precision | None = None,
+    optimizer_state: OptimizerState = "exact",
 ) -> ValidateReport:
     """Check that a model, its loss, its optimizer and a batch fit each other, by a step on fake tensors.
 
@@ -146,6 +150,7 @@ def validate_only(
             one that the model returns, or a scalar computed from the model's output.
         optimizer: the optimizer of the weights.
         precision: precision of the run; fp32 if not given.
+        optimizer_state: how the weight store keeps optimizer state; see `trainer.init.backend`.
 
     Returns:
         The record of the step, and the bytes of optimizer state.
@@ -158,10 +163,10 @@ def validate_only(
         model,
         (args, kwargs or {}),
         precision,
-        loss_function=_on_arguments if loss_function is None else _on_batch(loss_function),
+        loss_function=_loss_of(loss_function),
     )
     spec = _spec(optimizer, model)
-    params = [param for stage in record.trace.stages for param in stage.params]
+    params = [param for stage in _as_stored(record.trace, optimizer_state).stages for param in stage.params]
     return ValidateReport(record, spec, 0 if spec is None else optimizer_state_bytes(spec, params))
 
 
@@ -208,7 +213,14 @@ def compile_only(
     )
     record = valid.record
     if plan is None:
-        plan = _plan(record, valid.optimizer or ASSUMED_OPTIMIZER, resources or Resources(), device, fixed)
+        plan = _plan(
+            record,
+            _divided(model, (args, kwargs or {}), record, _loss_of(loss_function)),
+            valid.optimizer or ASSUMED_OPTIMIZER,
+            resources or Resources(),
+            device,
+            fixed,
+        )
     lowering = find_lowering()
     captured = capture_stages(model, record, lowering)
     refusal = str(plan) if isinstance(plan, DoesNotFitError) else None
@@ -249,6 +261,11 @@ def check(
     if options.validate_only:
         return validate_only(model, args, kwargs, precision=options.precision)
     return None
+
+
+def _loss_of(loss_function: LossFunction | None) -> LossFunction:
+    """Return the loss of a model and `(args, kwargs)`, given the user's loss if there is one."""
+    return _on_arguments if loss_function is None else _on_batch(loss_function)
 
 
 def _on_batch(loss_function: LossFunction) -> LossFunction:
@@ -297,17 +314,42 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
     return OptimizerSpec.of(optimizer)
 
 
+def _divided(
+    model: nn.Module, batch: Any, record: StepRecord, loss_function: LossFunction
+) -> Iterator[TraceFor]:
+    """Yield the dry runs of a recorded step with ever smaller stages."""
+    for partition in divisions(model, record.partition):
+        trace = trace_step(model, batch, record.precision, loss_function=loss_function, partition=partition)
+        yield functools.partial(_same, trace)
+
+
+def _as_stored(trace: Trace, optimizer_state: OptimizerState) -> Trace:
+    return trace.with_bf16_state() if optimizer_state == "bf16" else trace
+
+
+def _same(trace: Trace, size: int) -> Trace:
+    """Return the trace: the micro-batch has one size alone."""
+    return trace
+
+
 def _plan(
-    record: StepRecord, optimizer: OptimizerSpec, resources: Resources, device: str, fixed: Fixed
+    record: StepRecord,
+    divided: Iterable[TraceFor],
+    optimizer: OptimizerSpec,
+    resources: Resources,
+    device: str,
+    fixed: Fixed,
 ) -> Plan | DoesNotFitError:
     """Plan a step with one micro-batch. Return the plan, or the error if no plan fits the limits."""
-    params = [param for stage in record.trace.stages for param in stage.params]
+    trace = _as_stored(record.trace, fixed.optimizer_state)
+    params = [param for stage in trace.stages for param in stage.params]
     trained = sum(param.numel for param in params if param.requires_grad)
     size = record.trace.micro_batch_size
     try:
         return make_plan(
             PlanRequest(
-                lambda _: record.trace,
+                functools.partial(_same, trace),
+                divided=lambda: divided,
                 batch_size=size,
                 precision=record.precision,
                 optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),

@@ -109,7 +109,9 @@ class CurrentEngine:
         self._note_store(self.engine.store)
         self.engine.when_departed(self._give_back)
         if before is not None:
-            self._succeed(before, self.engine, old_names, unchanged=unchanged)
+            # Weights that earlier forwards have saved are found by the indices of their stages.
+            same_stages = _parameter_names(before) == _parameter_names(self.engine)
+            self._succeed(before, self.engine, old_names, unchanged=unchanged and same_stages)
         # After `_succeed`, which gives states back to the optimizers of the old engine.
         self.updaters, self.structure = updaters, Structure(self.model)
         if before is None and self.fabric.num_hosts > 1:
@@ -131,7 +133,8 @@ class CurrentEngine:
         """
         if self.fabric.size > 1:
             before.store.flush()
-            # A rank has the scalars of its own updates only, and the new store may give it others.
+            # A rank has the scalars of only those parameters that it updates. It may update others in the
+            # new store.
             before.store.scalars.share()
         take_over(engine.store, before.store, old_names)
         kept = set(old_names.values())
@@ -184,3 +187,8 @@ class CurrentEngine:
             self._give_back(key, param)
         self.engine.close()
         self.engine = None
+
+
+def _parameter_names(engine: Engine) -> list[list[str]]:
+    """Return the names of the parameters of each stage."""
+    return [[param.name for param in stage.params] for stage in engine.plan.trace.stages]

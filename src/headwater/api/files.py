@@ -21,11 +21,12 @@ from torch import Tensor
 
 from headwater.api.structure import decode, encode
 from headwater.api.transaction import is_open
+from headwater.api.writing import write_tensors
 from headwater.core.checked_files import CHUNK_BYTES, Chunk
 from headwater.core.cleanup import on_failure
 from headwater.core.errors import CheckpointError
-from headwater.core.files import disk_errors, sync_folder
-from headwater.core.lazy import LazyTensor, pieces_of
+from headwater.core.files import PARTIAL_SUFFIX, disk_errors, sync_folder
+from headwater.core.lazy import LazyTensor
 from headwater.core.pickles import load_pickled
 from headwater.core.safetensors import DTYPE_CODES, TensorFile, TensorFileWriter, TensorPlace
 from headwater.fabric.membership import current
@@ -77,8 +78,7 @@ def _save(state: Any, path: Path) -> None:
         num_chunks = sum(-(-tensor.nbytes // CHUNK_BYTES) for tensor in tensors.values())
         metadata[_CHECKSUMS] = "0" * _CHECKSUM_DIGITS * num_chunks
         with TensorFileWriter(unfinished, layout, metadata) as file:
-            for name, tensor in tensors.items():
-                file.write_pieces(name, pieces_of(tensor))
+            write_tensors(tensors, dict.fromkeys(tensors, file))
             file.metadata[_CHECKSUMS] = "".join(map(_digits, (checksum for _, _, checksum in file.chunks)))
             file.metadata[_SEAL] = _seal(file.metadata, file.places)
 
@@ -121,8 +121,12 @@ def load(path: str | os.PathLike[str], map_location: torch.device | str | None =
 
 
 def lazy_tensors(file: TensorFile) -> dict[str, Tensor]:
-    """Return the tensors of a file by name. They are lazy, except for the smallest, which are read now."""
-    return {name: _lazy_tensor(file, name, place) for name, place in file.places.items()}
+    """Return the tensors of a file by name, in file order.
+
+    They are lazy, except for the smallest, which are read now.
+    """
+    places = sorted(file.places.items(), key=lambda item: item[1].offset)
+    return {name: _lazy_tensor(file, name, place) for name, place in places}
 
 
 def _lazy_tensor(file: TensorFile, name: str, place: TensorPlace) -> Tensor:
@@ -190,18 +194,13 @@ def _replacing(path: Path) -> Iterator[Path]:
 
     Only one process can have the file at a time. A file that a killed process has left is used again.
     """
-    unfinished = path.with_name(path.name + ".partial")
-    with disk_errors(unfinished):
-        # Without O_TRUNC: until the lock is taken, another process may be writing this file.
-        handle = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    unfinished = path.with_name(path.name + PARTIAL_SUFFIX)
+    handle = _locked(unfinished, path)
+    while not _is_at(unfinished, handle):
+        # Between open and lock, another process has finished this file and renamed or removed it.
+        os.close(handle)
+        handle = _locked(unfinished, path)
     try:
-        if os.fstat(handle).st_uid != os.geteuid():
-            raise CheckpointError(
-                "the unfinished file belongs to another user",
-                where=str(unfinished),
-                remedy="remove it, or save to a folder of your own",
-            )
-        _lock(handle, path)
         with on_failure(lambda: unfinished.unlink(missing_ok=True)):
             yield unfinished
             with disk_errors(path):
@@ -209,6 +208,30 @@ def _replacing(path: Path) -> Iterator[Path]:
                 sync_folder(path.parent)
     finally:
         os.close(handle)
+
+
+def _locked(unfinished: Path, path: Path) -> int:
+    """Open the unfinished file, lock it, and return its descriptor."""
+    with disk_errors(unfinished):
+        # Without O_TRUNC: until the lock is taken, another process may be writing this file.
+        handle = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    with on_failure(lambda: os.close(handle)):
+        if os.fstat(handle).st_uid != os.geteuid():
+            raise CheckpointError(
+                "the unfinished file belongs to another user",
+                where=str(unfinished),
+                remedy="remove it, or save to a folder of your own",
+            )
+        _lock(handle, path)
+    return handle
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """True if an open file has this name now."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(handle: int, path: Path) -> None:

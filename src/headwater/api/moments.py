@@ -62,8 +62,13 @@ class Moment:
     def __init__(self, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> None:
         # Strong references: while this lives, no other object can get the ids in its key in `_alive`.
         self._optimizer, self._param, self._name = optimizer, param, name
-        self.param = self  # `nn.Parameter(tensor)` copies it
         self.kept: torch.Tensor | None = None
+
+    @property
+    def param(self) -> Moment:
+        """The source of a copy that `nn.Parameter(tensor)` makes: this object."""
+        # Not an attribute, which would be a cycle: `keep` would copy values that the program has dropped.
+        return self
 
     @classmethod
     def of(cls, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> Moment:
@@ -124,6 +129,12 @@ class _Reading:
 
     def __call__(self) -> Iterator[torch.Tensor]:
         yield self.moment.home.read()
+
+    @property
+    def place(self) -> tuple[Home, str] | None:
+        """The place of the parameter in a store, and the name of the state. See `StoredValues`."""
+        home = self.moment.home
+        return (home.home, home.name) if isinstance(home, _MomentHome) else None
 
 
 class MomentAtRest(AtRest, torch.Tensor):

@@ -99,7 +99,7 @@ def step(
     asked = _StepOptions(max_norm, max_value, loss_scale, skip_non_finite)
     models = {id(home.store) for home in _homes(optimizer)}
     plain = any(not isinstance(param, ParameterAtRest) for param in params_of(optimizer))
-    # A store knows the norm of its own gradients only, and clipping needs the norm of all.
+    # Clipping needs the norm of all gradients. A store knows only the norm of those that it holds.
     if len(models) == 1 and not plain:
         with _options.replaced(asked):
             optimizer.step()

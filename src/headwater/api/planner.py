@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from torch import nn
@@ -15,8 +17,11 @@ from headwater.core.precision import Precision
 from headwater.fabric.fabric import Fabric
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
-from headwater.plan.options import device_of, fixed_by, request_of, resources_of
-from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
+from headwater.plan.options import TraceFor, device_of, fixed_by, request_of, resources_of
+from headwater.plan.types import WHOLE_STORE, Plan, Resources, StoreShare, Trace
+
+if TYPE_CHECKING:
+    from headwater.api.updaters import Updaters
 
 
 class Planner:
@@ -62,35 +67,67 @@ class Planner:
         Console().print(report.render())
         raise SystemExit(0)
 
-    def plan(self, trace: Trace, precision: Precision, state_bytes: int, fabric: Fabric) -> Plan:
+    def plan(
+        self,
+        trace: Trace,
+        divided: Iterable[Trace],
+        precision: Precision,
+        updaters: Updaters,
+        fabric: Fabric,
+        before: Plan | None = None,
+    ) -> Plan:
         """Make a plan for the model of a dry run. Every rank returns the same plan.
 
         Args:
             trace: the dry run.
+            divided: dry runs with ever smaller stages, made only if no plan fits.
             precision: precision of the run.
-            state_bytes: bytes of optimizer state of each trained element.
+            updaters: the optimizer of each parameter.
             fabric: the ranks that train together.
+            before: the plan of the engine that is replaced. Its store exists until the new one is filled.
         """
         disk = disk_folder(self._backend.config)
 
         def make() -> Plan:
             request = request_of(
                 self._backend.config,
-                lambda size: trace,
+                _always(trace),
                 device=self.device,
                 batch_size=trace.micro_batch_size,
                 precision=precision,
-                optimizer_state_bytes=state_bytes,
+                optimizer_state_bytes=updaters.state_bytes(self._backend.config.optimizer_state),
                 micro_batch_size=trace.micro_batch_size,
                 disk=disk,
             )
             rates = calibrate(request.device, disk)
             return make_plan(
-                dataclasses.replace(request, calibration=rates, ranks=fabric.local_size, share=_share(fabric))
+                dataclasses.replace(
+                    request,
+                    resources=beside(request.resources, before),
+                    calibration=rates,
+                    ranks=fabric.local_size,
+                    share=_share(fabric),
+                    divided=lambda: map(_always, divided),
+                )
             )
 
         # The plan is that of rank 0, but the path of the folder may differ between hosts.
         return dataclasses.replace(fabric.agree(make, Plan), disk=disk)
+
+
+def beside(resources: Resources, before: Plan | None) -> Resources:
+    """Return the limits of an engine that is made while stages of another one are in device memory.
+
+    A limit that is not set is what the device has free, so it needs no change.
+    """
+    if before is None or before.prediction is None or resources.device_memory is None:
+        return resources
+    held = before.prediction.device_parts.get("weight store", 0)
+    return dataclasses.replace(resources, device_memory=max(resources.device_memory - held, 0))
+
+
+def _always(trace: Trace) -> TraceFor:
+    return lambda size: trace
 
 
 def _share(fabric: Fabric) -> StoreShare:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from headwater.api import huggingface
 from headwater.api.files import lazy_tensors
+from headwater.api.writing import write_tensors
 from headwater.convert.shards import (
     INDEX_FILE,
     WEIGHTS_FILE,
+    ShardWriter,
     has_weights,
     plan_shards,
     weight_files,
@@ -30,7 +32,7 @@ from headwater.core.empty import give_values, record_values, recorded_values
 from headwater.core.errors import CheckpointError
 from headwater.core.files import disk_errors
 from headwater.core.lazy import pieces_of
-from headwater.core.safetensors import TensorFile, TensorFileWriter
+from headwater.core.safetensors import TensorFile
 from headwater.core.units import parse_bytes
 from headwater.fabric.membership import current
 
@@ -134,7 +136,8 @@ def _compare(model: nn.Module, directory: Path, *, strict: bool) -> _Loading:
     """
     _require_buffers(model)
     places = _places(model)
-    found = huggingface.named_by_model(model, _checkpoint_tensors(directory), places)
+    tensors = _checkpoint_tensors(directory)
+    found = huggingface.named_by_model(model, tensors, places)
     _require_shapes(found, places, directory)
     values = _one_of_each(found, places, directory)
     loaded = {id(places[name]) for name in values}
@@ -143,7 +146,10 @@ def _compare(model: nn.Module, directory: Path, *, strict: bool) -> _Loading:
     report = LoadReport(tuple(sorted(missing)), tuple(sorted(unexpected)))
     if strict and (missing or unexpected):
         raise _names_differ(report, directory)
-    return _Loading(report, [(places[name], tensor) for name, tensor in values.items()])
+    # In file order, in which a file reads ahead. A converted tensor is a new object and comes last.
+    place_in_files = {id(tensor): number for number, tensor in enumerate(tensors.values())}
+    order = sorted(values, key=lambda name: place_in_files.get(id(values[name]), len(tensors)))
+    return _Loading(report, [(places[name], values[name]) for name in order])
 
 
 def _require_buffers(model: nn.Module) -> None:
@@ -167,7 +173,7 @@ def _places(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _checkpoint_tensors(directory: Path) -> dict[str, Tensor]:
-    """Return every tensor of a checkpoint by name, lazy or mapped into memory."""
+    """Return every tensor of a checkpoint by name, in file order, lazy or mapped into memory."""
     tensors: dict[str, Tensor] = {}
     if has_weights(directory, PICKLED_FILE) and not has_weights(directory):
         for path in weight_files(directory, PICKLED_FILE):
@@ -329,10 +335,8 @@ def _save(model: nn.Module, directory: Path, max_shard_bytes: int, dtype: torch.
         directory.mkdir(parents=True, exist_ok=True)
     with disk_errors(directory), tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as scratch:
         unfinished = Path(scratch)
-        for shard in shards:
-            with TensorFileWriter(unfinished / shard.file, shard.tensors) as file:
-                for name in shard.tensors:
-                    file.write_pieces(name, pieces_of(tensors[name]))
+        with ShardWriter(unfinished, shards) as writer:
+            write_tensors(tensors, writer.files)
         write_index(unfinished, shards)
         floating = (kind[0] for kind in layout.values() if kind[0].is_floating_point)
         huggingface.save_config(model, unfinished, next(floating, torch.get_default_dtype()))

@@ -13,9 +13,8 @@ from rich.console import Console
 
 from headwater.api.registry import streamed_models
 from headwater.fabric.membership import current
-from headwater.profiler.files import check_folder, write_profile
-from headwater.profiler.profile import table_of
-from headwater.profiler.ranks import trace_of_ranks
+from headwater.profiler.files import check_folder
+from headwater.profiler.ranks import report
 from headwater.profiler.taking import ProfiledSteps
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class LoopProfile:
 
     def __init__(self, model: nn.Module | None, *, depth: int, operators: bool) -> None:
         self._model = model
-        self._taken = ProfiledSteps(model, self._plan, depth=depth, operators=operators)
+        self._taken = ProfiledSteps(model, self._plan, depth=depth, operators=operators, rank=current().rank)
         self._count = 0
         self._begin = perf_counter_ns()
 
@@ -53,17 +52,13 @@ class LoopProfile:
         self._taken.close()
 
     def write(self, folder: Path) -> None:
-        """Write the files on rank 0, and print the table there. All ranks call this."""
+        """Write the files on rank 0, and print the tables there. All ranks call this."""
         if not self._count:
             self.step()
         plan = self._plan
         if plan is not None:
             self._taken.set_plan(plan)
-        found, fabric = self._taken.finish(), current()
-        trace = trace_of_ranks(fabric, found)
-        if fabric.rank == 0:
-            Console().print(table_of(found))
-            write_profile(folder, found, trace)
+        report(current(), self._taken.finish(), folder, Console())
 
 
 @contextmanager
@@ -74,11 +69,11 @@ def profile(
     depth: int = 1,
     operators: bool = False,
 ) -> Iterator[LoopProfile]:
-    """Profile the user's loop inside the context, then print a table and write the files of the profile.
+    """Profile the user's loop inside the context, then print tables and write the files of the profile.
 
     Call `step()` of the object at the end of each step of the loop. With several ranks, all ranks enter the
-    context; rank 0 writes its profile, and a trace of all ranks on one clock. If the loop raises an error,
-    nothing is written.
+    context; rank 0 prints the times of the slowest rank, and writes those of all ranks and a trace of them on
+    one clock. If the loop raises an error, nothing is written.
 
     Args:
         folder: the folder; made if missing.
@@ -87,7 +82,7 @@ def profile(
         operators: list the operators inside the modules too. This slows the loop down.
 
     Raises:
-        RunError: if the folder cannot be written.
+        RunError: if the folder cannot be written, or another profile is being taken.
     """
     place = Path(folder)
     check_folder(place)

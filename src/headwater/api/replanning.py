@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -23,6 +24,7 @@ from headwater.core.precision import Precision
 from headwater.core.seeding import drawing_devices
 from headwater.core.stage import ParamSpec
 from headwater.fabric.membership import current
+from headwater.plan.division import divisions
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Trace
@@ -104,13 +106,15 @@ class Replanning:
         precision = precision or asked_precision(self.device)
         with self._dry_run(trained):
             self._planner.stop_early(model, call, precision)
-            trace = self._trace(apart(call), precision, kept, inference=not trained)
+            traces = self._traces(apart(call), precision, kept, inference=not trained)
+            trace = next(traces)
             refuse_assignments_after_use(trace.assigned_after_use)
             self.knows_training |= model.training
             if only_look and now.engine and trace.written == now.engine.plan.trace.written:
                 now.structure = Structure(model)
                 return
-            plan = self._planner.plan(trace, precision, updaters.state_bytes, now.fabric)
+            before = None if now.engine is None else now.engine.plan
+            plan = self._planner.plan(trace, traces, precision, updaters, now.fabric, before)
             now.replace(plan, updaters, kept, unchanged=unchanged)
             self.trained = trained
 
@@ -134,30 +138,43 @@ class Replanning:
         finally:
             self.is_running = False
 
-    def _trace(
+    def _traces(
         self, call: Call, precision: Precision, old_names: Mapping[str, str], *, inference: bool
-    ) -> Trace:
-        """Run the model on fake tensors, and return the trace."""
+    ) -> Iterator[Trace]:
+        """Run the model on fake tensors, and yield the trace; then those with ever smaller stages."""
         model, engine = self._current.model, self._current.engine
-
-        def run(partition: Partition) -> Trace:
-            return trace_step(
-                model,
-                call,
-                precision,
-                loss_function=stand_in_loss,
-                partition=partition,
-                inference=inference,
-            )
-
         partition = find_stages(model, precision)
-        if engine is None:
-            return run(partition)
-        engine.store.flush()  # no update must meet fake tensors
-        with engine.executor.paused():
-            return run(
-                _with_masters_of(engine, partition, old_names, in_fp32=precision != engine.plan.precision)
-            )
+        if engine is not None:
+            engine.store.flush()  # no update must meet fake tensors
+            in_fp32 = precision != engine.plan.precision
+            partition = _with_masters_of(engine, partition, old_names, in_fp32=in_fp32)
+        divided = engine is not None and self._current.structure.is_current and engine.plan.trace.members
+        least = len(engine.plan.trace.stages) if engine is not None and divided else 0
+        for each in _at_least(least, chain((partition,), divisions(model, partition))):
+            with nullcontext() if engine is None else engine.executor.paused():
+                trace = trace_step(
+                    model,
+                    call,
+                    precision,
+                    loss_function=stand_in_loss,
+                    partition=each,
+                    inference=inference,
+                )
+            yield trace
+
+
+def _at_least(num_stages: int, partitions: Iterator[Partition]) -> Iterator[Partition]:
+    """Yield the partitions with at least this number of stages, or the last one if none has.
+
+    So blocks that were divided once stay divided, and graphs of earlier forwards find their weights.
+    """
+    partition, is_found = None, False
+    for partition in partitions:
+        if len(partition.stages) >= num_stages:
+            is_found = True
+            yield partition
+    if partition is not None and not is_found:
+        yield partition
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -144,8 +145,9 @@ class SparsityOptimizer:
                 if optimizer not in self._cleared:  # it may have trained dense weights before
                     weights.clear(name, self._sparsifier.mask_of(name))
                 if name in changing:
-                    of_now = weights.read(name), lambda gradient=gradient: gradient, self._step + 1
-                    kept = self._sparsifier.change(name, *of_now)
+                    weight = weights.read(name)
+                    beside = functools.partial(gradient.to, weight.device)
+                    kept = self._sparsifier.change(name, weight, beside, self._step + 1)
                     weights.prune(name, self._sparsifier.mask_of(name), kept)
                 # After the change, so that the new mask applies.
                 gradient.mul_(self._sparsifier.mask_of(name).to(gradient.device))

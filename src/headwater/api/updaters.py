@@ -17,6 +17,7 @@ from headwater.core.errors import ConfigError
 from headwater.core.stage import ParamSpec
 from headwater.optim.spec import NO_UPDATES, OptimizerSpec, group_options, state_signature
 from headwater.plan.options import optimizer_state_bytes
+from headwater.plan.types import OptimizerState
 from headwater.store.rule import SeveralRules, UpdateRule
 from headwater.store.rules import UpdateRules
 
@@ -174,11 +175,17 @@ class Updaters:
             return UpdateRule(NO_UPDATES)
         return SeveralRules(self.specs, {name: entry.options for name, entry in self._entries.items()})
 
-    @property
-    def state_bytes(self) -> int:
-        """The largest number of bytes of optimizer state per parameter element."""
+    def state_bytes(self, stored: OptimizerState) -> int:
+        """Return the largest number of bytes of optimizer state per parameter element.
+
+        Args:
+            stored: how the store keeps optimizer state.
+        """
         kinds = {(id(each.spec), state_signature(each.options)): each for each in self._entries.values()}
-        return max((optimizer_state_bytes(each.spec, each.options) for each in kinds.values()), default=0)
+        return max(
+            (optimizer_state_bytes(each.spec, each.options, stored=stored) for each in kinds.values()),
+            default=0,
+        )
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Options, list[nn.Parameter]]]:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from headwater.appliance.folder import QueueFolder
-from headwater.appliance.queue import Queue
+from headwater.appliance.queue import read_local_log
+from headwater.appliance.request_queue import RequestQueue, answer_of
 from headwater.appliance.server import socket_address
-from headwater.appliance.types import Job, Priority, Submission
-from headwater.core import errors
-from headwater.core.errors import HeadwaterError, QueueError
+from headwater.appliance.types import Job
+from headwater.core.errors import QueueError
 
 _TIMEOUT_S = 60.0
 _RETRY_S, _RETRY_FOR_S = 0.1, 5.0
 
 
-class SharedQueue(Queue):
+class SharedQueue(RequestQueue):
     """A queue that belongs to root and is shared by all users.
 
     Args:
@@ -30,33 +29,13 @@ class SharedQueue(Queue):
     def __init__(self, folder: QueueFolder) -> None:
         self._folder = folder
 
-    def submit(self, submission: Submission, token: str) -> Job:
-        return Job.from_record(self._ask("submit", submission=submission.to_record(), token=token))
+    def read_log(self, job: Job, position: int) -> bytes:
+        return read_local_log(job, position)
 
-    def jobs(self, *, everything: bool = False) -> list[Job]:
-        return [Job.from_record(record) for record in self._ask("jobs", everything=everything)]
-
-    def show(self, name: str) -> Job:
-        return Job.from_record(self._ask("show", name=name))
-
-    def cancel(self, name: str) -> Job:
-        return Job.from_record(self._ask("cancel", name=name))
-
-    def label(self, name: str, labels: Mapping[str, str | None]) -> Job:
-        return Job.from_record(self._ask("label", name=name, labels=dict(labels)))
-
-    def set_priority(self, name: str, priority: Priority) -> Job:
-        return Job.from_record(self._ask("set_priority", name=name, priority=priority))
-
-    def num_csx(self) -> int:
-        return int(self._ask("num_csx"))
-
-    def _ask(self, request: str, **arguments: object) -> Any:
-        """Send a request and return the answer, with retries for a few seconds if no supervisor answers.
-
-        A retry is safe: a submission has a token, and most other requests may be repeated. `cancel` is not
-        retried after it was sent, because a second cancellation kills the job at once.
-        """
+    def ask(self, request: str, **arguments: object) -> Any:
+        # If no supervisor answers, the request is sent again for a few seconds. This is safe: a submission
+        # has a token, and most other requests may be repeated. `cancel` is not repeated after it was sent,
+        # because a second cancellation kills the job at once.
         line = json.dumps({"ask": request, **arguments}).encode() + b"\n"
         end = time.monotonic() + _RETRY_FOR_S
         reply: Any = None
@@ -84,9 +63,7 @@ class SharedQueue(Queue):
                     remedy="as root, run: headwater jobs serve --all_users; or use your own --queue_dir",
                 )
             time.sleep(_RETRY_S)
-        if "error" in reply:
-            raise _error(reply["error"])
-        return reply["answer"]
+        return answer_of(reply)
 
     def _exchange(self, line: bytes) -> bytes:
         with socket.socket(socket.AF_UNIX) as connection, socket_address(self._folder) as address:
@@ -99,8 +76,3 @@ class SharedQueue(Queue):
                 connection.sendall(line)
             with connection.makefile("rb") as file:
                 return file.readline()
-
-
-def _error(record: Mapping[str, Any]) -> HeadwaterError:
-    kind: type[HeadwaterError] = getattr(errors, record["kind"])
-    return kind(record["what"], where=record["where"], remedy=record["remedy"])

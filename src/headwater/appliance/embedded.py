@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from headwater.appliance.database import Database, job_name, job_numbers, unknown_job
-from headwater.appliance.folder import user_name
-from headwater.appliance.queue import Queue
+from headwater.appliance.queue import Queue, read_local_log
 from headwater.appliance.types import Job, Phase, Priority, Submission
 from headwater.core.errors import QueueError
 from headwater.core.placement import check_csx_limit
+from headwater.core.users import user_name
 
 JOB = "HEADWATER_JOB"
 """Environment variable in which a job finds its name."""
@@ -120,6 +120,9 @@ class EmbeddedQueue(Queue):
 
     def num_csx(self) -> int:
         return len(self._database.slots())
+
+    def read_log(self, job: Job, position: int) -> bytes:
+        return read_local_log(job, position)
 
     def _ensure_served(self, jobs: list[Job]) -> list[Job]:
         if not all(job.phase.over for job in jobs):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
-import pwd
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.core.errors import QueueError
+from headwater.core.users import user_name
 
 ENVIRONMENT = "HEADWATER_QUEUE_DIR"
 MACHINE = Path("/var/lib/headwater/queue")
@@ -143,14 +143,6 @@ def find_folder(given: Path | None = None, *, shared: bool = False) -> QueueFold
         return QueueFolder(MACHINE)
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return QueueFolder(Path(state) / "headwater" / "queue")
-
-
-def user_name(uid: int) -> str:
-    """Return the name of a user, or the number as text if the user has no name."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 @contextmanager

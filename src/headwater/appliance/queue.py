@@ -12,6 +12,7 @@ from headwater.appliance.types import Job, Priority, Submission
 from headwater.core.errors import QueueError
 
 _POLL_S = 0.2
+_BLOCK = 1 << 16
 
 
 class Queue(ABC):
@@ -58,6 +59,16 @@ class Queue(ABC):
     def num_csx(self) -> int:
         """Return the number of CSXs that the queue manages."""
 
+    @abstractmethod
+    def read_log(self, job: Job, position: int) -> bytes:
+        """Return the output of a job from byte `position` on, or the beginning of this part if it is long.
+
+        Returns empty bytes until more output is written.
+
+        Raises:
+            QueueError: if the log cannot be read.
+        """
+
     def wait(self, name: str, timeout_s: float | None = None) -> Job:
         """Block until a job is over, and return it.
 
@@ -79,25 +90,34 @@ class Queue(ABC):
         while True:
             # Ask before the log is read: if the job is over, the log that is read next is complete.
             job = self.show(name)
-            try:
-                with job.log.open("rb") as file:
-                    # Opened again each time: the job may create the file later, on another machine.
-                    file.seek(position)
-                    while data := file.read(1 << 16):
-                        # Incremental: a character may be cut by the end of a block.
-                        yield decoder.decode(data)
-                    position = file.tell()
-            except FileNotFoundError:
-                pass  # the job has not printed anything yet
-            except OSError as error:
-                raise QueueError(
-                    f"the log of job {name} cannot be read: {error.strerror}",
-                    where=str(job.log),
-                    remedy=f"ask {job.user}, the owner of the job",
-                ) from error
+            while data := self.read_log(job, position):
+                position += len(data)
+                # Incremental: a character may be cut by the end of a block.
+                yield decoder.decode(data)
             if job.phase.over or not follow:
                 return
             time.sleep(_POLL_S)
+
+
+def read_local_log(job: Job, position: int) -> bytes:
+    """Return at most 64 KiB of the log of a job on this machine, from byte `position` on.
+
+    Raises:
+        QueueError: if the log cannot be read.
+    """
+    try:
+        # Opened again each time: the job may create the file later, on another machine.
+        with job.log.open("rb") as file:
+            file.seek(position)
+            return file.read(_BLOCK)
+    except FileNotFoundError:
+        return b""  # the job has not printed anything yet
+    except OSError as error:
+        raise QueueError(
+            f"the log of job {job.name} cannot be read: {error.strerror}",
+            where=str(job.log),
+            remedy=f"ask {job.user}, the owner of the job",
+        ) from error
 
 
 def new_token() -> str:

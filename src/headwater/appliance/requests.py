@@ -1,14 +1,12 @@
-"""Requests of other users to a shared queue. A request is a line of JSON that is checked field by field."""
+"""Requests to a queue from other processes. A request is a line of JSON that is checked field by field."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from headwater.appliance.database import Database
-from headwater.appliance.embedded import Caller, EmbeddedQueue
-from headwater.appliance.folder import QueueFolder
 from headwater.appliance.queue import Queue
 from headwater.appliance.types import Job, Submission, read_fields, read_label_changes, read_priority
 from headwater.core.errors import ConfigError, HeadwaterError, QueueError
@@ -50,12 +48,11 @@ _ANSWERS: dict[str, tuple[dict[str, tuple[type, ...]], Callable[[Queue, _Argumen
 """Kind of request -> its fields with their types, and the function that answers it."""
 
 
-def answer(folder: QueueFolder, caller: Caller, line: bytes) -> dict[str, Any]:
+def answer(opened: Callable[[], AbstractContextManager[Queue]], line: bytes) -> dict[str, Any]:
     """Return the answer to a request, or its error, as values that JSON can represent.
 
     Args:
-        folder: the queue's folder.
-        caller: the user that sent the request, as reported by the kernel.
+        opened: opens the queue, as the user that sent the request sees it. It is called for valid requests.
         line: the request, from an untrusted sender.
     """
     try:
@@ -63,24 +60,20 @@ def answer(folder: QueueFolder, caller: Caller, line: bytes) -> dict[str, Any]:
         request = _parse(line)
         fields, ask = _ANSWERS[request.pop("ask")]
         arguments: _Arguments = read_fields(request, fields, "the request")
-        # One for each request: a connection belongs to one thread.
-        database = Database(folder)
-        try:
-            queue = EmbeddedQueue(database, caller, wake=lambda: None)
+        with opened() as queue:
             return {"answer": _plain(ask(queue, arguments))}
-        finally:
-            database.close()
     except HeadwaterError as error:
-        return _refusal(error)
+        return refusal(error)
 
 
 def busy(why: str, *, where: str) -> dict[str, Any]:
     """Return the answer to a connection beyond the limit: an error, after which the client may ask again."""
     remedy = "close connections that are idle (the queue does so after 10 s), and ask again"
-    return {**_refusal(QueueError(why, where=where, remedy=remedy)), "again": True}
+    return {**refusal(QueueError(why, where=where, remedy=remedy)), "again": True}
 
 
-def _refusal(error: HeadwaterError) -> dict[str, Any]:
+def refusal(error: HeadwaterError) -> dict[str, Any]:
+    """Return the answer that reports an error."""
     texts = {"what": error.what, "where": error.where, "remedy": error.remedy}
     short = {name: text and text[:_MAX_ERROR_CHARS] for name, text in texts.items()}
     return {"error": {"kind": type(error).__name__, **short}}

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from headwater.appliance.embedded import Caller
+from headwater.appliance.database import Database
+from headwater.appliance.embedded import Caller, EmbeddedQueue
 from headwater.appliance.folder import QueueFolder
+from headwater.appliance.queue import Queue
 from headwater.appliance.requests import MAX_BYTES, answer, busy
 
 _TIMEOUT_S = 10.0
@@ -132,7 +134,17 @@ class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         with suppress(OSError):  # the client is gone, or too slow
             line = self.rfile.readline(MAX_BYTES + 1)
-            self.wfile.write(_line(answer(self.server.folder, caller_of(self.request), line)))
+            self.wfile.write(_line(answer(self._queue, line)))
+
+    @contextmanager
+    def _queue(self) -> Iterator[Queue]:
+        # One for each request: a connection belongs to one thread.
+        database = Database(self.server.folder)
+        try:
+            # From the kernel: nothing in a request is trusted.
+            yield EmbeddedQueue(database, caller_of(self.request), wake=lambda: None)
+        finally:
+            database.close()
 
 
 def caller_of(connection: socket.socket) -> Caller:

@@ -19,7 +19,7 @@ from typing import Any
 
 from headwater.appliance.database import unknown_job
 from headwater.appliance.embedded import JOB, job_over, merge_labels, model_dir_taken
-from headwater.appliance.queue import Queue
+from headwater.appliance.queue import Queue, read_local_log
 from headwater.appliance.types import Job, Phase, Priority, Submission, ending
 from headwater.core.errors import ConfigError, QueueError
 from headwater.core.placement import check_csx_limit
@@ -140,6 +140,9 @@ class SlurmQueue(Queue):
         nodes = _ask("sinfo", "--noheader", "--Node", "--format=%N %G").splitlines()
         # A node is listed once for each partition.
         return sum(int(count) for line in set(nodes) for count in _CSX.findall(line))
+
+    def read_log(self, job: Job, position: int) -> bytes:
+        return read_local_log(job, position)
 
     def _record(self, name: str) -> dict[str, str]:
         record = next((one for one in _records() if one["JobID"] == name), None)

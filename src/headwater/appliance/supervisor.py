@@ -111,7 +111,7 @@ def _take(folder: QueueFolder) -> int:
 
 
 class Supervisor:
-    """Decides which jobs start, and gives them CSXs of this machine.
+    """Decides which jobs start, and assigns CSXs of this machine to them.
 
     Args:
         database: the queue's database.

@@ -25,10 +25,11 @@ import psutil
 
 from headwater.appliance.database import Database, job_name
 from headwater.appliance.embedded import JOB
-from headwater.appliance.folder import ENVIRONMENT, QueueFolder, user_name
+from headwater.appliance.folder import ENVIRONMENT, QueueFolder
 from headwater.appliance.machine import Slot, job_cores, job_environment
 from headwater.appliance.types import Phase, ending
 from headwater.core.errors import QueueError
+from headwater.core.users import user_name
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -159,7 +160,7 @@ class Watch:
 def _reap() -> tuple[int, int] | None:
     """Reap a child process that has ended. Return its number and exit code.
 
-    Return number 0 if all children are running, and `None` if there are no children.
+    Return number 0 if all children are running. Return `None` if this process has no children.
     """
     try:
         ended, status = os.waitpid(-1, os.WNOHANG)

@@ -12,7 +12,7 @@ from typing import Any
 from headwater.cli.parser import Parser
 from headwater.config.files import find_params
 from headwater.config.overrides import RATES, SHORT_NAMES
-from headwater.config.run import RunConfig, load_params
+from headwater.config.run import RunConfig, library_run, load_params
 from headwater.trainer.run_dir import RunDir
 
 USAGE = "PARAMS [--option VALUE ...] [key=value ...]"
@@ -29,24 +29,68 @@ PLANNING = _OF_EVERY_RUN | _MACHINE | {"batch_size"}
 
 
 def add_params_arguments(
-    parser: argparse.ArgumentParser, shown: Collection[str] = tuple(SHORT_NAMES)
+    parser: argparse.ArgumentParser,
+    shown: Collection[str] = tuple(SHORT_NAMES),
+    *,
+    without: Collection[str] = (),
 ) -> None:
     """Add the argument PARAMS and the options that replace values of the params file.
 
     Args:
         parser: parser of the command.
         shown: options that the help lists. The others are accepted too: they set keys of the same file.
+        without: options that are not added, because the command has its own ones of these names.
     """
     parser.add_argument(
         "params",
         metavar="PARAMS",
         help="a params file, the name of a shipped one (such as gpt/tiny), or the model_dir of a run",
     )
-    add_override_options(parser, shown)
+    add_override_options(parser, shown, without=without)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of commands that evaluate a language model."""
+    own = {"batch_size", "checkpoint_path", "seed"}
+    add_params_arguments(parser, EVALUATION - own, without=own)
+    parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to use (the newest)")
+    parser.add_argument(
+        "--tokenizer",
+        "--tokenizer_file_path",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer.json, or a folder with a tokenizer (the one in the folder of the run or model)",
+    )
+    parser.add_argument("--eos_id", type=int, metavar="ID", help="end-of-text token (found in the tokenizer)")
+    parser.add_argument(
+        "--batch_size",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="sequences of full length for one pass over the weights, if memory suffices; shorter ones are "
+        "as many more (%(default)s)",
+    )
+    parser.add_argument(
+        "--max_sequence_length",
+        type=int,
+        metavar="N",
+        help="most tokens to read at once (the model's positions)",
+    )
+
+
+def _positive(word: str) -> Any:
+    """Return a number of at least 1."""
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {number}")
+    return number
 
 
 def add_override_options(
-    parser: argparse.ArgumentParser, shown: Collection[str] = tuple(SHORT_NAMES)
+    parser: argparse.ArgumentParser,
+    shown: Collection[str] = tuple(SHORT_NAMES),
+    *,
+    without: Collection[str] = (),
 ) -> None:
     """Add the options that replace values of the params file. They are collected in `flags`."""
     group = parser.add_argument_group(
@@ -54,6 +98,8 @@ def add_override_options(
         "any other key is set by its path: trainer.init.seed=1",
     )
     for name, paths in sorted(SHORT_NAMES.items()):
+        if name in without:
+            continue
         group.add_argument(
             f"--{name}",
             metavar="VALUE",
@@ -147,6 +193,30 @@ def read_params(args: argparse.Namespace) -> RunConfig:
     if folder.is_dir():
         return read_model_dir(folder, args.overrides)
     return load_params(find_params(args.params), args.overrides)
+
+
+def read_model(args: argparse.Namespace) -> RunConfig:
+    """Read the params that the arguments name, or make those of a folder of the transformers library."""
+    folder = Path(args.params).expanduser()
+    return library_run(folder, args.overrides) if _is_of_library(folder) else read_params(args)
+
+
+def read_folder(folder: Path, changes: Sequence[str] = ()) -> RunConfig:
+    """Return the run whose model_dir is `folder`, or make one of a folder of the transformers library.
+
+    Args:
+        folder: the folder.
+        changes: values that replace those of the run, as `key=value`.
+
+    Raises:
+        ConfigError: if the folder is neither.
+    """
+    return library_run(folder, changes) if _is_of_library(folder) else read_model_dir(folder, changes)
+
+
+def _is_of_library(folder: Path) -> bool:
+    run_dir = RunDir(folder)
+    return folder.is_dir() and not run_dir.params.is_file() and run_dir.model_config.is_file()
 
 
 def read_model_dir(folder: Path, changes: Sequence[str] = ()) -> RunConfig:

@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -20,7 +21,7 @@ from headwater.config.models import ModelConfig
 from headwater.config.models.huggingface import HuggingFaceConfig
 from headwater.config.run import RunConfig, load_params
 from headwater.convert.checkpoint import export_hf, open_hf, read_config
-from headwater.core.errors import RunError
+from headwater.core.errors import CorruptError, RunError
 from headwater.core.side_files import end_tokens, keep_generation_tokens, side_files
 from headwater.core.units import format_bytes
 from headwater.trainer.checkpoint import (
@@ -133,11 +134,12 @@ def _show_folder(path: Path, *, deep: bool) -> int:
 def run_export(args: argparse.Namespace) -> int:
     """Write a folder that `AutoModelForCausalLM` can load; return the exit code."""
     config, run_dir = read_model_dir(args.model_dir), RunDir(args.model_dir)
-    path = find_trained(args.checkpoint_path, CheckpointManager(args.model_dir), args.model_dir)
     model, dtype = config.init.model, convert.DTYPES[args.dtype]
-    if isinstance(model, HuggingFaceConfig):
-        export_library_model(path, model, args.out, dtype=dtype)
-    else:
+
+    def export(path: Path) -> None:
+        if isinstance(model, HuggingFaceConfig):
+            export_library_model(path, model, args.out, dtype=dtype)
+            return
         export_hf(
             checkpoint_weights(path),
             model,
@@ -146,8 +148,31 @@ def run_export(args: argparse.Namespace) -> int:
             tokenizer_files=side_files(run_dir.path),
             end_of_text=_end_of_text(run_dir),
         )
+
+    path = _newest_that(export, args.checkpoint_path, CheckpointManager(args.model_dir))
     print(f"{path} written to {args.out}")
     return 0
+
+
+def _newest_that(use: Callable[[Path], None], named: Path | None, checkpoints: CheckpointManager) -> Path:
+    """Use a checkpoint, and return its path: the named one, or the newest one that is not damaged.
+
+    Args:
+        use: reads the checkpoint; raises `CorruptError` if it is damaged.
+        named: the checkpoint that the user names.
+        checkpoints: of the run.
+    """
+    while True:
+        path = find_trained(named, checkpoints, checkpoints.model_dir).path
+        assert path is not None, "a checkpoint was found"
+        try:
+            use(path)
+        except CorruptError as error:
+            if named is not None:
+                raise
+            checkpoints.skip(path, error)
+        else:
+            return path
 
 
 def _end_of_text(run_dir: RunDir) -> int | None:
@@ -172,7 +197,7 @@ def run_import(args: argparse.Namespace) -> int:
                 remedy="name a new folder",
             )
         config = _config_with(found.config, args.params, Path(scratch), args.model_dir)
-        path = import_weights(config, found.tensors(), Path(scratch))
+        path = import_weights(config, found.readers())
         run_dir = RunDir(args.model_dir)
         run_dir.keep_files_of(args.folder)
         keep_generation_tokens(read_config(args.folder), run_dir.path)

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
+from headwater.appliance.remote.address import Address
 from headwater.cli import jobs
+from headwater.cli.appliance_option import take_address
 from headwater.cli.main import guarded
 from headwater.cli.parser import Parser, suggestion
 from headwater.core.errors import ConfigError
@@ -18,10 +20,10 @@ _RESOURCES = {"jobs": "jobs", "job": "jobs"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code, as `headwater.cli.main.main` does."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _run(words))
+    return guarded(lambda: _run(*take_address(words)))
 
 
-def _run(words: list[str]) -> int:
+def _run(address: Address | None, words: list[str]) -> int:
     parser = Parser(prog="csctl", description="List, label and cancel the jobs of the queue.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('headwater')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
@@ -42,6 +44,7 @@ def _run(words: list[str]) -> int:
     jobs.add_priority_arguments(priority)
 
     args = parser.parse_args(words)
+    args.appliance = address
     if "resource" in args and args.resource not in _RESOURCES:
         listed = f"available: {', '.join(dict.fromkeys(_RESOURCES.values()))}"
         raise ConfigError(

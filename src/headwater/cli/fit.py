@@ -14,11 +14,18 @@ from rich.console import Console
 
 from headwater.appliance.embedded import JOB
 from headwater.appliance.open import open_queue
+from headwater.appliance.remote.address import Address
+from headwater.appliance.remote.bundle import Bundle
+from headwater.appliance.remote.submission import RemoteSubmission
+from headwater.appliance.remote.workspace import MODEL_DIR
 from headwater.appliance.types import Priority, Submission, read_labels
 from headwater.cli import early
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
+from headwater.cli.following import add_following_options
 from headwater.cli.jobs import current_umask, submit_job
 from headwater.cli.output import open_console
+from headwater.cli.remote_jobs import address_of_params, fit_params, python_folders
+from headwater.cli.remote_params import PARAMS_FILE, bundle_params
 from headwater.config.run import RunConfig
 from headwater.config.sections import CallbackConfig, OpProfilerConfig
 from headwater.config.user import UserConfig
@@ -39,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a model. If the model_dir has a checkpoint, training resumes from the last one; "
         "--autoload_last_checkpoint=false starts over. "
-        "Ctrl-C finishes the step and writes a checkpoint; a second Ctrl-C stops at once."
+        "Ctrl-C finishes the step and writes a checkpoint; a second Ctrl-C stops at once. "
+        "With --appliance ssh://host the run is a job of that machine, and its artifacts are copied here."
     )
     parser.usage = f"headwater fit [-h] [--compile_only | --validate_only] [--submit] {USAGE}"
     early.add_early_options(parser)
@@ -53,25 +61,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FIRST:LAST",
         help="profile these steps: print the time of each module, and write a trace to profile/ in model_dir",
     )
+    add_following_options(parser)
     add_params_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, or submit the command to the queue; return the exit code."""
     config = with_profile(read_params(args), args.profile)
+    address = args.appliance or _address_of(config)
+    # A job never sends itself to another machine.
+    if address is not None and JOB not in os.environ:
+        return fit_on_appliance(config, args, address)
     if args.submit:
         return submit(config, args.words)
     for key in ("job_labels", "job_priority"):
         if key in config.init.backend.cluster_config.model_fields_set and JOB not in os.environ:
             print(f"note: {key} has no effect without {_SUBMIT}", file=sys.stderr)
+    code = launch_ranks(config, args.words, in_place=args.is_process)
+    return train(config) if code is None else code
+
+
+def launch_ranks(config: RunConfig, words: Sequence[str], *, in_place: bool) -> int | None:
+    """Train in ranks if the params ask for them, and return the exit code; otherwise return `None`.
+
+    Args:
+        config: the run.
+        words: the command line after `headwater` with which a rank trains this run.
+        in_place: let the launcher of the ranks replace this process, instead of returning.
+    """
     placement = config.init.backend.placement
     restarts = config.init.backend.cluster_config.max_restarts
     # A rank has the same command line: if it launched ranks too, this would never end.
     if (placement.size > 1 or restarts) and not is_watched() and not early.asked_for(config):
         # For `-P` see [Note: planted modules].
-        command = ("-P", "-m", "headwater", *args.words)
-        return launch(placement, command, max_restarts=restarts, in_place=args.is_process)
-    return train(config)
+        command = ("-P", "-m", "headwater", *words)
+        return launch(placement, command, max_restarts=restarts, in_place=in_place)
+    return None
+
+
+def _address_of(config: RunConfig) -> Address | None:
+    return address_of_params(config.init.backend.cluster_config.mgmt_address)
+
+
+def fit_on_appliance(config: RunConfig, args: argparse.Namespace, address: Address) -> int:
+    """Submit a run to an appliance and follow it; return the exit code.
+
+    Args:
+        config: the run.
+        args: the arguments of the command.
+        address: the appliance.
+    """
+    open_console(config)
+    cluster = config.init.backend.cluster_config
+    bundle = Bundle()
+    order = RemoteSubmission(
+        command=("fit", PARAMS_FILE, "--model_dir", MODEL_DIR),
+        is_headwater=True,
+        bundle=bundle,
+        python_paths=python_folders(bundle, cluster.python_paths or ()),
+        model_dir=config.init.model_dir.absolute(),
+        num_csx=cluster.num_csx,
+        priority=Priority(cluster.job_priority),
+        labels=read_labels(cluster.job_labels),
+        umask=current_umask(),
+    )
+    return fit_params(args, bundle_params(config, bundle), order, address)
 
 
 def with_profile(config: RunConfig, steps: str | None) -> RunConfig:

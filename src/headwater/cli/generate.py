@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
-import torch
-
-from headwater.cli.arguments import read_model_dir
-from headwater.config.models.preference import DPOConfig
+from headwater.cli.arguments import read_folder
 from headwater.config.run import RunConfig
-from headwater.core.errors import ConfigError, DataError
-from headwater.core.side_files import end_tokens, special_token
-from headwater.models.generation import LanguageModel, generate
-from headwater.trainer.engines import trained_model
-from headwater.trainer.planning import Workload
+from headwater.core.errors import ConfigError
+from headwater.evaluation.passes import check_ids
+from headwater.generation.batcher import GenerationRequest
+from headwater.generation.sampling import Sampling
+from headwater.trainer.inference import Inference, model_codec, open_batcher
 from headwater.trainer.run_dir import RunDir
-from headwater.trainer.zoo_job import language_model, policy_names, zoo_trainable
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from headwater.trainer.zoo_job import language_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater generate`."""
     parser.description = "Continue a text, or answer a message, with the newest checkpoint of a run."
-    parser.add_argument("--model_dir", required=True, type=Path, metavar="DIR", help="folder of the run")
+    parser.add_argument(
+        "--model_dir",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder of the run, or of the transformers library",
+    )
     parser.add_argument(
         "--prompt", required=True, metavar="TEXT", help="beginning of the text, or the message"
     )
@@ -44,6 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="largest number of tokens to generate (%(default)s)",
     )
+    _add_sampling(parser)
+    parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to use (the newest)")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (the one in the folder of the run)"
+    )
+    parser.add_argument(
+        "--end_of_text", metavar="TOKEN", help="end-of-text token (those in generation_config.json)"
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that choose tokens, and the part of the text to print."""
     parser.add_argument(
         "--temperature",
         type=float,
@@ -57,41 +67,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="sample from the most likely tokens whose probabilities add up to P",
     )
+    parser.add_argument(
+        "--do_sample",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draw tokens; otherwise always choose the most likely one",
+    )
+    parser.add_argument(
+        "--no_repeat_ngram_size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="never write a sequence of N tokens twice; 0: no limit (%(default)s)",
+    )
+    parser.add_argument(
+        "--return_full_text",
+        action=argparse.BooleanOptionalAction,
+        help="print the prompt before its continuation (default unless it is a message)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (%(default)s)")
-    parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to use (the newest)")
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (the one in the folder of the run)"
-    )
-    parser.add_argument(
-        "--end_of_text", metavar="TOKEN", help="end-of-text token (those in generation_config.json)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the prompt with its continuation, or the answer to a message; return the exit code."""
-    print(continued(read_model_dir(args.model_dir), args))
+    print(continued(read_folder(args.model_dir), args))
     return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prompt:
-    """A prompt as token ids, with what is needed to decode the model's output.
-
-    Attributes:
-        tokenizer: the run's tokenizer.
-        tokens: token ids of the prompt.
-        ends: ids of the tokens that end the text.
-        is_message: true if the prompt is a chat message; then only the answer is printed.
-    """
-
-    tokenizer: Tokenizer
-    tokens: list[int]
-    ends: list[int]
-    is_message: bool
-
-    def text(self, tokens: list[int]) -> str:
-        """Return the text to print for the tokens of the prompt followed by the generated ones."""
-        return str(self.tokenizer.decode(tokens[len(self.tokens) :] if self.is_message else tokens))
 
 
 def continued(config: RunConfig, args: argparse.Namespace) -> str:
@@ -106,63 +106,18 @@ def continued(config: RunConfig, args: argparse.Namespace) -> str:
         CheckpointError: if the run has no checkpoint.
         DataError: if the tokenizer is missing, or the prompt does not fit the model.
     """
-    model = language_model(config)
-    prompt = _read_prompt(RunDir(config.init.model_dir), args)
-    input_ids = torch.tensor([prompt.tokens], dtype=torch.int64)
-    _check_vocabulary(input_ids, model.vocab_size)
-    is_tuned = isinstance(config.init.model, DPOConfig)
-    init = config.init.model_copy(update={"model": model})
-    with (
-        trained_model(
-            init,
-            zoo_trainable(init),
-            Workload(1),
-            args.checkpoint_path,
-            names=policy_names if is_tuned else None,
-        ) as engine,
-        engine.inference(),
-    ):
-        tokens = generate(
-            cast(LanguageModel, engine.model),
-            input_ids.to(engine.plan.device),
-            args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed,
-            eos=prompt.ends,
-        )
-    return prompt.text(tokens[0].tolist())
-
-
-def _read_prompt(run_dir: RunDir, args: argparse.Namespace) -> _Prompt:
-    """Encode the prompt in the format of the training data."""
-    try:
-        from headwater.data.tokenizer import end_of_text_id, load_tokenizer
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"reading text needs {error.name}", remedy="run: pip install 'headwater[data]'"
-        ) from error
-    path = args.tokenizer or run_dir.tokenizer
-    tokenizer = load_tokenizer(path)
-    folder = path if path.is_dir() else path.parent
-    ends = [] if args.end_of_text else _known_ends(tokenizer, run_dir, folder)
-    ends = ends or [end_of_text_id(tokenizer, args.end_of_text)]
-    is_message = _is_message(run_dir, args)
-    text = _message_text(tokenizer, folder, ends[0], args) if is_message else args.prompt
-    # A chat template writes the special tokens itself.
-    tokens = tokenizer.encode(text, add_special_tokens=not is_message).ids
-    return _Prompt(tokenizer, tokens, ends, is_message)
-
-
-def _known_ends(tokenizer: Tokenizer, run_dir: RunDir, folder: Path) -> list[int]:
-    """Return the ids that end a text, from `generation_config.json`, the tokenizer and the training data."""
-    ends = end_tokens(folder)
-    token = special_token(folder, "eos_token")
-    number = None if token is None else tokenizer.token_to_id(token)
-    prepared = run_dir.prepared_data()
-    others = (number, None if prepared is None else prepared.end_of_text_id)
-    return list(dict.fromkeys([*ends, *(other for other in others if other is not None)]))
+    codec = model_codec(config, args.tokenizer, args.end_of_text)
+    is_message = _is_message(RunDir(config.init.model_dir), args)
+    prompt = codec.answer_prompt(_messages(args)) if is_message else codec.encode(args.prompt)
+    check_ids([prompt], language_model(config).vocab_size)
+    temperature = args.temperature if args.do_sample else 0.0
+    sampling = Sampling(temperature, args.top_k, args.top_p, args.seed, args.no_repeat_ngram_size)
+    is_full = not is_message if args.return_full_text is None else args.return_full_text
+    request = GenerationRequest(tuple(prompt), args.max_new_tokens, sampling, frozenset(codec.ends))
+    with open_batcher(config, Inference(1, checkpoint=args.checkpoint_path)) as (_, batcher):
+        generation = batcher.add(request)
+        batcher.run()
+    return codec.decode([*prompt, *generation.output] if is_full else generation.output)
 
 
 def _is_message(run_dir: RunDir, args: argparse.Namespace) -> bool:
@@ -178,31 +133,7 @@ def _is_message(run_dir: RunDir, args: argparse.Namespace) -> bool:
     return bool(chosen)
 
 
-def _message_text(tokenizer: Tokenizer, folder: Path, end: int, args: argparse.Namespace) -> str:
-    """Return the message rendered with the chat template, up to the beginning of the answer.
-
-    Args:
-        tokenizer: the run's tokenizer.
-        folder: folder with the chat template and the special tokens.
-        end: id of the end-of-text token.
-        args: the command-line arguments.
-    """
-    from headwater.data.modes.chat import PLAIN_TEMPLATE, find_template, render, template_tokens
-
+def _messages(args: argparse.Namespace) -> list[dict[str, str]]:
+    """Return the system message, if there is one, and the prompt as a message of the user."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    named = {key: special_token(folder, key) for key in ("bos_token", "eos_token")}
-    return render(
-        find_template(folder) or PLAIN_TEMPLATE,
-        [*system, {"role": "user", "content": args.prompt}],
-        prompt=True,
-        **template_tokens(tokenizer, end) | {key: token for key, token in named.items() if token is not None},
-    )
-
-
-def _check_vocabulary(prompt: torch.Tensor, size: int) -> None:
-    if prompt.numel() and int(prompt.max()) >= size:
-        raise DataError(
-            f"expected token ids < vocab_size {size}, got {int(prompt.max())}",
-            where="--tokenizer",
-            remedy="name the tokenizer with which the model was trained",
-        )
+    return [*system, {"role": "user", "content": args.prompt}]

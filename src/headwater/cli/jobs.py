@@ -6,12 +6,17 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+from headwater.appliance.folder import ENVIRONMENT as QUEUE_DIR
 from headwater.appliance.folder import find_folder
 from headwater.appliance.open import BACKENDS, open_queue, prepare
+from headwater.appliance.open import ENVIRONMENT as QUEUE
 from headwater.appliance.queue import Queue, new_token
+from headwater.appliance.remote.connection import Connection
+from headwater.appliance.remote.queue import RemoteQueue
 from headwater.appliance.supervisor import supervise
 from headwater.appliance.types import (
     Job,
@@ -21,6 +26,9 @@ from headwater.appliance.types import (
     read_labels,
     read_priority,
 )
+from headwater.cli import remote_jobs
+from headwater.cli.appliance_option import HELP, say
+from headwater.cli.following import add_following_options
 from headwater.cli.job_output import FORMATS, record, show_jobs, show_records
 from headwater.cli.parser import Parser
 from headwater.core.errors import ConfigError
@@ -42,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return command
 
     _add_submit_arguments(add("submit", run_submit, "put a command into the queue"))
+    attach = add("attach", remote_jobs.run_attach, "follow a job on an appliance, and copy its artifacts")
+    attach.add_argument("name", metavar="JOB", help=NAME_HELP)
+    attach.add_argument(
+        "--model_dir", type=Path, metavar="DIR", help="folder for the artifacts (as given at the submission)"
+    )
+    add_following_options(attach)
     add_list_options(add("list", run_list, "list the unfinished jobs"))
     show = add("show", run_show, "show all details of a job")
     show.add_argument("name", metavar="JOB", help=NAME_HELP)
@@ -61,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     live = add("top", run_top, "show CSXs, queue, losses and rates, and update them")
     live.add_argument("--once", action="store_true", help="print them once instead of updating them")
     _add_serve_arguments(add("serve", run_serve, "run the queue's supervisor in the foreground"))
+    add("stdio", run_stdio, "answer requests of --appliance on stdin and stdout; ssh starts this command")
 
 
 def _add_submit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +95,20 @@ def _add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--job_priority", default="p2", metavar="p1|p2|p3", help="p1 is the highest (%(default)s)"
     )
+    parser.add_argument(
+        "--upload",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="PATH",
+        help="with --appliance: further files and folders to send, besides those that the command names",
+    )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="with --appliance: print the log and copy artifacts until the end",
+    )
+    add_following_options(parser)
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +130,8 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_queue_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that select the queue."""
+    # Only for the help: `take_address` has removed the option.
+    parser.add_argument("--appliance", metavar="ADDRESS", help=HELP, default=argparse.SUPPRESS)
     parser.add_argument("--queue", metavar="|".join(BACKENDS), help="kind of queue (or HEADWATER_QUEUE)")
     parser.add_argument(
         "--queue_dir", type=Path, metavar="DIR", help="folder of the queue (or HEADWATER_QUEUE_DIR)"
@@ -130,9 +161,32 @@ def run(args: argparse.Namespace) -> int:
     return int(args.action(args))
 
 
-def chosen_queue(args: argparse.Namespace) -> Queue:
-    """Return the queue that the arguments select."""
-    return open_queue(args.queue, args.queue_dir)
+@contextmanager
+def chosen_queue(args: argparse.Namespace) -> Iterator[Queue]:
+    """Yield the queue that the arguments select.
+
+    Raises:
+        ConfigError: if they select a queue of this machine and one of an appliance.
+    """
+    if args.appliance is None:
+        yield open_queue(args.queue, args.queue_dir)
+        return
+    _refuse_local_options(args)
+    with closing(Connection(args.appliance, say)) as connection:
+        yield RemoteQueue(connection)
+
+
+def _refuse_local_options(args: argparse.Namespace) -> None:
+    for name, given, variable in (
+        ("queue", args.queue, QUEUE),
+        ("queue_dir", args.queue_dir, QUEUE_DIR),
+    ):
+        if given is not None:
+            raise ConfigError(
+                f"--{name} selects a queue of this machine, and --appliance one of another machine",
+                where="command line",
+                remedy=f"set {variable} on the appliance, for example with SetEnv in its sshd_config",
+            )
 
 
 def run_submit(args: argparse.Namespace) -> int:
@@ -143,6 +197,11 @@ def run_submit(args: argparse.Namespace) -> int:
             where="command line",
             remedy="write it after two dashes: headwater jobs submit -- python train.py",
         )
+    if args.appliance is not None:
+        _refuse_local_options(args)
+        return remote_jobs.submit_command(args, current_umask())
+    if args.upload or args.follow:
+        raise ConfigError("--upload and --follow need --appliance", where="command line")
     submission = Submission(
         command=tuple(args.command),
         folder=Path.cwd(),
@@ -153,7 +212,8 @@ def run_submit(args: argparse.Namespace) -> int:
         labels=read_labels(args.job_labels),
         umask=current_umask(),
     )
-    return submit_job(submission, chosen_queue(args))
+    with chosen_queue(args) as queue:
+        return submit_job(submission, queue)
 
 
 def submit_job(submission: Submission, queue: Queue) -> int:
@@ -173,7 +233,8 @@ def current_umask() -> int:
 
 def run_list(args: argparse.Namespace) -> int:
     """Print a list of jobs; return the exit code."""
-    jobs = chosen_queue(args).jobs(everything=args.all)
+    with chosen_queue(args) as queue:
+        jobs = queue.jobs(everything=args.all)
     print(show_jobs(jobs, args.output, reasons=args.all))
     return 0
 
@@ -182,7 +243,8 @@ def run_get(args: argparse.Namespace) -> int:
     """Print one job, or the list of jobs if no name is given; return the exit code."""
     if args.name is None:
         return run_list(args)
-    job = chosen_queue(args).show(args.name)
+    with chosen_queue(args) as queue:
+        job = queue.show(args.name)
     if args.output == "table":
         print(show_jobs([job], args.output, reasons=True))
     else:
@@ -192,28 +254,33 @@ def run_get(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     """Print all details of a job; return the exit code."""
-    print(show_records(record(chosen_queue(args).show(args.name)), args.output))
+    with chosen_queue(args) as queue:
+        job = queue.show(args.name)
+    print(show_records(record(job), args.output))
     return 0
 
 
 def run_logs(args: argparse.Namespace) -> int:
     """Print the output of a job; return the exit code."""
-    for text in chosen_queue(args).logs(args.name, follow=args.follow):
-        sys.stdout.write(text)
-        sys.stdout.flush()
+    with chosen_queue(args) as queue:
+        for text in queue.logs(args.name, follow=args.follow):
+            sys.stdout.write(text)
+            sys.stdout.flush()
     return 0
 
 
 def run_cancel(args: argparse.Namespace) -> int:
     """Ask a job to end; return the exit code."""
-    job = chosen_queue(args).cancel(args.name)
+    with chosen_queue(args) as queue:
+        job = queue.cancel(args.name)
     print(f"{job.name} {_state_text(job)}")
     return 0
 
 
 def run_label(args: argparse.Namespace) -> int:
     """Change the labels of a job; return the exit code."""
-    job = chosen_queue(args).label(args.name, read_label_changes(args.labels))
+    with chosen_queue(args) as queue:
+        job = queue.label(args.name, read_label_changes(args.labels))
     print(
         f"{job.name} has {', '.join(f'{name}={value}' for name, value in job.labels.items()) or 'no labels'}"
     )
@@ -222,14 +289,16 @@ def run_label(args: argparse.Namespace) -> int:
 
 def run_priority(args: argparse.Namespace) -> int:
     """Change the priority of a job; return the exit code."""
-    job = chosen_queue(args).set_priority(args.name, read_priority(args.priority))
+    with chosen_queue(args) as queue:
+        job = queue.set_priority(args.name, read_priority(args.priority))
     print(f"{job.name} has priority {job.priority}")
     return 0
 
 
 def run_wait(args: argparse.Namespace) -> int:
     """Wait for the end of a job; return 0 if it has succeeded, otherwise 1."""
-    job = chosen_queue(args).wait(args.name, args.timeout)
+    with chosen_queue(args) as queue:
+        job = queue.wait(args.name, args.timeout)
     print(f"{job.name} {_state_text(job)}")
     return 0 if job.phase == Phase.SUCCEEDED else 1
 
@@ -238,7 +307,8 @@ def run_top(args: argparse.Namespace) -> int:
     """Print the state of the queue and its jobs continuously; return the exit code."""
     from headwater.cli import top  # imports torch, which would slow down the other commands
 
-    return top.show(chosen_queue(args), once=args.once)
+    with chosen_queue(args) as queue:
+        return top.show(queue, once=args.once, has_histories=args.appliance is None)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -263,6 +333,22 @@ def run_serve(args: argparse.Namespace) -> int:
     print(f"serving the queue {folder.path}", flush=True)
     supervise(folder)
     print("stopped; running jobs continue, and waiting jobs stay in the queue")
+    return 0
+
+
+def run_stdio(args: argparse.Namespace) -> int:
+    """Answer the requests of a client on another machine until it disconnects; return the exit code."""
+    from headwater.appliance.remote.server import serve
+
+    if sys.stdin.isatty():
+        raise ConfigError(
+            "expected requests of a program on stdin, got a terminal",
+            remedy="run on the other machine: headwater --appliance ssh://host jobs list",
+        )
+    # Anything that is printed would be taken for a part of a reply.
+    target = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.stdin.fileno(), target)
     return 0
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.signals import speaks_for_all
@@ -18,15 +18,28 @@ from headwater.fabric.parent import find_parent
 from headwater.fabric.report import report
 from headwater.trainer.interrupt import EXIT_CODE
 
+if TYPE_CHECKING:
+    from headwater.appliance.remote.address import Address
+
 COMMANDS = {
     "fit": ("headwater.cli.fit", "train a model, or resume its training"),
     "validate": ("headwater.cli.validate", "evaluate a checkpoint"),
+    "evaluate": ("headwater.cli.evaluate", "measure perplexity and bits per byte on texts"),
+    "lm_eval": ("headwater.cli.lm_eval", "evaluate a model on tasks of lm-evaluation-harness"),
     "plan": ("headwater.cli.plan", "show the plan, memory and step time of a run, without training"),
     "generate": ("headwater.cli.generate", "generate text with a trained model"),
+    "input_worker": (
+        "headwater.cli.input_worker",
+        "read the data of a run for its ranks, also on other hosts",
+    ),
+    "serve": ("headwater.cli.serve", "answer requests to language models over HTTP"),
+    "batch": ("headwater.cli.batch", "answer the requests of a file with language models"),
     "data": ("headwater.cli.data", "prepare training data from text"),
     "checkpoint": ("headwater.cli.checkpoint", "inspect, convert, export and import checkpoints"),
     "config": ("headwater.cli.config", "write, check, convert and list params files"),
     "jobs": ("headwater.cli.jobs", "submit jobs to the queue of this machine, list and cancel them"),
+    "scaling": ("headwater.cli.scaling", "train a family of sizes and fit the power law of its losses"),
+    "board": ("headwater.cli.board", "serve a web page that shows runs and jobs, live"),
     "conform": ("headwater.cli.conform", "compare a model with plain PyTorch, bit for bit"),
     "ray": ("headwater.cli.ray", "train on a Ray cluster, or write a manifest for one on Kubernetes"),
     "demo": ("headwater.cli.demo", "train a small GPT on a shipped book"),
@@ -59,9 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         find_parent()
     words = list(sys.argv[1:] if argv is None else argv)
     with errors_printed() as outcome:
+        address, words = _without_address(words)
         args = _parsed(words)
         if args is not None:
-            args.words, args.is_process = words, argv is None
+            args.words, args.is_process, args.appliance = words, argv is None, address
             outcome.exit_code = int(args.run(args))
     return outcome.exit_code
 
@@ -101,12 +115,27 @@ def guarded(run: Callable[[], int]) -> int:
     return outcome.exit_code
 
 
+def _without_address(words: list[str]) -> tuple[Address | None, list[str]]:
+    """Return the appliance that a command line names, if it does, and the rest of the command line."""
+    from headwater.cli.appliance_option import refuse_other_commands, take_address
+
+    address, rest = take_address(words)
+    name = next((word for word in rest if not word.startswith("-")), None)
+    if name in COMMANDS:
+        refuse_other_commands(name, words)
+    return address, rest
+
+
 def _parsed(words: list[str]) -> argparse.Namespace | None:
     """Parse a command line. If it names no command, print the help and return `None`."""
     from headwater.cli.parser import Parser, suggestion
 
     parser = Parser(prog="headwater", description="Train PyTorch models of any size by weight streaming.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('headwater')}")
+    # Only for the help: `_without_address` has removed the option.
+    parser.add_argument(
+        "--appliance", metavar="ADDRESS", help="run fit or jobs on another machine: ssh://[user@]host[:port]"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     name = next((word for word in words if not word.startswith("-")), None)
     if name is not None and name not in COMMANDS:

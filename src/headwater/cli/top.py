@@ -22,26 +22,38 @@ _STEPS = 10
 """Number of last steps over which the rate is averaged."""
 _LONG = ("LABELS", "REASON", "SYSTEMS")
 """Columns that are wrapped if the terminal is too narrow."""
+_UNKNOWN = ("-", "-", "-")
 _OVER = 5
 """Number of ended jobs that are shown."""
 
 
-def show(queue: Queue, *, once: bool) -> int:
-    """Show frames until Ctrl-C, or one frame if `once` is set; return the exit code."""
+def show(queue: Queue, *, once: bool, has_histories: bool = True) -> int:
+    """Show frames until Ctrl-C, or one frame if `once` is set; return the exit code.
+
+    Args:
+        queue: the queue.
+        once: true for one frame.
+        has_histories: true if the model_dirs of the jobs are on this machine.
+    """
     console = Console(highlight=False)
     if once:
-        console.print(frame(queue))
+        console.print(frame(queue, has_histories=has_histories))
         return 0
-    live = Live(frame(queue), console=console, auto_refresh=False, screen=console.is_terminal)
+    live = Live(
+        frame(queue, has_histories=has_histories),
+        console=console,
+        auto_refresh=False,
+        screen=console.is_terminal,
+    )
     with live, suppress(KeyboardInterrupt):
         while True:
             time.sleep(_REFRESH_S)
-            live.update(frame(queue), refresh=True)
+            live.update(frame(queue, has_histories=has_histories), refresh=True)
     return 0
 
 
-def frame(queue: Queue) -> RenderableType:
-    """Return the current content of the view."""
+def frame(queue: Queue, *, has_histories: bool = True) -> RenderableType:
+    """Return the current content of the view; see `show` for the arguments."""
     jobs = queue.jobs(everything=True)
     running = [job for job in jobs if job.phase in (Phase.INITIALIZING, Phase.RUNNING)]
     waiting = sorted(
@@ -54,7 +66,7 @@ def frame(queue: Queue) -> RenderableType:
         Text(f"CSXs: {busy} of {queue.num_csx()} busy   running: {len(running)}   waiting: {len(waiting)}")
     ]
     if running:
-        parts += [Text(), _running_table(running)]
+        parts += [Text(), _running_table(running, has_histories)]
     if waiting:
         parts += [Text(), _waiting_table(waiting)]
     if over:
@@ -69,11 +81,12 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _running_table(jobs: Sequence[Job]) -> Table:
+def _running_table(jobs: Sequence[Job], has_histories: bool) -> Table:
     table = _table("RUNNING", "USER", "SYSTEMS", "DURATION", "STEP", "LOSS", "RATE", "LABELS")
     for job in jobs:
         duration = short_time(time.time() - job.started) if job.started else "-"
-        table.add_row(job.name, job.user, ",".join(job.systems), duration, *progress(job), _labels(job))
+        done = progress(job) if has_histories else _UNKNOWN
+        table.add_row(job.name, job.user, ",".join(job.systems), duration, *done, _labels(job))
     return table
 
 
@@ -96,7 +109,7 @@ def progress(job: Job) -> tuple[str, str, str]:
     """Return step, loss and rate of a job from the history in its model_dir; dashes without a history."""
     steps = read_last_steps(RunDir(job.model_dir).history, _STEPS) if job.model_dir else []
     if not steps:
-        return "-", "-", "-"
+        return _UNKNOWN
     (_, unit), seconds = steps[-1].rate, sum(step.step_s for step in steps)
     count = sum(step.rate[0] * step.step_s for step in steps)
     return str(steps[-1].step), f"{steps[-1].loss:.4f}", f"{count / seconds:,.0f} {unit}/s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import re
 from collections.abc import Iterator
@@ -157,8 +158,9 @@ def _descriptions(section: type[Section]) -> dict[str, str]:
 
 def _listed(docstring: str) -> Iterator[tuple[str, str]]:
     """Yield name and description of each attribute that a docstring lists."""
-    _, _, listed = docstring.partition("Attributes:\n")
-    entries = re.split(r"^ {8}(\w+): ", listed, flags=re.MULTILINE)[1:]
+    # Python 3.13 removes the indentation of docstrings, earlier versions keep it.
+    _, _, listed = inspect.cleandoc(docstring).partition("Attributes:\n")
+    entries = re.split(r"^ {4}(\w+): ", listed, flags=re.MULTILINE)[1:]
     for name, text in zip(entries[::2], entries[1::2], strict=True):
         words = " ".join(text.split())
         yield name, f"{words[:1].upper()}{words[1:]}"

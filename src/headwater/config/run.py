@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -12,10 +13,11 @@ from pydantic import Field, ValidationError, model_validator
 from headwater.config.base import FilePath, OneOrMore, Section, nearest
 from headwater.config.document import Document, no_effect, put
 from headwater.config.files import read_params
+from headwater.config.harness import EleutherEvalHarnessConfig
 from headwater.config.models import MODELS, AnyModel, named
 from headwater.config.optimizers import OptimizerConfig, ScheduleConfig
 from headwater.config.origins import NOWHERE, KeyPath
-from headwater.config.overrides import parse_overrides
+from headwater.config.overrides import apply_overrides, parse_overrides
 from headwater.config.problems import config_error
 from headwater.config.sections import (
     BackendConfig,
@@ -25,6 +27,7 @@ from headwater.config.sections import (
     LoggerConfig,
     LoggingConfig,
     LoopConfig,
+    NotificationConfig,
     OpProfilerConfig,
     PrecisionConfig,
     ValidateAllConfig,
@@ -107,6 +110,17 @@ class SetupConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _profiles_apart(self) -> Self:
+        ranges = sorted((profile.start_step, profile.end_step) for profile in self.profiles)
+        for (first, last), (start, end) in itertools.pairwise(ranges):
+            if start <= last:
+                raise ValueError(
+                    f"expected OpProfiler callbacks with different steps, got {first} to {last} and "
+                    f"{start} to {end}"
+                )
+        return self
+
     @property
     def _rates(self) -> list[ScheduleConfig]:
         return [entry for entry in self.schedulers if entry.option == "lr"]
@@ -129,7 +143,7 @@ class SetupConfig(Section):
     @property
     def compute_norm(self) -> bool:
         """True if norms of weights and gradients are logged."""
-        return bool(self._callbacks("ComputeNorm"))
+        return self.has_callback("ComputeNorm")
 
     @property
     def keep_checkpoints(self) -> int | None:
@@ -147,6 +161,21 @@ class SetupConfig(Section):
     def profiles(self) -> list[OpProfilerConfig]:
         """The profiles to take."""
         return self._callbacks("OpProfiler")
+
+    def has_callback(self, name: str) -> bool:
+        """True if the params name this callback."""
+        return bool(self._callbacks(name))
+
+    @property
+    def harnesses(self) -> list[EleutherEvalHarnessConfig]:
+        """The evaluations on tasks during training."""
+        return self._callbacks("EleutherEvalHarness")
+
+    @property
+    def notifications(self) -> list[NotificationConfig]:
+        """The notifications at the end of the training."""
+        names = ("Notification", "EmailNotification", "SlackNotification")
+        return [entry for name in names for entry in self._callbacks(name)]
 
     def _callbacks(self, name: str) -> list[Any]:
         given = (getattr(entry, name) for entry in self.callbacks)
@@ -220,7 +249,27 @@ def read_run(
         ConfigError: if the file is not valid, with file, line, key and what to write instead.
     """
     source = Path(path)
-    document = _without_training(read_params(source, parse_overrides(overrides)))
+    return _run_of(read_params(source, parse_overrides(overrides)), source)
+
+
+def library_run(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return a run that uses a model in a folder of the transformers library, without training it.
+
+    Args:
+        folder: holds `config.json`.
+        overrides: values of keys; see `load_params`.
+
+    Raises:
+        ConfigError: if the model is not valid.
+    """
+    tree = {"trainer": {"init": {"model": {"hf": str(folder)}, "model_dir": str(folder)}}}
+    changed = apply_overrides(Document(tree), parse_overrides(overrides), ("trainer",))
+    return _run_of(changed, folder)[0]
+
+
+def _run_of(document: Document, source: Path) -> tuple[RunConfig, Document, TrainerConfig]:
+    """Return the run of a document, the document, and its section `trainer`."""
+    document = _without_training(document)
     _check_model_name(document)
     trainer, notices = read_section(TrainerConfig, document, ("trainer",))
     run = RunConfig(

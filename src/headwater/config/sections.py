@@ -19,6 +19,7 @@ from headwater.config.base import (
     any_case,
 )
 from headwater.config.data import AnyData
+from headwater.config.harness import EleutherEvalHarnessConfig
 from headwater.core.placement import Placement
 from headwater.core.precision import Precision
 
@@ -48,25 +49,36 @@ class ClusterConfig(Section):
         num_memx: number of store ranks, which hold and update masters and optimizer state; with 0 the compute
             ranks hold and update them.
         rank_timeout_s: seconds that a rank waits for another rank before the run fails.
+        num_workers_per_csx: number of input workers that each compute rank uses at the same time, if a data
+            loader names `input_workers`; they are divided among the ranks if absent.
         max_restarts: number of times that `headwater fit` restarts its processes on this machine after one of
             them has died.
         job_labels: labels `name=value` of a job that is submitted to the queue.
         job_priority: priority of a job that is submitted to the queue.
+        mgmt_address: `ssh://[user@]host[:port][/path]` submits `headwater fit` to the queue of that machine,
+            as `--appliance` does. Other addresses have no effect.
+        mount_dirs: folders that an appliance mounts at the same path, so that files in them are not sent.
+        python_paths: folders with code that is sent to an appliance, and from which the run imports modules.
     """
 
     num_csx: int = Field(default=1, ge=1)
     num_memx: int = Field(default=0, ge=0)
     rank_timeout_s: float = Field(default=600.0, gt=0)
     max_restarts: int = Field(default=0, ge=0)
-    num_workers_per_csx: Annotated[int | None, _Cluster] = None
+    num_workers_per_csx: Annotated[int | None, Field(ge=1)] = None
     max_wgt_servers: Annotated[int | None, _Cluster] = None
     max_act_per_csx: Annotated[int | None, _Cluster] = None
-    mgmt_address: Annotated[str | None, _Cluster] = None
+    mgmt_address: str | None = None
     mgmt_namespace: Annotated[str | None, _Cluster] = None
-    mount_dirs: Annotated[Any, _Cluster] = None
-    python_paths: Annotated[Any, _Cluster] = None
+    mount_dirs: Annotated[tuple[FilePath, ...] | None, OneOrMore] = None
+    python_paths: Annotated[tuple[FilePath, ...] | None, OneOrMore] = None
     job_labels: Annotated[tuple[str, ...], OneOrMore] = ()
     job_priority: Literal["p1", "p2", "p3"] = "p2"
+
+    def notices(self) -> Iterator[tuple[str, str]]:
+        yield from super().notices()
+        if self.mgmt_address is not None and not self.mgmt_address.startswith("ssh://"):
+            yield "mgmt_address", "it is not an address ssh://host of an appliance"
 
 
 class DiskConfig(Section):
@@ -90,9 +102,13 @@ class BackendConfig(Section):
             others on disk.
         stages_in_memory: number of stages that `tier: disk` keeps in host memory all the same; the plan
             chooses it if `tier` is `auto`. At least one stage stays on disk.
+        stages_on_device: number of stages that are stored and updated in the memory of the GPU; as many as
+            fit if absent, all if the model has fewer. For one rank on a GPU.
         gradient_tier: storage of gradients that wait for the update.
         masters: `split` always stores bf16 weights and their fp32 masters in 4 bytes per parameter; `auto`
             uses 6 bytes, with faster updates, if they fit.
+        optimizer_state: `bf16` stores optimizer state in half the bytes; it is rounded stochastically, so the
+            run is not exact.
         compile: compile each distinct block with `torch.compile`.
         matmul: `fast` allows fp32 matrix products that differ from torch's in rounding.
         allocator: `tuned` keeps the memory of large temporary tensors instead of returning it to the system.
@@ -112,8 +128,10 @@ class BackendConfig(Section):
     activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
     tier: Tier = "auto"
     stages_in_memory: Annotated[int | None, Field(ge=0)] = None
+    stages_on_device: Annotated[int | None, Field(ge=0)] = None
     gradient_tier: Tier = "auto"
     masters: Literal["auto", "split"] = "auto"
+    optimizer_state: Literal["exact", "bf16"] = "exact"
     compile: bool = False
     matmul: Literal["exact", "fast"] = "exact"
     allocator: Literal["tuned", "system"] = "tuned"
@@ -300,8 +318,8 @@ class OpProfilerConfig(Section):
     Attributes:
         start_step: first profiled step, from 1.
         end_step: last profiled step.
-        depth: levels of modules with rows of their own below a block, such as its attention; 0 for whole
-            blocks.
+        depth: number of module levels below a block that get separate rows, such as its attention; 0 for one
+            row for each block.
         operators: list the operators inside each module too, by `torch.profiler`, which slows these steps.
     """
 
@@ -320,28 +338,85 @@ class OpProfilerConfig(Section):
         return self
 
 
+class NotificationConfig(Section):
+    """A message at the end of the training, to a URL or to a command.
+
+    Attributes:
+        url: gets the message as JSON by HTTP POST.
+        command: program with its arguments, which reads the message from its input.
+    """
+
+    url: Annotated[str | None, Field(pattern="^https?://")] = None
+    command: Annotated[tuple[str, ...], OneOrMore] = ()
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.url and self.command:
+            raise ValueError("expected url or command, got both")
+        return self
+
+
+class EmailConfig(NotificationConfig):
+    """An e-mail at the end of the training, sent by a service with a URL or by a command like `sendmail -t`.
+
+    Attributes:
+        mailto: addresses of the recipients.
+        subject: subject of the e-mail.
+        url: the key `notification_endpoint`: gets `{"mailto", "subject", "body"}`. If it is missing, the
+            environment variable CEREBRAS_NOTIFICATION_ENDPOINT is used.
+    """
+
+    mailto: Annotated[tuple[str, ...], OneOrMore, Field(min_length=1)]
+    subject: str = "Headwater notification"
+    url: Annotated[str | None, Field(pattern="^https?://")] = Field(
+        default=None, alias="notification_endpoint"
+    )
+
+
+class SlackConfig(NotificationConfig):
+    """Messages to channels of Slack at the end of the training.
+
+    Attributes:
+        channels: channels or users; each gets a message.
+        url: gets `{"channel", "text"}`, as an incoming webhook of Slack expects it. If it is missing, the
+            environment variable HEADWATER_SLACK_URL is used.
+    """
+
+    channels: Annotated[tuple[str, ...], OneOrMore, Field(min_length=1)]
+
+
 _Flags = Annotated[dict[str, Any] | None, _Wafer]
-_Profiler = Annotated[dict[str, Any] | None, NoEffect("rates and memory are always logged")]
 
 
 class CallbackConfig(Choice):
-    """A callback: its name with its arguments; null disables it."""
+    """A callback: its name with its arguments; null disables it.
+
+    Attributes:
+        ComputeNorm: log the norm of the weights at each evaluation.
+        RateProfiler: log samples and steps per second.
+        FlopUtilization: log the model's FLOP/s in percent of the FLOP/s of large matrix products.
+        SavePerformanceData: write the numbers of RateProfiler and FlopUtilization to `performance.json`.
+    """
 
     ComputeNorm: EmptySection | None = None
     KeepNCheckpoints: KeepNCheckpointsConfig | None = None
     LoadCheckpointStates: LoadCheckpointStatesConfig | None = None
     CheckLoss: Annotated[EmptySection | None, NoEffect("the loss is always checked")] = None
     OpProfiler: OpProfilerConfig | None = None
-    RateProfiler: _Profiler = None
-    DurationProfiler: _Profiler = None
-    FlopUtilization: _Profiler = None
+    RateProfiler: EmptySection | None = None
+    FlopUtilization: EmptySection | None = None
+    SavePerformanceData: EmptySection | None = None
+    DurationProfiler: Annotated[
+        dict[str, Any] | None, NoEffect("a terminal always shows the remaining time")
+    ] = None
     GlobalFlags: _Flags = None
     ScopedTrainFlags: _Flags = None
     ScopedValidateFlags: _Flags = None
     DebugArgsPath: _Flags = None
-    EleutherEvalHarness: Annotated[
-        dict[str, Any] | None, NoEffect("export the checkpoint, and run lm-eval on it")
-    ] = None
+    EleutherEvalHarness: EleutherEvalHarnessConfig | None = None
+    Notification: NotificationConfig | None = None
+    EmailNotification: EmailConfig | None = None
+    SlackNotification: SlackConfig | None = None
 
 
 class TensorBoardLoggerConfig(Section):

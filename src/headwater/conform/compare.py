@@ -163,7 +163,7 @@ def _plain_entry(again: Run, watched: Run, quiet: Run) -> Entry:
 
 def _losses(shown: list[Shown]) -> list[float]:
     """Return the losses among the values of a run."""
-    return [float(value) for name, value in shown if name.endswith(": loss") and not isinstance(value, str)]
+    return [float(value) for name, value in shown if name.endswith(": loss")]
 
 
 def _versions() -> dict[str, str]:

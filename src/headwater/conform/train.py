@@ -36,7 +36,10 @@ class Course:
 
 
 class Record:
-    """The recorded values of a run. After the first 512 MiB of tensors only digests are recorded."""
+    """The recorded values of a run.
+
+    After the first 512 MiB of tensors, a digest is recorded instead of a tensor with several elements.
+    """
 
     def __init__(self) -> None:
         self.shown: list[Shown] = []
@@ -48,7 +51,8 @@ class Record:
         if isinstance(value, torch.Tensor):
             value = value.cpu()
             self._bytes += value.nbytes
-            if self._bytes > _MOST_BYTES:
+            # A loss stays a number: the report shows it.
+            if self._bytes > _MOST_BYTES and value.numel() > 1:
                 value = _digest(value)
         self.shown.append((name, value))
 
@@ -59,7 +63,12 @@ class Record:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return a text with dtype, shape and a hash of a tensor's bytes."""
+    """Return a text with dtype, shape and a hash of a tensor's values.
+
+    As in `first_difference`, zeros of both signs are equal, and NaN equals NaN.
+    """
+    if tensor.is_floating_point() and tensor.itemsize > 1:
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor).masked_fill_(tensor == 0, 0.0)
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} with digest {digest}"

@@ -165,12 +165,18 @@ class Imported:
         return [each.name for each in self.mapped.values() if not each.theirs]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name in our model and the value of each parameter.
+        """Yield the name in our model and the value of each parameter. Raises the errors of `readers`."""
+        for name, read in self.readers().items():
+            yield name, read()
+
+    def readers(self) -> dict[str, Callable[[], Tensor]]:
+        """Return, by name in our model, a function that returns the value of the parameter.
 
         Raises:
-            CheckpointError: if a file is damaged, or a tensor is missing, unknown or has an unexpected shape.
+            CheckpointError: if a tensor is missing or unknown; the functions raise it if a file is damaged or
+                a tensor has an unexpected shape.
         """
-        return _read_weights(self.config, self.format, self.folder, self.mapped)
+        return _readers(self.config, self.format, self.folder, self.mapped)
 
     def stored(self) -> dict[str, Callable[[], Tensor]]:
         """Return, by name in our model, a function that reads the parameter, for each one in the checkpoint.
@@ -302,9 +308,9 @@ def _checked(
         raise missing(absent, where)
 
 
-def _read_weights(
+def _readers(
     config: ModelConfig, format: Format, folder: Path, mapped: Mapping[str, Mapped]
-) -> Iterator[tuple[str, Tensor]]:
+) -> dict[str, Callable[[], Tensor]]:
     where = str(folder)
     expected = dict.fromkeys(name for each in mapped.values() for name in each.theirs)
     places = _places(config, format, folder, expected)
@@ -322,11 +328,12 @@ def _read_weights(
                 remedy=f"convert it with --model {headless}, which gives the head random initial values",
             )
         raise missing(absent, where)
-    for each in mapped.values():
-        if not each.theirs:
-            yield each.name, init_parameter(each.name, each.shape, config, seed=0)
-            continue
-        yield each.name, _joined(each, places, where)
+    return {
+        each.name: partial(_joined, each, places, where)
+        if each.theirs
+        else partial(init_parameter, each.name, each.shape, config, seed=0)
+        for each in mapped.values()
+    }
 
 
 def _joined(each: Mapped, places: Mapping[str, StoredTensor], where: str) -> Tensor:

@@ -78,6 +78,9 @@ def write_index(folder: Path, shards: list[Shard]) -> None:
 class ShardWriter:
     """A writer of the planned files: it writes each tensor at once, in whatever order they come.
 
+    Attributes:
+        files: the file of each tensor, by the tensor's name.
+
     Args:
         folder: folder of the files.
         shards: planned files.
@@ -89,7 +92,7 @@ class ShardWriter:
     def __init__(self, folder: Path, shards: list[Shard]) -> None:
         self._tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
         self._files = {shard.file: TensorFileWriter(folder / shard.file, shard.tensors) for shard in shards}
-        self._file_of = {name: self._files[shard.file] for shard in shards for name in shard.tensors}
+        self.files = {name: self._files[shard.file] for shard in shards for name in shard.tensors}
         self._open = ExitStack()
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -98,7 +101,7 @@ class ShardWriter:
         Raises:
             CheckpointError: if the tensor does not have the planned shape.
         """
-        file = self._file_of[name]
+        file = self.files[name]
         dtype, shape = self._tensors[name]
         if tuple(tensor.shape) != shape:
             raise CheckpointError(

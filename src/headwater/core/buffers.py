@@ -7,9 +7,10 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 PAGE_BYTES = 4096
 """The multiple that direct disk transfers need for buffer address, file offset and length, in bytes."""
@@ -17,6 +18,7 @@ PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _LARGE_BLOCK_BYTES = 1 << 20
 _OWN_PAGES_BYTES = 32 << 20
+_MADV_DONTFORK, _MADV_DOFORK, _MADV_HUGEPAGE = 10, 11, 14
 
 
 def round_up(count: int, multiple: int = PAGE_BYTES) -> int:
@@ -59,6 +61,25 @@ def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return aligned_empty(num_bytes)[:num_bytes].view(dtype).view(shape)
 
 
+def gather(pieces: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a host tensor, in new memory, of all elements of `pieces` in their order.
+
+    Args:
+        pieces: host tensors. Each is copied before the next one is requested.
+        shape: the shape of the result, which has as many elements.
+        dtype: the dtype of the result.
+    """
+    values = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    advise_huge_pages(values)
+    flat, count = values.view(-1), 0
+    with torch.no_grad():
+        for piece in pieces:
+            flat[count : count + piece.numel()].copy_(piece.reshape(-1))
+            count += piece.numel()
+    assert count == flat.numel(), f"the pieces of a tensor of {flat.numel()} elements have {count}"
+    return values
+
+
 class _Pools:
     """Holds the setting `keep`: true if pools of scratch memory keep blocks that are not in use."""
 
@@ -96,6 +117,34 @@ def tune_allocator(*, keep: bool) -> bool:
     threshold = 2**31 - 1 if keep else _LARGE_BLOCK_BYTES
     trim_threshold, mmap_threshold = -1, -3
     return bool(mallopt(mmap_threshold, threshold)) and bool(mallopt(trim_threshold, threshold))
+
+
+def advise_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask the system to use huge pages for a large host tensor without values.
+
+    The first write to a page of 4 KiB costs more than the write itself, see docs/log.md.
+    """
+    # Fake tensors of a dry run, and those that a transform of `torch.func` wraps, have no memory.
+    if type(tensor) is not torch.Tensor or is_functorch_wrapped_tensor(tensor):
+        return
+    begin = round_up(tensor.data_ptr(), _HUGE_PAGE_BYTES)
+    length = round_down(tensor.data_ptr() + tensor.nbytes, _HUGE_PAGE_BYTES) - begin
+    madvise = _glibc("madvise")
+    if madvise is not None and length >= _HUGE_PAGE_BYTES:
+        # A kernel without huge pages refuses the advice, and all works as well, only slower.
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+
+
+def set_copied_by_fork(memory: torch.Tensor, copied: bool) -> None:
+    """Set whether a fork of this process gets a copy of `memory`, which must be page-aligned.
+
+    Without a copy the fork cannot read the memory: an attempt ends the fork.
+    """
+    madvise = _glibc("madvise")
+    if madvise is not None and memory.nbytes:
+        pages = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(round_up(memory.nbytes))
+        # A kernel that refuses the advice copies the memory, which is right, only slower.
+        madvise(*pages, _MADV_DOFORK if copied else _MADV_DONTFORK)
 
 
 def return_pages() -> bool:

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_any, tree_map_only
 
+from headwater.core.buffers import gather
 from headwater.core.errors import StreamError
 from headwater.core.transfers import RUN_BYTES
 
 ReadPieces = Callable[[], Iterator[Tensor]]
 """Function that yields all elements of a tensor in pieces. A piece is valid until the next is yielded."""
 
+_CPU = torch.device("cpu")
 _DETACH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class StoredTensor(Tensor):
-    """A CPU tensor without memory: its values are read each time an operation needs them.
+    """A tensor without memory: its values are read each time an operation needs them.
 
     Shape, dtype, `detach`, `requires_grad_` and the like read nothing. Every other operation reads the values
     again and returns plain tensors; so do `clone`, `copy.deepcopy` and pickling. After a call of `data_ptr`
@@ -30,6 +32,7 @@ class StoredTensor(Tensor):
         read_pieces: reads the values. Lazy tensors with equal `read_pieces` are the same weights (tied).
         shape: its shape.
         dtype: its dtype.
+        device: its device, to which values are copied; the CPU if not given.
 
     Attributes:
         read_pieces: as given.
@@ -39,23 +42,20 @@ class StoredTensor(Tensor):
     _kept: Tensor | None
 
     @staticmethod
-    def __new__(cls: type[Self], read_pieces: ReadPieces, shape: Sequence[int], dtype: torch.dtype) -> Self:
-        tensor = Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
-        )
+    def __new__(
+        cls: type[Self],
+        read_pieces: ReadPieces,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device = _CPU,
+    ) -> Self:
+        tensor = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
         tensor.read_pieces, tensor._kept = read_pieces, None
         return tensor
 
     def materialize(self) -> Tensor:
         """Return a plain tensor with the values, in new memory."""
-        values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        flat, count = values.view(-1), 0
-        with torch.no_grad():
-            for piece in self.read_pieces():
-                flat[count : count + piece.numel()].copy_(piece.reshape(-1))
-                count += piece.numel()
-        assert count == flat.numel(), f"the pieces of a tensor of {flat.numel()} elements have {count}"
-        return values
+        return gather(self.read_pieces(), self.shape, self.dtype).to(self.device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -63,7 +63,7 @@ class StoredTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _DETACH:
-            return cls(args[0].read_pieces, args[0].shape, args[0].dtype)
+            return cls(args[0].read_pieces, args[0].shape, args[0].dtype, args[0].device)
         schema = func._schema.arguments
         given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
         for argument in schema:
@@ -159,6 +159,36 @@ def _refuse_write(written: object) -> None:
         )
 
 
+@final
+class Cutter:
+    """Joins and divides the pieces of one tensor, in order, to pieces of `count` elements.
+
+    Args:
+        count: the elements of a piece.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._rest: list[Tensor] = []
+        self._missing = count
+
+    def cut(self, piece: Tensor) -> Iterator[Tensor]:
+        """Yield the pieces that are complete with this 1-D piece, each valid until the next is requested."""
+        while piece.numel() >= self._missing:
+            first, piece = piece[: self._missing], piece[self._missing :]
+            yield torch.cat([*self._rest, first]) if self._rest else first
+            self._rest, self._missing = [], self._count
+        if piece.numel():
+            # A piece is valid until the next one.
+            self._rest.append(piece.clone())
+            self._missing -= piece.numel()
+
+    def rest(self) -> Iterator[Tensor]:
+        """Yield the last piece, if the elements do not fill it."""
+        if self._rest:
+            yield torch.cat(self._rest)
+
+
 def pieces_of(tensor: Tensor, max_bytes: int = RUN_BYTES) -> Iterator[Tensor]:
     """Yield all elements of any tensor in order, as 1-D tensors on the host.
 
@@ -166,18 +196,10 @@ def pieces_of(tensor: Tensor, max_bytes: int = RUN_BYTES) -> Iterator[Tensor]:
         Pieces of `max_bytes`; the last may be shorter. A piece is valid until the next one is requested.
     """
     count = max_bytes // tensor.dtype.itemsize
-    rest: list[Tensor] = []
-    missing = count
+    cutter = Cutter(count)
     for piece in _any_pieces(tensor, count):
-        while piece.numel() >= missing:
-            yield torch.cat([*rest, piece[:missing]]) if rest else piece[:missing]
-            rest, piece, missing = [], piece[missing:], count
-        if piece.numel():
-            # A piece is valid until the next one.
-            rest.append(piece.clone())
-            missing -= piece.numel()
-    if rest:
-        yield torch.cat(rest)
+        yield from cutter.cut(piece)
+    yield from cutter.rest()
 
 
 def _any_pieces(tensor: Tensor, count: int) -> Iterator[Tensor]:

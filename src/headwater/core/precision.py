@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -10,6 +12,8 @@ from typing import Literal
 import torch
 
 from headwater.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
@@ -40,6 +44,31 @@ class Precision:
     def mixed(self) -> bool:
         """True if the wire image has a narrower dtype than the masters: bf16 or fp16."""
         return self.name != "fp32"
+
+
+def usable_precision(precision: Precision, device: str) -> Precision:
+    """Return `precision`, or fp32 with a warning if it is bf16 and the GPU has no products in bf16.
+
+    Args:
+        precision: the precision that the user has chosen.
+        device: `cpu` or `cuda`.
+    """
+    if device == "cpu" or precision.name != "bf16":
+        return precision
+    # A simulated cluster has GPUs that this machine has not.
+    if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
+        return precision
+    _warn_of_fp32(torch.cuda.get_device_name())
+    return Precision("fp32")
+
+
+@functools.cache
+def _warn_of_fp32(device: str) -> None:
+    logger.warning(
+        "%s cannot compute in bf16: this run computes in fp32, which takes twice the memory for weights and "
+        "activations; for 16 bits write fp16_type: float16",
+        device,
+    )
 
 
 @contextmanager

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_down
+from headwater.core.buffers import aligned_empty, gather
 from headwater.core.checked_files import CHUNK_BYTES, CheckedFile, Chunk, FileBytes
 from headwater.core.errors import CheckpointError
+from headwater.core.file_order import FileOrder
 from headwater.core.transfers import PADDING_BYTES, Read, read_ahead, shared_transfers
 
 DTYPE_CODES = {
@@ -36,7 +37,7 @@ DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 """Name of a dtype in the safetensors format -> dtype."""
 
 _LENGTH_BYTES = 8
-_LARGE_BYTES = 1 << 20  # tensors of this size are read by several threads
+_LARGE_BYTES = 1 << 20  # tensors of this size are read by threads, ahead of the caller
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 
 TensorKind = tuple[torch.dtype, tuple[int, ...]]
@@ -129,7 +130,7 @@ class TensorFileWriter(CheckedFile):
 
 def as_bytes(values: torch.Tensor) -> memoryview:
     """Return the bytes of a host tensor, without a copy if it is contiguous."""
-    return values.detach().reshape(-1).view(torch.uint8).numpy().data
+    return values.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data
 
 
 class TensorFile:
@@ -162,6 +163,9 @@ class TensorFile:
         header = self._bytes.read(_LENGTH_BYTES, length, "the header")
         self._head_bytes = _LENGTH_BYTES + length
         self.places, self.metadata = _parse_header(path, header, self._bytes.num_bytes)
+        spans = {name: (place.offset, place.num_bytes) for name, place in self.places.items()}
+        large = {name: span for name, span in spans.items() if span[1] >= _LARGE_BYTES}
+        self._in_order = FileOrder(self._bytes, large)
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
         """Compare all bytes that are read from now on with their checksums.
@@ -183,24 +187,12 @@ class TensorFile:
         """
         place = self.places[name]
         size = place.dtype.itemsize
-        low = place.offset + start * size
-        if count * size < _LARGE_BYTES:
-            values = torch.empty(count, dtype=place.dtype)
-            if count:
-                self._bytes.read_into(low, as_bytes(values), f"tensor {name}")
-            return values
-        before = low % PAGE_BYTES
-        buffer = aligned_empty(count * size + PADDING_BYTES)
-        threads = self._transfers.threads
-        # The parts share the pages at their borders, and read the same bytes into these.
-        for reading in [
-            threads.submit(
-                self.read_padded, name, first, parts, buffer[round_down(before + (first - start) * size) :]
-            )
-            for _, _, first, parts in self._runs(name, start, count)
-        ]:
-            reading.result()
-        return _in_dtype(buffer[before : before + count * size], place.dtype)
+        if count * size >= _LARGE_BYTES:
+            return gather(read_runs(self._runs(name, start, count)), (count,), place.dtype)
+        values = torch.empty(count, dtype=place.dtype)
+        if count:
+            self._bytes.read_into(place.offset + start * size, as_bytes(values), f"tensor {name}")
+        return values
 
     def read_padded(self, name: str, start: int, count: int, buffer: torch.Tensor) -> torch.Tensor:
         """Read a run of elements of tensor `name` to a padded buffer, and return its bytes there.
@@ -222,16 +214,20 @@ class TensorFile:
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Return tensor `name` in its shape."""
-        shape = self.places[name].shape
-        return self.read(name, 0, math.prod(shape)).view(shape)
+        place = self.places[name]
+        return gather(self.read_pieces(name), place.shape, place.dtype)
 
     def read_pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield tensor `name` in order, in 1-D pieces of up to `CHUNK_BYTES`, each valid until the next."""
-        runs = self._runs(name, 0, math.prod(self.places[name].shape))
-        if len(runs) == 1:
-            yield self.read(*runs[0][1:])
+        """Yield tensor `name` in order, in 1-D pieces of up to `CHUNK_BYTES`, each valid until the next.
+
+        Tensors that are asked for in file order are read ahead; see `FileOrder`.
+        """
+        place = self.places[name]
+        if place.num_bytes < _LARGE_BYTES:
+            yield self.read(name, 0, math.prod(place.shape))
         else:
-            yield from read_runs(runs)
+            for data in self._in_order.pieces(name):
+                yield _in_dtype(data, place.dtype)
 
     def _runs(self, name: str, start: int, count: int) -> list[Run]:
         """Return `count` elements of tensor `name` as runs of up to `CHUNK_BYTES`, in order."""

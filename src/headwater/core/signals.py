@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], None]
+"""A function that handles a signal."""
 
 
 def speaks_for_all() -> bool:
@@ -18,8 +19,8 @@ def speaks_for_all() -> bool:
 
 
 @contextmanager
-def handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Install these handlers inside the context. Does nothing outside of the main thread."""
+def handled(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
+    """Install these handlers, or `SIG_IGN`, inside the context. Does nothing outside of the main thread."""
     # Python refuses handlers in other threads.
     if threading.current_thread() is not threading.main_thread():
         yield

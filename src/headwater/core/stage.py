@@ -49,6 +49,7 @@ class ParamSpec:
         aliases: further qualified names of the same tensor.
         split_master: the fp32 master of a bf16 weight uses the wire bytes as its upper half: 4 bytes for
             both. Otherwise master and wire bytes are separate: 6 bytes, but the master need not be assembled.
+        bf16_state: fp32 optimizer state of the parameter's shape is stored in bf16, which is not exact.
         sparse_gradient: its gradients are sparse tensors, with values for some of its rows.
         strides: of a dense tensor that is not row-major (transposed, channels_last); otherwise `None`.
     """
@@ -60,6 +61,7 @@ class ParamSpec:
     requires_grad: bool = True
     aliases: tuple[str, ...] = ()
     split_master: bool = True
+    bf16_state: bool = False
     sparse_gradient: bool = False
     strides: tuple[int, ...] | None = None
 
@@ -106,11 +108,14 @@ class StageSpec:
         index: position in the model's list of stages.
         name: qualified name of the module whose parameters they are.
         params: the parameters.
+        part_of: index of the stage around this one; `None` for a whole block. If a block does not fit, its
+            large modules are stages, and the rest of the block is the stage around them.
     """
 
     index: int
     name: str
     params: tuple[ParamSpec, ...]
+    part_of: int | None = None
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

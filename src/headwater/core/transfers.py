@@ -29,6 +29,7 @@ import numpy
 import torch
 
 from headwater.core.buffers import PAGE_BYTES, aligned_empty
+from headwater.core.cleanup import on_failure
 
 RUN_BYTES = 4 << 20
 """Maximum length of a run that is written."""
@@ -37,6 +38,7 @@ _THREADS = 4
 _WRITE_BUFFERS = 4
 _READS_AHEAD = 3
 _AHEAD_BYTES = 12 << 20
+_SPARE_BUFFERS = _READS_AHEAD + 1
 BUFFER_BYTES = _WRITE_BUFFERS * (RUN_BYTES + PAGE_BYTES)
 """Memory of all writes of the process together."""
 
@@ -52,7 +54,12 @@ PADDING_BYTES = 2 * PAGE_BYTES
 
 @final
 class Transfers:
-    """Threads and buffers that all files of the process share; see `shared_transfers`."""
+    """Threads and buffers that all files of the process share; see `shared_transfers`.
+
+    Attributes:
+        threads: they read and write.
+        buffers: the buffers of writes; a write blocks until one of them is free.
+    """
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="headwater-file")
@@ -60,6 +67,20 @@ class Transfers:
         for _ in range(_WRITE_BUFFERS):
             # Memory is used only when a buffer is written to.
             self.buffers.put(aligned_empty(RUN_BYTES + PAGE_BYTES))
+        self._spare: deque[torch.Tensor] = deque(maxlen=_SPARE_BUFFERS)
+
+    def take(self, count: int) -> torch.Tensor:
+        """Return a padded buffer for a read of `count` bytes. It never blocks, unlike a write."""
+        if count <= RUN_BYTES:
+            # The first use of fresh memory takes longer than the read itself, so buffers are used again.
+            with contextlib.suppress(IndexError):
+                return self._spare.pop()
+        return aligned_empty(max(count, RUN_BYTES) + PADDING_BYTES)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Keep a buffer of `take` for another read. The caller uses it no longer. A larger one is freed."""
+        if buffer.numel() == RUN_BYTES + PADDING_BYTES:
+            self._spare.append(buffer)
 
 
 _shared: weakref.WeakValueDictionary[int, Transfers] = weakref.WeakValueDictionary()
@@ -103,13 +124,11 @@ class WriteBehind:
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
         buffer = self._transfers.buffers.get()
-        try:
+        # Otherwise `_write` returns the buffer.
+        with on_failure(lambda: self._transfers.buffers.put(buffer)):
             # numpy releases the interpreter's lock while it copies.
             numpy.copyto(_part(buffer, offset, len(run)), run)
             self._pending.append(self._transfers.threads.submit(self._write, offset, len(run), buffer))
-        except BaseException:
-            self._transfers.buffers.put(buffer)
-            raise
 
     def _write(self, offset: int, count: int, buffer: torch.Tensor) -> None:
         try:
@@ -217,19 +236,18 @@ def read_ahead(reads: Iterable[Read]) -> Iterator[torch.Tensor]:
     """
     transfers = shared_transfers()
     waiting: deque[tuple[torch.Tensor, int, Future[torch.Tensor]]] = deque()
-    free: list[torch.Tensor] = []
     source = iter(reads)
     following = next(source, None)
     try:
         while following is not None or waiting:
             while following is not None and _has_room(waiting, following[0]):
                 count, fill = following
-                buffer = _take(free, count)
+                buffer = transfers.take(count)
                 waiting.append((buffer, count, transfers.threads.submit(fill, buffer)))
                 following = next(source, None)
             buffer, _, reading = waiting.popleft()
             yield reading.result()
-            free.append(buffer)
+            transfers.give_back(buffer)
     finally:  # the caller failed or stopped early
         for _, _, reading in waiting:
             reading.cancel()
@@ -239,12 +257,3 @@ def _has_room(waiting: deque[tuple[torch.Tensor, int, Future[torch.Tensor]]], co
     """True if `count` more bytes may be read ahead."""
     bytes_ahead = sum(ahead for _, ahead, _ in waiting)
     return not waiting or (len(waiting) < _READS_AHEAD and bytes_ahead + count <= _AHEAD_BYTES)
-
-
-def _take(free: list[torch.Tensor], count: int) -> torch.Tensor:
-    """Return a free padded buffer for `count` bytes, or a new one."""
-    if free and free[-1].numel() >= count + PADDING_BYTES:
-        return free.pop()
-    # A buffer that is too small is not kept: there are never more buffers than reads.
-    free[-1:] = []
-    return aligned_empty(count + PADDING_BYTES)

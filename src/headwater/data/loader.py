@@ -6,8 +6,8 @@ import dataclasses
 import multiprocessing
 import multiprocessing.util
 import os
-from collections.abc import Iterator
-from typing import Any, TypedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -46,6 +46,15 @@ class Workers:
 _NO_WORKERS = Workers()
 
 
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A data set that reads ahead itself, so that it needs no worker processes of torch."""
+
+    def read_ahead(self, batches: Iterable[Sequence[int]], per_worker: int, /) -> Iterator[Batch | DataError]:
+        """Yield the batches of draws in order; see `RemoteSamples.read_ahead`."""
+        ...
+
+
 class BatchLoader:
     """A loader that yields this rank's slice of each global batch.
 
@@ -68,6 +77,10 @@ class BatchLoader:
         self._consumed = 0
         self._resuming = False
         self._batches = _LocalBatches(order)
+        self._ahead = workers.prefetch_factor
+        self._dataset = dataset
+        if isinstance(dataset, ReadsAhead):
+            workers = _NO_WORKERS
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self._batches,
@@ -102,7 +115,9 @@ class BatchLoader:
             yield batch
 
     def _start(self) -> Iterator[Any]:
-        """Start the worker processes; return the iterator over their batches."""
+        """Start the worker processes or threads; return the iterator over their batches."""
+        if isinstance(self._dataset, ReadsAhead):
+            return self._dataset.read_ahead(self._batches, self._ahead)
         with safe_path():
             return iter(self._loader)
 

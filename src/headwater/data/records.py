@@ -139,14 +139,16 @@ class CSVRecords:
         start, stop = self._starts[number : number + 2]
         with self.path.open("rb") as file:
             file.seek(start)
-            text = file.read(stop - start).decode("utf-8", errors="replace")
-        # A line is a whole record: columns hold Python literals, in which line breaks are escaped.
+            line = file.read(stop - start)
         try:
+            # The first line may begin with a byte order mark, which spreadsheets write.
+            text = line.decode("utf-8" if number else "utf-8-sig")
+            # A line is a whole record: columns hold Python literals, in which line breaks are escaped.
             return next(csv.reader([text]))
-        except csv.Error as error:
+        except (UnicodeDecodeError, csv.Error) as error:
             raise DataError(
                 f"the line cannot be read: {error}",
-                where=f"{self.path}, sample {number}",
+                where=f"{self.path}, line {number + 1}",
                 remedy="correct or remove the line",
             ) from error
 
@@ -249,10 +251,10 @@ class Records:
             return np.full(field.length, field.default, dtype=np.int64)
         where = f"{file.path}, sample {place}, {name}"
         try:
-            values = np.asarray(file.read(place, name), dtype=np.int64)
+            values = _whole_numbers(np.asarray(file.read(place, name)))
             if not field.length:
                 values = values.reshape(-1)[:1].reshape(())
-        except (ValueError, TypeError, OSError) as error:
+        except (ValueError, TypeError, OverflowError, OSError) as error:
             raise DataError(f"the field cannot be read: {error}", where=where, remedy=_REMEDY) from error
         if values.ndim != len(field.length):
             raise DataError(
@@ -267,6 +269,13 @@ class Records:
                 remedy=field.remedy,
             )
         return _fitted(values, field)
+
+
+def _whole_numbers(values: npt.NDArray[Any]) -> Values:
+    """Return `values` as integers. Raise `ValueError` for a fraction: nothing is rounded."""
+    if values.dtype.kind == "f" and (fractions := values[values % 1 != 0]).size:
+        raise ValueError(f"expected whole numbers, got {fractions[0]}")
+    return values.astype(np.int64)
 
 
 def _fitted(values: Values, field: FieldSpec) -> Values:

@@ -46,9 +46,9 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
             for name in (_LOCK, _KEY):
                 (partial / name).unlink()
             _swap(partial, target)
-        # After any error the partial files are useless, and the error is raised again. After an interrupt
-        # (not an Exception) they stay, and the same command continues with them.
         except Exception:
+            # After any error the partial files are useless, and the error is raised again. After an
+            # interrupt (not an Exception) they stay, and the same command continues with them.
             shutil.rmtree(partial, ignore_errors=True)
             raise
 

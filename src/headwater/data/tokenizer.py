@@ -166,7 +166,11 @@ def _from_json(path: Path) -> Tokenizer:
             where=str(path),
             remedy=_REMEDY,
         )
-    return _built(path, lambda: Tokenizer.from_str(json.dumps(content)))
+    tokenizer = _built(path, lambda: Tokenizer.from_str(json.dumps(content)))
+    # The file may have a length from its training: texts must stay whole.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _from_tokens(path: Path) -> Tokenizer:

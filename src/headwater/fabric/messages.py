@@ -100,7 +100,7 @@ class Messages:
 
 
 def new_mesh(switchboard: Switchboard, ranks: Sequence[int], timeout_s: float) -> Mesh:
-    """Connect some ranks with each other. All ranks must call this, so that all count the meshes alike.
+    """Connect some ranks with each other. All ranks must call this, because each rank counts the meshes.
 
     Args:
         switchboard: the connections of this rank.

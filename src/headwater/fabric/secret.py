@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from headwater.core.errors import RankError
@@ -41,6 +41,18 @@ def take_secret(environment: MutableMapping[str, str]) -> bytes:
     text = environment.pop(SECRET, None)
     if text is not None:
         return _checked(text.encode(), where=f"environment variable {SECRET}")
+    return file_secret(environment)
+
+
+def file_secret(environment: Mapping[str, str]) -> bytes:
+    """Return the secret in the file of the user, which is created if it is missing.
+
+    Args:
+        environment: of the process; it may name another file.
+
+    Raises:
+        RankError: if the secret cannot be read, or other users can read it.
+    """
     named = environment.get(SECRET_FILE)
     path = Path(named).expanduser() if named else _usual_file(environment)
     try:
@@ -54,7 +66,7 @@ def take_secret(environment: MutableMapping[str, str]) -> bytes:
         ) from error
 
 
-def _usual_file(environment: MutableMapping[str, str]) -> Path:
+def _usual_file(environment: Mapping[str, str]) -> Path:
     root = environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config"
     return Path(root) / "headwater" / "ranks.secret"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,17 @@ def initialize(backend_type: str = "CSX", *, cs_ip: str | None = None, **options
         backend_type: `CSX`, `CPU` or `GPU`.
         cs_ip: the address of a Cerebras system; accepted for compatibility and ignored.
         options: further arguments of `headwater.backend`.
+
+    Raises:
+        ConfigError: if `cs_ip` is the address `ssh://…` of an appliance, which cannot take over a script that
+            runs already.
     """
+    if cs_ip is not None and cs_ip.startswith("ssh://") and "HEADWATER_JOB" not in os.environ:
+        raise ConfigError(
+            f"the script runs on this machine, and cannot move to {cs_ip}",
+            where="initialize(cs_ip=…)",
+            remedy=f"start it there: headwater --appliance {cs_ip} jobs submit --follow -- python SCRIPT …",
+        )
     _backend.value = backend(backend_type, **options)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from headwater.config.models.decoder import DecoderConfig
 from headwater.core.dry_run import costs_by_shapes
 from headwater.core.errors import DataError
 from headwater.models.decoder_parameters import init_parameter, layer_namings
-from headwater.models.layers.attention import KeyValueCache, LayerCache, Seen, SelfAttention, visible
+from headwater.models.layers.attention import KeyValueCache, Part, Seen, SelfAttention, visible
 from headwater.models.layers.experts import MixtureOfExperts
 from headwater.models.layers.feed_forward import FeedForward
 from headwater.models.layers.initializers import initialize
@@ -30,6 +30,7 @@ from headwater.models.layers.positions import (
 )
 from headwater.models.lora import add_adapters
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy, row_cross_entropies
+from headwater.models.sequences import Piece, last_places, positions, side_by_side
 
 
 @costs_by_shapes
@@ -64,10 +65,12 @@ class Block(nn.Module):
         self.ffn = _feed_forward(config)
         self.ffn_post_norm = _norm(config) if config.norm_first_sandwich else None
 
-    def forward(self, x: Tensor, seen: Seen, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, seen: Seen, parts: Sequence[Part] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the new residual stream, and the load-balancing loss (a scalar) of a mixture of experts."""
         normed = self.attention_norm(x)
-        attended = self.attention(normed, seen, cache)
+        attended = self.attention(normed, seen, parts)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
         after = x + attended
@@ -144,7 +147,11 @@ class Head(Linear):
         self.fused_loss = fused_loss
 
     def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, row_weights: Tensor | None = None
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        row_weights: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor:
         """Return logits, cross-entropies or the loss.
 
@@ -152,6 +159,8 @@ class Head(Linear):
             hidden: hidden states [..., width].
             targets: token ids [...].
             row_weights: factor of each target's cross-entropy in the loss, [...].
+            predicted: with `targets` alone: if given, filled with the most likely tokens, int64 [n] for
+                hidden states [n, width].
 
         Returns:
             The logits [..., vocab]; with `targets` the cross-entropies [...], without gradients; with
@@ -166,7 +175,9 @@ class Head(Linear):
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         if row_weights is None:
             rows = hidden.flatten(0, -2)
-            losses = row_cross_entropies(rows, self.weight, bias, targets.flatten(), softcap=self.softcap)
+            losses = row_cross_entropies(
+                rows, self.weight, bias, targets.flatten(), softcap=self.softcap, predicted=predicted
+            )
             return losses.view(targets.shape)
         cross_entropy = linear_cross_entropy if self.fused_loss else plain_cross_entropy
         return cross_entropy(
@@ -259,30 +270,47 @@ class Decoder(nn.Module):
         moe = self.config.moe
         return loss if balance is None or moe is None else loss + moe.load_balancing_loss_coef * balance
 
-    def logits(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Return the logits [batch, seq, vocab] of the token after each of `input_ids` [batch, seq].
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Return the logits [batch, seq, vocab] of the token after each of `input_ids` [batch, seq]."""
+        return self.head(self.hidden(input_ids))  # type: ignore[no-any-return]
+
+    def next_logits(self, pieces: Sequence[Piece]) -> Tensor:
+        """Return the logits [pieces, vocab] of the token after the last one of each piece.
 
         Args:
-            input_ids: tokens; with a cache only the tokens that are not in it yet.
-            cache: keys and values of the preceding tokens; extended in place.
+            pieces: new tokens of some sequences, with the caches of the tokens before them.
         """
-        return self.head(self.hidden(input_ids, cache))  # type: ignore[no-any-return]
+        at = positions(pieces)
+        counts = [len(piece.tokens) for piece in pieces]
+        spans = [
+            (piece.cache.length, piece.cache.length + count)
+            for piece, count in zip(pieces, counts, strict=True)
+        ]
+        longest = max(end for _, end in spans)
+        self._check_length(longest)
+        x = self._embed(side_by_side(pieces), at)
+        seen = Seen(None, self._rotations(at))
+        keys = torch.arange(longest, device=at.device)
+        masks = {
+            window: [self._mask(keys[start:end], keys[:end], window) for start, end in spans]
+            for window in self._windows()
+        }
 
-    def next_logits(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Return the logits [batch, vocab] of the token after the last of `input_ids`; see `logits`."""
-        return self.head(self.hidden(input_ids, cache)[:, -1])  # type: ignore[no-any-return]
+        def parts(layer: int) -> list[Part]:
+            caches = [piece.cache.layers[layer] for piece in pieces]
+            return list(map(Part, counts, caches, masks[self.config.window(layer)]))
 
-    def hidden(
-        self, input_ids: Tensor, cache: KeyValueCache | None = None, *, inserted: Inserted | None = None
-    ) -> Tensor:
+        hidden, _ = self._layers(x, lambda layer: (seen, parts(layer)))
+        return self.head(hidden[0, last_places(pieces)])  # type: ignore[no-any-return]
+
+    def hidden(self, input_ids: Tensor, *, inserted: Inserted | None = None) -> Tensor:
         """Return the normalized hidden states [batch, seq, hidden] that the head reads.
 
         Args:
-            input_ids: tokens; with a cache only the tokens that are not in it yet.
-            cache: keys and values of the preceding tokens; extended in place.
+            input_ids: tokens, [batch, seq].
             inserted: vectors that replace the embeddings of some tokens.
         """
-        return self._run(input_ids, cache, inserted=inserted)[0]
+        return self._run(input_ids, inserted=inserted)[0]
 
     @property
     def max_length(self) -> int:
@@ -290,8 +318,29 @@ class Decoder(nn.Module):
         return self.config.max_position_embeddings
 
     def new_cache(self, max_length: int) -> KeyValueCache:
-        """Return an empty cache for sequences of up to `max_length` tokens."""
+        """Return an empty cache for a sequence of up to `max_length` tokens."""
         return KeyValueCache(self.config.num_hidden_layers, max_length)
+
+    def token_scores(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor, columns: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Return the log-likelihoods of tokens, and which of them are the most likely ones.
+
+        Only logits of the requested tokens are computed, and few of them are in memory at once.
+
+        Args:
+            input_ids: tokens [batch, seq], padded at the end.
+            positions: positions after which tokens are scored, [positions].
+            rows: sequence of each scored token, [n].
+            columns: index into `positions` of the token before each scored one, [n].
+            targets: the scored tokens, [n].
+
+        Returns:
+            Log-likelihoods, and 1 for the most likely tokens or 0 for others: [2, n] in fp32.
+        """
+        predicted = torch.empty_like(targets)
+        losses = self.head(self.hidden(input_ids)[rows, positions[columns]], targets, None, predicted)
+        return torch.stack([-losses, (predicted == targets).to(losses.dtype)])
 
     def reset_parameters(self, seed: int) -> None:
         """Draw all weights again, unless they are on the meta device; see `init_parameter`."""
@@ -300,29 +349,37 @@ class Decoder(nn.Module):
     def _run(
         self,
         input_ids: Tensor,
-        cache: KeyValueCache | None = None,
         *,
         position_ids: Tensor | None = None,
         attention_span: Tensor | None = None,
         inserted: Inserted | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states that the head reads, and the mean load-balancing loss of the layers."""
-        start = 0 if cache is None else cache.length
-        stop = start + input_ids.shape[1]
-        self._check_length(stop)
-        keys = torch.arange(stop, device=input_ids.device)
-        positions = keys[start:] if position_ids is None else position_ids
-        x = self._embed(input_ids, positions, inserted)
-        turns = self._rotations(positions)
-        # Layers with the same window share a mask, which has as many elements as the scores of a head.
-        masks = {
-            window: self._mask(keys[start:], keys, window, attention_span)
-            for window in {self.config.window(layer) for layer in range(len(self.blocks))}
-        }
+        self._check_length(input_ids.shape[1])
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        at = places if position_ids is None else position_ids
+        x = self._embed(input_ids, at, inserted)
+        turns = self._rotations(at)
+        masks = {window: self._mask(places, places, window, attention_span) for window in self._windows()}
+        return self._layers(x, lambda layer: (Seen(masks[self.config.window(layer)], turns),))
+
+    def _windows(self) -> set[int | None]:
+        """Return the windows of all layers.
+
+        Layers with the same window share a mask, which has as many elements as the scores of a head.
+        """
+        return {self.config.window(layer) for layer in range(len(self.blocks))}
+
+    def _layers(self, x: Tensor, more: Callable[[int], tuple[Any, ...]]) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states that the head reads, and the mean load-balancing loss of the layers.
+
+        Args:
+            x: embeddings, [batch, seq, hidden].
+            more: returns the further arguments of the block of a layer.
+        """
         balances = []
         for layer, block in enumerate(self.blocks):
-            seen = Seen(masks[self.config.window(layer)], turns)
-            x, balance = block(x, seen) if cache is None else block(x, seen, cache.layers[layer])
+            x, balance = block(x, *more(layer))
             if balance is not None:
                 balances.append(balance)
         return self.norm(x), torch.stack(balances).mean() if balances else None
@@ -335,7 +392,7 @@ class Decoder(nn.Module):
                 remedy="use shorter sequences, or train a model with more positions",
             )
 
-    def _embed(self, input_ids: Tensor, positions: Tensor, inserted: Inserted | None) -> Tensor:
+    def _embed(self, input_ids: Tensor, positions: Tensor, inserted: Inserted | None = None) -> Tensor:
         x = self.embedding(input_ids)
         if inserted is not None:
             x = inserted.into(x)
@@ -362,7 +419,9 @@ class Decoder(nn.Module):
             positions = positions.unsqueeze(1)  # the same for every head
         return rotations(positions, frequencies, magnitude=rotary_magnitude(scaling))
 
-    def _mask(self, queries: Tensor, keys: Tensor, window: int | None, span: Tensor | None) -> Tensor | None:
+    def _mask(
+        self, queries: Tensor, keys: Tensor, window: int | None, span: Tensor | None = None
+    ) -> Tensor | None:
         """Return the attention mask (see `Seen.mask`); `None` if each query sees all keys up to its own."""
         all_before = window is None or window >= len(keys)
         if all_before and span is None and self.alibi is None:

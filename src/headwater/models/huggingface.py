@@ -17,6 +17,9 @@ from headwater.core.empty import empty_parameters, give_values
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.seeding import derive_seed
 from headwater.models.evaluation import Scored
+from headwater.models.layers.attention import KeyValueCache
+from headwater.models.library_attention import can_read_side_by_side, side_by_side_attention
+from headwater.models.sequences import Piece, last_places, positions, side_by_side
 
 
 class HuggingFaceModel(nn.Module):
@@ -43,6 +46,7 @@ class HuggingFaceModel(nn.Module):
             for name, parameter in list(self.named_parameters()):
                 give_values(parameter, init_parameter(name, parameter.shape, config, seed))
         self._accepted = inspect.signature(type(self.hf).forward).parameters
+        self._reads_side_by_side = "position_ids" in self._accepted and can_read_side_by_side(self.hf)
         is_classifier = self.task.endswith("classification")
         self.scored = {"accuracy": Scored("accuracy")} if is_classifier else {}
 
@@ -71,13 +75,33 @@ class HuggingFaceModel(nn.Module):
         """Maximum length of a sequence in tokens."""
         return self.config.max_position_embeddings
 
-    def new_cache(self, max_length: int) -> Context:
-        """Return an empty context for the generation of one sequence."""
+    def new_cache(self, max_length: int) -> KeyValueCache | Context:
+        """Return an empty cache for a sequence of up to `max_length` tokens."""
+        if self._reads_side_by_side:
+            return KeyValueCache(self.hf.config.get_text_config().num_hidden_layers, max_length)
         return Context()
 
-    def next_logits(self, input_ids: Tensor, cache: Context | None = None) -> Tensor:
-        """Return the logits [batch, vocab] of the token after the last of `input_ids` [batch, seq]."""
-        context = Context() if cache is None else cache
+    def next_logits(self, pieces: Sequence[Piece]) -> Tensor:
+        """Return the logits [pieces, vocab] of the token after the last one of each piece.
+
+        Most models read all pieces in one forward. The others, such as those with states instead of keys and
+        values, need one forward for each piece.
+        """
+        if not self._reads_side_by_side:
+            return torch.cat([self._logits_after(piece.tokens[None], piece.cache) for piece in pieces])
+        last = last_places(pieces)
+        arguments = {"logits_to_keep": last} if "logits_to_keep" in self._accepted else {}
+        with side_by_side_attention(self.hf, pieces):
+            output = self.hf(
+                input_ids=side_by_side(pieces),
+                position_ids=positions(pieces)[None],
+                use_cache=False,
+                **arguments,
+            )
+        return output.logits[0] if arguments else output.logits[0, last]  # type: ignore[no-any-return]
+
+    def _logits_after(self, input_ids: Tensor, context: Context) -> Tensor:
+        """Return the logits [1, vocab] of the token after `input_ids` [1, seq], which the context gets."""
         context.add(input_ids)
         if "past_key_values" in self._accepted:
             output = self.hf(input_ids=input_ids, past_key_values=context.state, use_cache=True)
@@ -87,18 +111,51 @@ class HuggingFaceModel(nn.Module):
         logits: Tensor = output.logits[:, -1]
         return logits
 
+    def token_scores(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor, columns: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Return the log-likelihoods of tokens, and which of them are the most likely ones.
+
+        Args:
+            input_ids: tokens [batch, seq], padded at the end.
+            positions: positions after which tokens are scored, [positions].
+            rows: sequence of each scored token, [n].
+            columns: index into `positions` of the token before each scored one, [n].
+            targets: the scored tokens, [n].
+
+        Returns:
+            Log-likelihoods, and 1 for the most likely tokens or 0 for others: [2, n] in fp32.
+        """
+        arguments = {"use_cache": False} if "use_cache" in self._accepted else {}
+        if "logits_to_keep" in self._accepted:
+            logits = self.hf(input_ids=input_ids, logits_to_keep=positions, **arguments).logits
+        else:
+            logits = self.hf(input_ids=input_ids, **arguments).logits[:, positions]
+        scores = logits[rows, columns].float().log_softmax(-1)
+        found = scores.gather(1, targets.unsqueeze(1)).squeeze(1)
+        return torch.stack([found, (scores.argmax(1) == targets).to(found.dtype)])
+
 
 class Context:
-    """The tokens that a model has read, and the library's cache if the model uses one.
+    """The tokens that a model has read of one sequence, and the library's cache if the model uses one.
 
     Attributes:
-        tokens: all tokens so far, [batch, seq]; `None` before the first.
-        state: the library's cache of keys and values, if the model accepts one.
+        tokens: all tokens so far, [1, seq]; `None` before the first.
+        state: the library's cache of keys and values, or of states, if the model accepts one.
     """
 
     def __init__(self) -> None:
         self.tokens: Tensor | None = None
         self.state: Any = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that were read."""
+        return 0 if self.tokens is None else self.tokens.shape[1]
+
+    def skip(self, count: int) -> int:
+        """Return 0: the library's cache has no size before the tokens are read."""
+        return 0
 
     def add(self, input_ids: Tensor) -> None:
         """Append tokens."""

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from headwater.config.models.lora import LoRAConfig
 from headwater.core.errors import ConfigError
 from headwater.core.seeding import derive_seed
-from headwater.models.layers.linear import Linear
+from headwater.models.layers.linear import Linear, LinearAfter
 from headwater.models.layers.lora import LoRALinear, merged
+
+_PLAIN = (Linear, LinearAfter)
+"""The layers that may get adapters."""
 
 Parts = Sequence[tuple[str, int]]
 """The matrices stacked in a parameter: names in another library, and numbers of rows (-1: all)."""
@@ -34,7 +37,7 @@ def add_adapters(model: nn.Module, config: LoRAConfig, namings: Namings) -> None
     """
     model.requires_grad_(False)
     # Not `isinstance`: subclasses such as the head have another forward. A list: the loop replaces layers.
-    linears = [(name, layer) for name, layer in model.named_modules() if type(layer) is Linear]
+    linears = [(name, layer) for name, layer in model.named_modules() if type(layer) in _PLAIN]
     _check_patterns([name for name, _ in linears], config, namings)
     for name, layer in linears:
         rows = _target_rows(name, layer.out_features, config, namings)

@@ -33,6 +33,12 @@ _BLOCK_BYTES = 16 << 20
 cache from pass to pass, large enough that few passes wait for a compute thread that another process has
 displaced."""
 
+_DEVICE_BLOCK_BYTES = 128 << 20
+"""The same on a GPU: enough to occupy it, and little beside the logits of a chunk."""
+
+_SCALED_ELEMENTS = 1 << 24
+"""Elements of a 16-bit gradient that are scaled at once in fp32."""
+
 _ROW_ALIGNMENT = 64
 """Rows of logits are padded to a multiple of this number of elements. If every row starts on a cache line,
 the matrix product is up to 1.4 times faster (a vocabulary may be odd, such as 50,257)."""
@@ -84,7 +90,13 @@ def linear_cross_entropy(
 
 @torch.no_grad()
 def row_cross_entropies(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    softcap: float | None = None,
+    predicted: Tensor | None = None,
 ) -> Tensor:
     """Return the cross-entropy of each row, without gradients and without all logits in memory.
 
@@ -94,6 +106,7 @@ def row_cross_entropies(
         bias: bias of the output projection, [vocab], or `None`.
         targets: class indices, [rows].
         softcap: see `linear_cross_entropy`.
+        predicted: if given, filled with the most likely class of each row, int64 [rows].
 
     Returns:
         Losses [rows] in fp32 (fp64 for fp64).
@@ -106,7 +119,7 @@ def row_cross_entropies(
     losses = hidden.new_empty(len(hidden), dtype=_softmax_dtype(weight.dtype))
     with torch.autocast(device, enabled=False):
         pass_ = _Pass(hidden, weight, bias, softcap, layout, (False, False, False))
-        pass_.run(targets.long(), torch.ones_like(losses), losses)
+        pass_.run(targets.long(), torch.ones_like(losses), losses, predicted)
     return losses
 
 
@@ -162,7 +175,8 @@ def _layout(rows: int, vocab: int, dtype: torch.dtype, device: str, chunk_rows: 
         chunks = min(chunks, _MAX_HALF_CHUNKS) if dtype.itemsize < 4 else chunks
         chunk_rows = -(-rows // max(chunks, 1))
     chunk = max(1, min(chunk_rows, rows))
-    block = chunk if device != "cpu" else max(1, min(chunk, _BLOCK_BYTES // (4 * stride)))
+    block_bytes = _BLOCK_BYTES if device == "cpu" else _DEVICE_BLOCK_BYTES
+    block = max(1, min(chunk, block_bytes // (4 * stride)))
     return _Layout(chunk, block, stride)
 
 
@@ -229,7 +243,16 @@ def _block_starts(rows: int, block: int, *, first_chunk: bool) -> Sequence[int]:
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
     if gradient.device.type == "cpu":  # the CPU kernel does not round the scalar to the gradient's dtype
         return gradient * scale
-    return (gradient.to(scale.dtype) * scale).to(gradient.dtype)
+    # In pieces, since the gradient of a large vocabulary takes gigabytes in fp32.
+    scaled = torch.empty_like(gradient)
+    for target, source in zip(_pieces(scaled), _pieces(gradient), strict=True):
+        target.copy_(source.to(scale.dtype) * scale)
+    return scaled
+
+
+def _pieces(gradient: Tensor) -> Sequence[Tensor]:
+    pieces: Sequence[Tensor] = gradient.view(-1).split(_SCALED_ELEMENTS)
+    return pieces
 
 
 class _Pass:
@@ -257,8 +280,21 @@ class _Pass:
         if bias is not None and wanted[2]:
             self.grad_bias = torch.zeros_like(bias, dtype=_softmax_dtype(bias.dtype))
 
-    def run(self, targets: Tensor, row_weights: Tensor, row_losses: Tensor | None = None) -> Tensor:
-        """Return the loss, and fill the gradients and (if given) the unweighted loss of each row."""
+    def run(
+        self,
+        targets: Tensor,
+        row_weights: Tensor,
+        row_losses: Tensor | None = None,
+        predicted: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss, and fill the gradients.
+
+        Args:
+            targets: class indices, [rows].
+            row_weights: factor of each row in the loss, [rows].
+            row_losses: if given, filled with the unweighted loss of each row.
+            predicted: if given, filled with the most likely class of each row.
+        """
         rows, vocab, layout = len(self.hidden), len(self.weight), self.layout
         compute = row_weights.dtype
         same = compute == self.weight.dtype
@@ -276,7 +312,8 @@ class _Pass:
                     rows_here = slice(part.start + start_row, part.start + start_row + len(block))
                     block_weights = row_weights[rows_here].unsqueeze(1)
                     wide = block if same else scratch[: block.numel()].view(block.shape).copy_(block)
-                    losses = self._softmax(wide, targets[rows_here].unsqueeze(1), block_weights)
+                    best = None if predicted is None else predicted[rows_here]
+                    losses = self._softmax(wide, targets[rows_here].unsqueeze(1), block_weights, best)
                     loss += (losses * block_weights).sum()
                     if row_losses is not None:
                         row_losses[rows_here] = losses.squeeze(1)
@@ -287,11 +324,18 @@ class _Pass:
             self.grad_bias = self.grad_bias.to(self.bias.dtype)
         return loss
 
-    def _softmax(self, logits: Tensor, targets: Tensor, row_weights: Tensor) -> Tensor:
-        """Return the losses [rows, 1] of a block of logits [rows, vocab]; overwrite it with its gradient."""
+    def _softmax(
+        self, logits: Tensor, targets: Tensor, row_weights: Tensor, predicted: Tensor | None
+    ) -> Tensor:
+        """Return the losses [rows, 1] of a block of logits [rows, vocab]; overwrite it with its gradient.
+
+        `predicted` [rows], if given, is filled with the most likely class of each row.
+        """
         if self.bias is not None:
             logits += self.bias
         slope = self._cap(logits)
+        if predicted is not None:
+            predicted.copy_(logits.argmax(1))
         peak = logits.amax(1, keepdim=True)
         # Before the next line, which overwrites the logits.
         at_target = logits.gather(1, targets)

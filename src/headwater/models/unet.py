@@ -125,10 +125,10 @@ class UNet(nn.Module):
             case "bce":
                 return F.binary_cross_entropy_with_logits(logits, self._one_hot(labels))
             case "cross_entropy":
-                return F.cross_entropy(logits, labels)
+                return pixel_cross_entropy(logits, labels)
             case "cross_entropy_dice":
                 dice = dice_loss(logits.softmax(1), self._one_hot(labels))
-                return F.cross_entropy(logits, labels) + self.config.dice_weight * dice
+                return pixel_cross_entropy(logits, labels) + self.config.dice_weight * dice
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [batch, classes, h, w], fp32.
@@ -166,6 +166,18 @@ class UNet(nn.Module):
                 score.add(found, labels)
             else:
                 score.add(found == labels)
+
+
+def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy over all pixels, a scalar.
+
+    Args:
+        logits: [batch, classes, h, w].
+        labels: the class of each pixel, [batch, h, w], int64.
+    """
+    if logits.is_cuda:  # torch's kernel for images is not deterministic there; that for rows is
+        logits, labels = logits.movedim(1, -1).flatten(0, -2), labels.flatten()
+    return F.cross_entropy(logits, labels)
 
 
 def dice_loss(probabilities: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Optimizers that do not import torch's compiler, whose import takes 70 MiB and two seconds."""
+"""Optimizers for tensors in host memory: they import no compiler of torch, and ask no GPU for anything."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from headwater.optim.catalog import OptimizerClass
 
 
 def eager(kind: OptimizerClass) -> OptimizerClass:
-    """Return a subclass of an optimizer that never imports torch's compiler; its steps cannot be compiled.
+    """Return a subclass of an optimizer whose steps can be neither compiled nor recorded in a CUDA graph.
 
     torch wraps `step` and `add_param_group` so that its compiler skips them. These wrappers import the
-    compiler. The subclass calls the wrapped functions directly, `step` under `torch.no_grad`.
+    compiler, which takes 70 MiB and two seconds. The subclass calls the wrapped functions directly, `step`
+    under `torch.no_grad`. Each step of torch's optimizers also asks CUDA if a graph is being recorded. In a
+    thread that has chosen no GPU, the question goes to GPU 0, and takes memory there from another process.
     """
     own = {
+        "_cuda_graph_capture_health_check": _no_check,
         "add_param_group": inspect.unwrap(kind.add_param_group),
         "step": torch.no_grad()(inspect.unwrap(kind.step)),
     }
     return type(kind.__name__, (kind,), own)
+
+
+def _no_check(optimizer: torch.optim.Optimizer) -> None:
+    pass

@@ -47,12 +47,12 @@ class AliveTensors:
         num_bytes: bytes of these storages.
 
     Args:
-        ignored: tensors whose storages are not counted.
+        ignored: tensors whose storages are not counted. Those without a storage are never counted.
     """
 
     def __init__(self, ignored: Iterable[torch.Tensor] = ()) -> None:
         self.num_bytes = 0
-        self._known = {self._key(tensor.untyped_storage()) for tensor in ignored}
+        self._known = {self._key(tensor.untyped_storage()) for tensor in ignored if has_storage(tensor)}
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count the bytes of a tensor's storage until it is freed. Each storage is counted only once."""

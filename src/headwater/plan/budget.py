@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from headwater.core.errors import ConfigError
 from headwater.core.units import MIB, counted
@@ -14,7 +15,7 @@ from headwater.plan.machine import (
     group_memory,
     resident_bytes,
 )
-from headwater.plan.options import PlanRequest
+from headwater.plan.options import PlanRequest, TraceFor
 from headwater.plan.refusal import UNLIMITED, refusal
 from headwater.plan.search import Budgets, Request, best_plan, micro_batch_sizes
 from headwater.plan.types import Activations, Plan, Resources
@@ -49,6 +50,9 @@ def make_plan(asked: PlanRequest) -> Plan:
         request = dataclasses.replace(request, base_bytes=measured, slack_bytes=_SLACK_BYTES)
     plan = _fastest(request)
     if plan is None:
+        divided = (_as_stored(asked, trace_for) for trace_for in asked.divided())
+        request, plan = _with_divided_stages(request, divided)
+    if plan is None:
         sizes = micro_batch_sizes(request)
         # A refusal tries many settings: without estimates each of their sizes would get a dry run.
         made = sizes if len(sizes) <= _FEW_SIZES else ()
@@ -64,7 +68,7 @@ def _with_limits(asked: PlanRequest, resources: Resources) -> Request:
     """Return `asked` with `resources` as its budgets. A budget that is not set is unlimited."""
     limits = (resources.device_memory, resources.host_memory, resources.disk_bytes)
     return Request(
-        trace_for=asked.trace_for,
+        trace_for=_as_stored(asked, asked.trace_for),
         batch_size=asked.batch_size,
         precision=asked.precision,
         optimizer_state_bytes=asked.optimizer_state_bytes,
@@ -78,7 +82,15 @@ def _with_limits(asked: PlanRequest, resources: Resources) -> Request:
         share=asked.share,
         ranks=asked.ranks,
         worker_bytes=asked.data_workers * WORKER_BYTES,
+        device_tier=asked.device_tier,
     )
+
+
+def _as_stored(asked: PlanRequest, trace_for: TraceFor) -> TraceFor:
+    """Return dry runs for a request, whose parameters say how their optimizer state is stored."""
+    if asked.fixed.optimizer_state == "exact":
+        return trace_for
+    return lambda size: trace_for(size).with_bf16_state()
 
 
 def _fastest(request: Request) -> Plan | None:
@@ -96,6 +108,24 @@ def _fastest(request: Request) -> Plan | None:
     return best_plan(dataclasses.replace(request, fixed=fixed)) or best_plan(request)
 
 
+def _with_divided_stages(request: Request, divided: Iterable[TraceFor]) -> tuple[Request, Plan | None]:
+    """Return the request with the largest stages for which a plan fits, and its plan.
+
+    Args:
+        request: a request that no plan fits.
+        divided: dry runs with ever smaller stages.
+
+    Returns:
+        The request with the smallest stages, and `None`, if no plan fits.
+    """
+    for trace_for in divided:
+        request = dataclasses.replace(request, trace_for=trace_for)
+        plan = _fastest(request)
+        if plan is not None:
+            return request, plan
+    return request, None
+
+
 def check(request: Request) -> None:
     """Raise if the decisions that the user has made contradict each other.
 
@@ -110,17 +140,18 @@ def check(request: Request) -> None:
             raise ConfigError(
                 f"{name} is disk, but no disk folder is given", where=name, remedy="set disk to a folder"
             )
-    if fixed.stages_in_memory and request.has_several_ranks:
-        raise ConfigError(
-            "several ranks keep all stages in memory, or all on disk",
-            where="stages_in_memory",
-            remedy="leave stages_in_memory out, or train on one rank",
-        )
     if fixed.activations is Activations.OFFLOAD and request.device == "cpu" and request.disk is None:
         raise ConfigError(
             "on CPU activations are offloaded to disk, but no disk folder is given",
             where="activations",
             remedy="set disk to a folder, or write activations: recompute",
+        )
+    if fixed.stages_on_device and not request.may_use_device_tier:
+        found = "the CPU computes" if request.device == "cpu" else "several ranks train"
+        raise ConfigError(
+            f"expected one rank that computes on a GPU for stages_on_device, but {found}",
+            where="stages_on_device",
+            remedy="leave stages_on_device out",
         )
     least = request.minimum_slabs(request.trace_for(micro_batch_sizes(request)[-1]), fixed.tier)
     if fixed.num_slabs is not None and fixed.num_slabs < least:

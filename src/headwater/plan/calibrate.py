@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import platform
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from headwater.core.cleanup import on_failure
 from headwater.plan.machine import existing_ancestor
 from headwater.plan.measuring import MOST_WALL_S, measure_apart
 from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_quick
@@ -114,8 +116,7 @@ def _rates(
     recalibrate: bool,
     cache: Path | None,
 ) -> Calibration | None:
-    remembered = _read_cache(cache)
-    known = remembered.get(key)
+    known = _read_cache(cache).get(key)
     if known is not None and not recalibrate and _still_holds(known, device):
         return known.measurement.rates
     measurement = measure()
@@ -131,7 +132,7 @@ def _rates(
             "times may be too long; run `headwater plan --recalibrate` when the machine is quiet",
             100 * fresh.measurement.cpu_share,
         )
-    _write_cache(cache, remembered | {key: fresh})
+    _store(cache, key, fresh)
     return fresh.measurement.rates
 
 
@@ -185,25 +186,42 @@ def _parse(entry: object) -> Known | None:
             "cpu_share": float(cpu_share),
             "taken_s": float(taken_s),
         }:
-            if set(rates) == {field.name for field in dataclasses.fields(Calibration)}:
+            if _are_rates(rates) and _is_positive(quick_s):
                 return Known(Measurement(Calibration(**rates), quick_s, cpu_share), taken_s)
     return None
 
 
-def _write_cache(cache: Path | None, entries: dict[str, Known]) -> None:
-    """Write measurements to the cache. If the cache cannot be written, log a warning."""
+def _are_rates(rates: dict[str, object]) -> bool:
+    """True if these are all fields of a `Calibration`, with values that a measurement can have."""
+    fields = {field.name: field for field in dataclasses.fields(Calibration)}
+    return rates.keys() == fields.keys() and all(
+        _is_positive(rate) or (rate is None and fields[name].default is None) for name, rate in rates.items()
+    )
+
+
+def _is_positive(number: object) -> bool:
+    """True for a positive finite number."""
+    return isinstance(number, float) and math.isfinite(number) and number > 0
+
+
+def _store(cache: Path | None, key: str, fresh: Known) -> None:
+    """Add a measurement to the cache. If the cache cannot be written, log a warning."""
     if cache is None:
         return
+    # Read again: another process may have stored its rates while this one measured.
+    entries = _read_cache(cache) | {key: fresh}
     document = {
         key: dataclasses.asdict(known.measurement) | {"taken_s": known.taken_s}
         for key, known in entries.items()
     }
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as fresh:
-            fresh.write(json.dumps(document, indent=1))
-        # Other processes may read the cache now: they find the old content or the new one.
-        Path(fresh.name).replace(cache)
+        handle, name = tempfile.mkstemp(dir=cache.parent)
+        with on_failure(lambda: Path(name).unlink(missing_ok=True)):
+            with os.fdopen(handle, "w") as file:
+                file.write(json.dumps(document, indent=1))
+            # Other processes may read the cache now: they find the old content or the new one.
+            Path(name).replace(cache)
     except OSError as error:
         logger.warning(
             "the rates of this machine cannot be stored: %s: %s; set XDG_CACHE_HOME to a folder that can be "

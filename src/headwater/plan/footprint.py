@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -14,7 +14,13 @@ from headwater.core.transfers import BUFFER_BYTES
 from headwater.core.units import MIB
 from headwater.plan.belady import slab_capacity
 from headwater.plan.types import WHOLE_STORE, Activations, Plan, StageCost, StoreShare, Trace
-from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, Encoding, encoding_of
+from headwater.store.layout import (
+    DEVICE_PIECE_ELEMENTS,
+    GROUP_BYTES,
+    PIECE_ELEMENTS,
+    Encoding,
+    encoding_of,
+)
 
 _STAGING_BUFFERS = 4
 _SNAPSHOT_THREADS = 2
@@ -120,6 +126,9 @@ class Footprint:
         self._worker_bytes = self._ranks * worker_bytes
         self.share = share
         self._checkpoints = checkpoints and not trace.inference
+        narrow = any(param.bf16_state for stage in trace.stages for param in stage.params)
+        # Of a piece: its master, its gradient, and each state tensor that is stored in bf16.
+        self._workspaces = 2 + (optimizer_state_bytes // 2 if narrow else 0)
         self._peaks: dict[object, Peak] = {}
 
     def memory(self, plan: Plan) -> Memory:
@@ -128,14 +137,16 @@ class Footprint:
         slabs = _pool_bytes(self.sizes_in_slabs(plan), plan.slabs)
         if not plan.shares_slabs:
             slabs *= self._ranks_beside(plan)
-        compute = {"slabs": slabs} | peak.parts
+        on_device = _on_device_bytes([self.stages[stage] for stage in plan.on_device], self._workspaces)
+        compute = {"slabs": slabs} | on_device | peak.parts
         host, disk = self._store_bytes(plan)
         held, moved = self.held_gradients(plan), self.offloaded_bytes(plan.activations)
         if plan.gradient_tier == "disk":
             disk["gradients"] = held
         if plan.device == "cpu":
             return Memory({}, host | compute, disk | {"activations": moved})
-        largest = max(stage.gradient_sum for stage in self.stages)
+        elsewhere = [stage for index, stage in enumerate(self.stages) if index not in plan.on_device]
+        largest = max((stage.gradient_sum for stage in elsewhere), default=0)
         on_disk = plan.gradient_tier == "disk"
         arriving = self._ranks * largest if on_disk or self.sums_stay else 0
         host["gradients"] = int(self.share.gradients * (0 if on_disk else held)) + arriving
@@ -152,17 +163,21 @@ class Footprint:
     def _store_bytes(self, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
         """Return the bytes of the weight store in host memory and on disk."""
         host = {"interpreter": self._base_bytes, "data workers": self._worker_bytes}
+        held_on_device = [self.stages[stage] for stage in plan.on_device]
+        on_device = sum(stage.stored for stage in held_on_device)
+        copies = _snapshot_copies(held_on_device) if self._checkpoints else 0
         if plan.tier == "memory":
-            return host | {"weight store": self.stored_bytes, "snapshot": self._writing_bytes}, {}
-        in_memory = sum(self.stages[stage].stored for stage in plan.in_memory)
+            held = {"weight store": self.stored_bytes - on_device, "snapshot": copies + self._writing_bytes}
+            return host | held, {}
+        in_memory = _counted_bytes((self.stages[stage] for stage in plan.in_memory), self.share)
         readers, images = self.share.disk_ranks, self.share.images
         if plan.device != "cpu":  # each rank reads for itself, through page-locked memory
             readers = max(readers, self._ranks + self.share.store_ranks)
             images += self._ranks
         staging = readers * self.staging_bytes + images * max(self.slab_sizes)
         held = {"weight store": in_memory} if plan.in_memory else {}
-        held |= {"staging": staging, "snapshot": self.snapshot_bytes}
-        return host | held, {"weight store": self.stored_bytes - in_memory}
+        held |= {"staging": staging, "snapshot": max(self.snapshot_bytes, copies + self._writing_bytes)}
+        return host | held, {"weight store": self.stored_bytes - in_memory - on_device}
 
     def sizes_in_slabs(self, plan: Plan) -> tuple[int, ...]:
         """Return the bytes of the weights of each stage that is copied to a slab, in the order of stages."""
@@ -174,17 +189,16 @@ class Footprint:
     @cached_property
     def stored_bytes(self) -> int:
         """Bytes of the weight store, as far as these count against this rank's budgets (see `StoreShare`)."""
-        state = sum(stage.state for stage in self.stages)
-        return int(self.share.wire * sum(self.slab_sizes) + self.share.state * state)
+        return _counted_bytes(self.stages, self.share)
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Bytes of host memory for the disk tier's buffers, and for the updater's two fp32 workspaces."""
+        """Bytes of host memory for the disk tier's buffers, and for the updater's fp32 workspaces."""
         per_param = max((stage.state / stage.trained for stage in self.stages if stage.trained), default=0)
         piece = max(1, int(PIECE_ELEMENTS * per_param))
         group = -(-GROUP_BYTES // piece) * piece
         largest = max(stage.state for stage in self.stages)
-        return _STAGING_BUFFERS * min(group, largest) + 2 * PIECE_ELEMENTS * _FP32_BYTES
+        return _STAGING_BUFFERS * min(group, largest) + self._workspaces * PIECE_ELEMENTS * _FP32_BYTES
 
     @cached_property
     def snapshot_bytes(self) -> int:
@@ -206,8 +220,12 @@ class Footprint:
         return BUFFER_BYTES if self._checkpoints and is_large else 0
 
     def held_gradients(self, plan: Plan) -> int:
-        """Return the bytes of all gradients that the store keeps from the end of backward to the update."""
-        return sum(self.held_gradient(plan, stage) for stage in range(len(self.stages)))
+        """Return the bytes of the gradients that the store keeps from the end of backward to the update.
+
+        Those of stages in device memory are not counted: see `peak`.
+        """
+        stages = (stage for stage in range(len(self.stages)) if stage not in plan.on_device)
+        return sum(self.held_gradient(plan, stage) for stage in stages)
 
     def held_gradient(self, plan: Plan, stage: int) -> int:
         """Return the bytes of one stage's gradients that the store keeps from backward to the update."""
@@ -222,7 +240,7 @@ class Footprint:
     def peak(self, plan: Plan) -> Peak:
         """Return the bytes of activations and gradients on the compute device, when their sum is largest."""
         # The key holds all that a peak depends on; the search asks for the same peak many times.
-        key = plan.activations, plan.device, plan.gradient_tier, plan.num_micro_batches
+        key = plan.activations, plan.device, plan.gradient_tier, plan.num_micro_batches, plan.on_device
         if key not in self._peaks:
             ranks = self._ranks_beside(plan)
             gradients = self._gradients_alive(plan)
@@ -246,9 +264,14 @@ class Footprint:
         held, away, busy = [], [], []
         for position, stage in enumerate(self.trace.uses):
             cost, policy, last = self.trace.costs[stage], activations[stage], self.last_use[stage]
-            held.append(_held(cost, policy) if last == position else 0)
-            away.append(_kept(cost) if last == position and policy is Activations.OFFLOAD else 0)
-            busy.append(_busy(cost, policy, self._num_uses[stage]))
+            block = _recomputed_block(self.trace, stage, policy)
+            held.append(_held(cost, policy) if last == position and block in (None, stage) else 0)
+            away.append(offloaded_bytes(cost, policy) if last == position else 0)
+            if block is None:
+                busy.append(_busy(cost, policy, self._num_uses[stage]))
+            else:  # the whole block has run again, and keeps its activations until its backward ends
+                inside = (self.trace.costs[member] for member in self.trace.members[block])
+                busy.append(_passing(cost) + sum(map(_kept, inside)))
         moments = zip(accumulate(held), accumulate(away), busy, strict=True)
         return [kept + _moving(moved) + working for kept, moved, working in moments]
 
@@ -265,21 +288,27 @@ class Footprint:
         """
         arriving, exact = self._arriving_bytes, _holds_exact_gradients(plan)
         if plan.device != "cpu":
-            return [2 * count for count in arriving]  # and their copies on the way to the host
+            # With copies of a complete gradient, on their way to the host.
+            complete = [
+                self.stages[stage].gradient if self.first_use[stage] == position else 0
+                for position, stage in enumerate(self.trace.uses)
+            ]
+            largest = [*accumulate(reversed(complete), max)][::-1]
+            staying = {stage: self.held_gradient(plan, stage) for stage in plan.on_device}
+            if plan.num_micro_batches > 1:  # all sums wait
+                waiting = [sum(staying.values())] * len(self.trace.uses)
+            else:
+                waiting = _complete_after(staying, self.trace.uses, self.first_use)
+            moments = zip(arriving, largest, waiting, strict=True)
+            return [count + min(count, copied) + held for count, copied, held in moments]
         if plan.gradient_tier == "disk":
             summing = self._ranks + self.share.store_ranks
             return [summing * self._passing(position, exact) for position in range(len(self.trace.uses))]
         if plan.num_micro_batches > 1 or self.sums_stay:
             held = self.held_gradients(plan)
             return [held + self._ranks * count for count in arriving]
-        complete = [
-            (self.stages[stage].gradient if exact else self.stages[stage].gradient_sum)
-            if self.first_use[stage] == position
-            else 0
-            for position, stage in enumerate(self.trace.uses)
-        ]
-        # Backward begins at the last use: at each use, the gradients of all later uses are complete.
-        after = [*accumulate(reversed(complete), initial=0)][-2::-1]
+        sizes = {stage: self.held_gradient(plan, stage) for stage in self.first_use}
+        after = _complete_after(sizes, self.trace.uses, self.first_use)
         return [done + count for done, count in zip(after, arriving, strict=True)]
 
     @cached_property
@@ -306,20 +335,88 @@ class Footprint:
         return total
 
 
+def _complete_after(sizes: Mapping[int, int], uses: Sequence[int], first_use: Mapping[int, int]) -> list[int]:
+    """Return for each use the bytes of the gradients that are complete when its backward begins.
+
+    Args:
+        sizes: stage -> bytes of its gradients, for the stages that count.
+        uses: the stage of each use.
+        first_use: stage -> its first use.
+    """
+    complete = [
+        sizes.get(stage, 0) if first_use[stage] == position else 0 for position, stage in enumerate(uses)
+    ]
+    # Backward begins at the last use: at each use, the gradients of all later uses are complete.
+    return [*accumulate(reversed(complete), initial=0)][-2::-1]
+
+
+def _on_device_bytes(held: Sequence[StageBytes], workspaces: int) -> dict[str, int]:
+    """Return the bytes of stages in device memory, and of the workspaces of their updates.
+
+    Args:
+        held: the stages.
+        workspaces: number of fp32 tensors that an update needs beside a piece.
+    """
+    if not held:
+        return {}
+    batch = min(2 * DEVICE_PIECE_ELEMENTS, max(stage.trained for stage in held))
+    # One more: the integers with which masters are joined and split.
+    staging = (workspaces + 1) * batch * _FP32_BYTES
+    return {"weight store": sum(stage.stored for stage in held), "staging": staging}
+
+
+def _snapshot_copies(held: Sequence[StageBytes]) -> int:
+    """Return the bytes of host memory in which a checkpoint reads stages from device memory."""
+    if not held:
+        return 0
+    per_param = max((stage.state / stage.trained for stage in held if stage.trained), default=0)
+    group = GROUP_BYTES + int(DEVICE_PIECE_ELEMENTS * per_param)
+    largest = sorted(stage.slab + min(stage.state, group) for stage in held)[-_SNAPSHOT_THREADS:]
+    piece = min(DEVICE_PIECE_ELEMENTS, max(stage.trained for stage in held))
+    return sum(largest) + len(largest) * piece * _FP32_BYTES
+
+
 def _holds_exact_gradients(plan: Plan) -> bool:
     """True if the store holds the tensors that autograd made, instead of sums in fp32."""
     return plan.num_micro_batches == 1 and plan.precision.name != "fp16"
 
 
 def recomputable(trace: Trace) -> list[bool]:
-    """Return for each stage if it can be recomputed: if it saves tensors, all within its own module."""
+    """Return for each stage if it can be recomputed: if it saves tensors, all within its own module.
+
+    A divided block is recomputed as a whole, or none of its stages is. Its weights may be read in all of its
+    modules.
+    """
     elsewhere = {
-        stage for site, stages in trace.sites.items() for stage in stages if site != trace.stages[stage].name
+        stage
+        for site, stages in trace.sites.items()
+        for stage in stages
+        if not _is_within(site, stage, trace)
     }
-    return [
+    can_be = [
         cost.recomputable and cost.saved_bytes > 0 and stage not in elsewhere
         for stage, cost in enumerate(trace.costs)
     ]
+    for members in trace.members.values():
+        whole = any(trace.costs[stage].saved_bytes for stage in members) and all(
+            trace.costs[stage].recomputable and stage not in elsewhere for stage in members
+        )
+        for stage in members:
+            can_be[stage] = whole
+    return can_be
+
+
+def _recomputed_block(trace: Trace, stage: int, policy: Activations) -> int | None:
+    """Return the divided block that is recomputed with this stage, or `None`."""
+    block = trace.blocks[stage]
+    return block if policy.is_recomputed and block in trace.members else None
+
+
+def _is_within(site: str, stage: int, trace: Trace) -> bool:
+    """True if a module is that of a stage, or, for a stage of a divided block, a module inside the block."""
+    block = trace.blocks[stage]
+    name = trace.stages[block].name
+    return site == name or (block in trace.members and site.startswith(f"{name}." if name else ""))
 
 
 def minimum_slabs(trace: Trace, ranks: int = 1) -> int:
@@ -333,7 +430,8 @@ def minimum_slabs(trace: Trace, ranks: int = 1) -> int:
     for site in trace.sites:
         bound = {stage for module in _enclosing(site) for stage in trace.sites.get(module, ())}
         sizes = Counter(trace.stages[stage].slab_bytes for stage in bound)
-        most = max(most, *sizes.values())
+        # One more: the backward that starts to recompute a divided block has fetched a weight already.
+        most = max(most, *(count + bool(trace.members) for count in sizes.values()))
     alike = max(Counter(stage.slab_bytes for stage in trace.stages).values())
     return max(most, min(ranks * most, alike))
 
@@ -344,6 +442,13 @@ def _enclosing(module: str) -> Iterator[str]:
         yield module
         module = module.rpartition(".")[0]
     yield ""
+
+
+def _counted_bytes(stages: Iterable[StageBytes], share: StoreShare) -> int:
+    """Return the bytes of some stages in the weight store that count against a rank's budgets."""
+    pairs = [(stage.slab, stage.state) for stage in stages]
+    wire, state = sum(slab for slab, _ in pairs), sum(state for _, state in pairs)
+    return int(share.wire * wire + share.state * state)
 
 
 def _stage_bytes(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) -> StageBytes:
@@ -365,6 +470,8 @@ def _kept(cost: StageCost) -> int:
 
 def offloaded_bytes(cost: StageCost, policy: Activations) -> int:
     """Return the bytes of one stage's activations that a micro-batch moves off the compute device."""
+    if policy is Activations.RECOMPUTE_FROM_HOST:
+        return cost.input_bytes
     return _kept(cost) if policy is Activations.OFFLOAD else 0
 
 
@@ -380,10 +487,14 @@ def _moving(moved: int) -> int:
     return min(moved, OFFLOAD_WINDOW_BYTES) + OFFLOAD_WRITERS * min(moved, OFFLOAD_BLOCK_BYTES)
 
 
+def _passing(cost: StageCost) -> int:
+    return cost.transient_bytes + cost.input_bytes + cost.output_bytes
+
+
 def _busy(cost: StageCost, policy: Activations, num_uses: int) -> int:
     """Return the bytes of tensors that exist only during a use, such as the gradients of its outputs."""
-    passing = cost.transient_bytes + cost.input_bytes + cost.output_bytes
-    if policy is Activations.RECOMPUTE:
+    passing = _passing(cost)
+    if policy.is_recomputed:
         return passing + cost.saved_bytes // num_uses
     if policy is Activations.OFFLOAD:  # the activations that one operator's backward has brought back
         return passing + min(cost.transient_bytes, _kept(cost) // num_uses)

@@ -60,10 +60,19 @@ def free_resources(resources: Resources, device: str) -> Resources:
     host, gpu, disk = resources.host_memory, resources.device_memory, resources.disk_bytes
     host = free_host_budget() if host is None else min(host, group_memory().budget or host)
     if gpu is None and device != "cpu":
-        gpu = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0])
+        gpu = int(FREE_SHARE * free_device_bytes(device))
     if disk is None and resources.disk is not None:
         disk = int(FREE_SHARE * shutil.disk_usage(existing_ancestor(resources.disk)).free)
     return Resources(device_memory=gpu, host_memory=host, disk=resources.disk, disk_bytes=disk)
+
+
+def free_device_bytes(device: str) -> int:
+    """Return the bytes of device memory that this process can still take.
+
+    They include what torch's allocator keeps of freed tensors, such as those of an engine that was closed.
+    """
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + kept)
 
 
 def free_host_budget() -> int:

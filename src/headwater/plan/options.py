@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,15 +18,25 @@ from headwater.plan.types import (
     Activations,
     Calibration,
     Masters,
+    OptimizerState,
     Resources,
     StoreShare,
     Tier,
     Trace,
 )
+from headwater.store.layout import stored_dtype
 from headwater.store.rule import UpdateRule
 
 TraceFor = Callable[[int], Trace]
 """Function that returns the dry run of a micro-batch size. Calls with the same size should be cached."""
+
+DividedTraces = Callable[[], Iterable[TraceFor]]
+"""Function that returns the same dry runs with ever smaller stages; see `division.divisions`."""
+
+
+def not_divided() -> Iterable[TraceFor]:
+    """Return no dry runs: the stages of the model cannot be made smaller."""
+    return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +51,9 @@ class Fixed:
         gradient_tier: where gradients wait for the update.
         masters: `split` if the fp32 masters of bf16 weights share memory with the weights, else `whole`.
         stages_in_memory: number of stages in host memory if `tier` is `disk`.
+        stages_on_device: number of stages that are stored and updated in device memory; all if the model has
+            fewer.
+        optimizer_state: `bf16` to store it in bf16, which is not exact.
     """
 
     tier: Tier | None = None
@@ -50,6 +63,8 @@ class Fixed:
     gradient_tier: Tier | None = None
     masters: Masters | None = None
     stages_in_memory: int | None = None
+    stages_on_device: int | None = None
+    optimizer_state: OptimizerState = "exact"
 
 
 NOT_FIXED = Fixed()
@@ -64,7 +79,8 @@ class PlanRequest:
         trace_for: micro-batch size -> its dry run.
         batch_size: samples of one optimizer step.
         precision: precision of the run.
-        optimizer_state_bytes: bytes of optimizer state for each trained parameter (8 for Adam).
+        optimizer_state_bytes: bytes of optimizer state for each trained parameter, as it is stored (8 for
+            Adam, 4 if it is in bf16).
         resources: budgets of the run; one that is not set is what the machine has free.
         device: `cpu` or `cuda`.
         calibration: rates of the machine. Without them plans are compared by nominal rates, and the plan
@@ -76,6 +92,8 @@ class PlanRequest:
         share: the part of the weight store that counts against the budgets.
         ranks: number of ranks on this host, each on batches of this size. They share the host's memory.
         data_workers: processes of each rank that read data.
+        divided: dry runs with smaller stages, which are planned only if no plan fits otherwise.
+        device_tier: False if no stage may be stored in device memory.
     """
 
     trace_for: TraceFor
@@ -92,6 +110,8 @@ class PlanRequest:
     share: StoreShare = WHOLE_STORE
     ranks: int = 1
     data_workers: int = 0
+    divided: DividedTraces = not_divided
+    device_tier: bool = True
 
 
 class DiskOptions(Protocol):
@@ -119,6 +139,8 @@ class BackendOptions(Protocol):
     @property
     def stages_in_memory(self) -> int | None: ...
     @property
+    def stages_on_device(self) -> int | None: ...
+    @property
     def activations(self) -> Literal["auto", "keep", "recompute", "offload"]: ...
     @property
     def tier(self) -> Literal["auto", "memory", "disk"]: ...
@@ -126,6 +148,8 @@ class BackendOptions(Protocol):
     def gradient_tier(self) -> Literal["auto", "memory", "disk"]: ...
     @property
     def masters(self) -> Literal["auto", "split"]: ...
+    @property
+    def optimizer_state(self) -> OptimizerState: ...
 
 
 def request_of(
@@ -211,21 +235,29 @@ def fixed_by(backend: BackendOptions, micro_batch_size: int | None = None) -> Fi
         tier=None if backend.tier == "auto" else backend.tier,
         num_slabs=backend.num_slabs,
         stages_in_memory=backend.stages_in_memory,
+        stages_on_device=backend.stages_on_device,
         activations=None if backend.activations == "auto" else Activations(backend.activations),
         micro_batch_size=micro_batch_size,
         gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,
         masters=None if backend.masters == "auto" else backend.masters,
+        optimizer_state=backend.optimizer_state,
     )
 
 
-def optimizer_state_bytes(optimizer: OptimizerSpec, options: Mapping[str, Any] | None = None) -> int:
-    """Return the bytes of state that `optimizer` keeps for each element of a parameter (8 for Adam).
+def optimizer_state_bytes(
+    optimizer: OptimizerSpec,
+    options: Mapping[str, Any] | None = None,
+    *,
+    stored: OptimizerState = "exact",
+) -> int:
+    """Return the bytes of state that the store keeps for each element of a parameter (8 for Adam).
 
     Args:
         optimizer: the kind of optimizer.
         options: the options of the parameter's group.
+        stored: the option `optimizer_state` of the backend.
     """
-    probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
+    probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32, bf16_state=stored == "bf16")
     layout = UpdateRule(optimizer, options).state_layout(probe)
     # A state with another shape than the parameter does not grow with its elements.
-    return sum(tensor.dtype.itemsize for tensor in layout.values() if tensor.shape is None)
+    return sum(stored_dtype(probe, tensor).itemsize for tensor in layout.values() if tensor.shape is None)

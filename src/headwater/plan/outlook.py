@@ -17,6 +17,7 @@ _SMALLEST_SHOWN_S = 1e-6
 _OVERLAP = "overlap"
 _MEANINGS = {
     "update": "the optimizer's work on all parameters",
+    "update on device": "the same for the stages in device memory",
     "compute": "forward and backward",
     "copy": "weights copied within host memory",
     "disk": "reads and writes of the disk tier",

@@ -9,7 +9,7 @@ from functools import lru_cache
 from headwater.core.units import GIB
 from headwater.plan.belady import simulate, slab_capacity, slab_positions
 from headwater.plan.footprint import Footprint, StageBytes
-from headwater.plan.types import Activations, Calibration, Plan, Prediction
+from headwater.plan.types import Calibration, Plan, Prediction
 
 NOMINAL = Calibration(
     fp32_flops_per_s=200e9,
@@ -30,6 +30,9 @@ USE_OVERHEAD_S = 1e-4
 
 ADAMW_BYTES = 28
 """Bytes that the update of an fp32 parameter reads (weight, gradient, two moments) and writes."""
+
+_DEVICE_UPDATE_PASSES = 3.5
+"""Bytes that the kernels of an update on a device read and write, for each byte that the update needs."""
 
 _FORWARD_SHARE = 1 / 3  # of the time outside of matrix products
 
@@ -68,8 +71,6 @@ class Predictor:
         self._link_bytes_per_s = rates.link_bytes_per_s or _NOMINAL_LINK
         self._read_bytes_per_s = rates.disk_read_bytes_per_s or _NOMINAL_READ
         self._write_bytes_per_s = rates.disk_write_bytes_per_s or _NOMINAL_WRITE
-        self._all_updates_s = sum(map(self.update_s, footprint.stages))
-        self._gradients = sum(stage.gradient for stage in footprint.stages if stage.trained)
 
     @property
     def adamw_params_per_s(self) -> float:
@@ -85,7 +86,7 @@ class Predictor:
             others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
             forward = cost.flops / flops_per_s + _FORWARD_SHARE * others
             backward = cost.backward_flops / flops_per_s + (1 - _FORWARD_SHARE) * others
-            backward += forward if policy is Activations.RECOMPUTE else 0.0
+            backward += forward if policy.is_recomputed else 0.0
             stages.append(StageSeconds(forward, 0.0 if trace.inference else backward))
         return stages
 
@@ -97,11 +98,11 @@ class Predictor:
     def missed(self, plan: Plan) -> tuple[int, ...]:
         """Return the positions in a micro-batch's schedule at which a stage is fetched into a slab."""
         footprint, in_place = self.footprint, plan.read_in_place
-        positions = slab_positions(footprint.trace.schedule, in_place)
+        positions = slab_positions(plan.schedule, in_place)
         if not positions:
             return ()
         capacity = slab_capacity(footprint.sizes_in_slabs(plan), plan.slabs)
-        schedule = tuple(footprint.trace.schedule[position] for position in positions)
+        schedule = tuple(plan.schedule[position] for position in positions)
         missed = _missed(schedule, footprint.slab_sizes, tuple(capacity.items()))
         return tuple(positions[use] for use in missed)
 
@@ -127,9 +128,11 @@ class Predictor:
         the rest of the step have different bottlenecks. Computation overlaps with transfers, except for the
         fetch of the first stage.
         """
-        compute, update, copy = self._compute_s(plan), self._all_updates_s, self._copy_s(plan)
+        compute, update, copy = self._compute_s(plan), self._updates_s(plan), self._copy_s(plan)
+        on_device = self._updates_on_device_s(plan)
         disk, link = self._disk_s(plan), self._link_s(plan)
-        cores, streams = compute, Phases(max(disk.first, link.first), max(disk.rest, link.rest))
+        cores = Phases(compute.first + on_device, compute.rest)
+        streams = Phases(max(disk.first, link.first), max(disk.rest, link.rest))
         if plan.device == "cpu":  # updates and copies use the cores that compute
             cores = Phases(compute.first + update + copy.first, compute.rest + copy.rest)
         else:
@@ -138,8 +141,19 @@ class Predictor:
         fill = streams.first * self.footprint.slab_sizes[first_stage] / sum(self.footprint.slab_sizes)
         step = fill + max(cores.first, streams.first) + max(cores.rest, streams.rest)
         totals = {"compute": compute, "copy": copy, "disk": disk, "link": link}
-        parts = {"update": update} | {name: phases.total for name, phases in totals.items()}
+        updates = {"update": update} | ({"update on device": on_device} if plan.on_device else {})
+        parts = updates | {name: phases.total for name, phases in totals.items()}
         return parts | {"overlap": step - sum(parts.values())}
+
+    def _updates_s(self, plan: Plan) -> float:
+        """Return the seconds of the updates of all stages in host memory and on disk."""
+        return sum(map(self.update_s, self._updated(plan.on_device)))
+
+    def _updates_on_device_s(self, plan: Plan) -> float:
+        """Return the seconds of the updates of the stages in device memory, on the computing stream."""
+        held = (self.footprint.stages[stage] for stage in plan.on_device)
+        moved = sum(2 * (stage.slab + stage.state) + stage.gradient for stage in held if stage.trained)
+        return _DEVICE_UPDATE_PASSES * moved / self._rates.memory_bytes_per_s
 
     def _compute_s(self, plan: Plan) -> Phases:
         """Return the seconds of forward and backward of all micro-batches."""
@@ -163,7 +177,7 @@ class Predictor:
             plan: the plan.
             left_out: stages that do not count.
         """
-        schedule, stages = self.footprint.trace.schedule, self.footprint.stages
+        schedule, stages = plan.schedule, self.footprint.stages
         first_uses = set(self.footprint.first_use.values())
         missed = [position for position in self.missed(plan) if schedule[position] not in left_out]
         every = sum(stages[schedule[position]].slab for position in missed)
@@ -183,8 +197,9 @@ class Predictor:
         read, write = Phases(), Phases()
         later = plan.num_micro_batches - 1
         if plan.tier == "disk":
-            fetched, share = self._fetched_bytes(plan, plan.in_memory), self.footprint.share
-            updated = self._updated(plan.in_memory)
+            elsewhere = (*plan.in_memory, *plan.on_device)
+            fetched, share = self._fetched_bytes(plan, elsewhere), self.footprint.share
+            updated = self._updated(elsewhere)
             slabs, state = sum(stage.slab for stage in updated), sum(stage.state for stage in updated)
             write = _add(write, slabs + share.state * state, 0)
             # With images a stage is updated before its fetch, and read twice.
@@ -208,9 +223,9 @@ class Predictor:
         """Return the seconds of transfers between host and device, which go both ways at once."""
         if plan.device == "cpu":
             return Phases()
-        count, fetched = plan.num_micro_batches, self._fetched_bytes(plan, ())
+        count, fetched = plan.num_micro_batches, self._fetched_bytes(plan, plan.on_device)
         moved = self.footprint.offloaded_bytes(plan.activations)
-        gradients = count * self._gradients
+        gradients = count * sum(stage.gradient for stage in self._updated(plan.on_device))
         first = max(fetched.first, moved)
         rest = max(fetched.rest + count * moved, gradients + (count - 1) * moved)
         return Phases(first / self._link_bytes_per_s, rest / self._link_bytes_per_s)

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from headwater.core.errors import ConfigError
-from headwater.core.units import MIB
+from headwater.core.units import GIB, MIB
 from headwater.plan.types import Calibration
 
 QUIET_CPU_SHARE = 0.8
@@ -28,12 +28,18 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MATRIX_SHAPES = ((512, 768, 3072), (256, 768, 8192))
 _QUICK_SHAPE = (256, 768, 3072)
 _BLOCK_SHAPE = (4, 128, 512, 8)  # sequences, their length, width, heads
+_DEVICE_MATRIX_SHAPES, _DEVICE_BLOCK_SHAPE = ((8192, 4096, 14336),), (8, 2048, 4096, 32)
+_SMALL_DEVICE_MATRIX_SHAPES, _SMALL_DEVICE_BLOCK_SHAPE = ((4096, 2048, 8192),), (4, 1024, 1024, 16)
+_SMALL_DEVICE_BYTES = 24 * GIB
+"""Shapes of large models, on which a GPU reaches the rates of a run: small products end before the launch of
+the next one. A GPU with less free memory gets smaller ones."""
 _TRIAL_SHAPE = (32, 256, 256)
 _SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE = ((64, 768, 512),), (1, 32, 256, 4)
 """Small shapes, for a dtype that the processor only emulates, such as fp16 on most CPUs."""
 _SLOW_S = 1.0
 _COPY_BYTES = 64 * MIB
-_ADAMW_PARAMS = 4 * MIB
+_ADAMW_PARAMS, _DEVICE_ADAMW_PARAMS = 4 * MIB, 32 * MIB
+"""With a GPU the updates run in host memory beside it, on a server whose cache may hold 64 MiB."""
 _DISK_BYTES, _DISK_CHUNK_BYTES, _DISK_WORKERS = 64 * MIB, 4 * MIB, 4
 _MOST_ROUNDS, _BUDGET_S = 5, 1.5
 
@@ -94,15 +100,24 @@ class _Sizes:
 
 def _sizes(device: str, dtype: torch.dtype) -> _Sizes:
     """Return the sizes of the probes: small ones if a trial shows that the usual ones take over a second."""
+    if device != "cpu":
+        return _device_sizes(torch.cuda.mem_get_info(device)[0])
     trial = _matrix(device, dtype, (_TRIAL_SHAPE,))
     trial.run()  # the first product of a dtype includes one-time initialization
     # CPU time: on a busy machine the wall time would make every dtype look slow.
     start_s = time.thread_time()
     trial.run()
     factor = sum(map(_flops, _MATRIX_SHAPES)) / _flops(_TRIAL_SHAPE)
-    if device == "cpu" and (time.thread_time() - start_s) * factor > _SLOW_S:
+    if (time.thread_time() - start_s) * factor > _SLOW_S:
         return _Sizes(_SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE)
     return _Sizes(_MATRIX_SHAPES, _BLOCK_SHAPE)
+
+
+def _device_sizes(free_bytes: int) -> _Sizes:
+    """Return the sizes of the probes on a GPU with this much free memory."""
+    if free_bytes < _SMALL_DEVICE_BYTES:
+        return _Sizes(_SMALL_DEVICE_MATRIX_SHAPES, _SMALL_DEVICE_BLOCK_SHAPE)
+    return _Sizes(_DEVICE_MATRIX_SHAPES, _DEVICE_BLOCK_SHAPE)
 
 
 def measure(device: str, folder: Path | None) -> Measurement:
@@ -122,7 +137,8 @@ def measure(device: str, folder: Path | None) -> Measurement:
         disk = {} if folder is None else stack.enter_context(_disk(folder))
         sizes = {name: _sizes(device, dtype) for name, dtype in _DTYPES.items()}
         blocks = {name: _Block(device, dtype, sizes[name].block) for name, dtype in _DTYPES.items()}
-        probes = {"quick": _quick(device), "copy": _copy(device), "adamw": _adamw()} | disk
+        adamw_params = _ADAMW_PARAMS if device == "cpu" else _DEVICE_ADAMW_PARAMS
+        probes = {"quick": _quick(device), "copy": _copy(device), "adamw": _adamw(adamw_params)} | disk
         for name, dtype in _DTYPES.items():
             probes[f"matrix {name}"] = _matrix(device, dtype, sizes[name].matrices)
             probes[f"block {name}"] = Probe(blocks[name].train, on_cores=device == "cpu")
@@ -130,7 +146,8 @@ def measure(device: str, folder: Path | None) -> Measurement:
             probes["link"] = _link(device)
         timing = time_probes(probes, device)
     flops = {name: sum(map(_flops, size.matrices)) for name, size in sizes.items()}
-    return Measurement(_rates(timing.best_s, blocks, flops), timing.best_s["quick"], timing.cpu_share)
+    rates = _rates(timing.best_s, blocks, flops, adamw_params)
+    return Measurement(rates, timing.best_s["quick"], timing.cpu_share)
 
 
 def time_quick(device: str) -> Timing:
@@ -162,7 +179,7 @@ def time_probes(probes: Mapping[str, Probe], device: str = "cpu") -> Timing:
 
 
 def _rates(
-    best_s: Mapping[str, float], blocks: Mapping[str, _Block], flops: Mapping[str, int]
+    best_s: Mapping[str, float], blocks: Mapping[str, _Block], flops: Mapping[str, int], adamw_params: int
 ) -> Calibration:
     matrix = {name: flops[name] / best_s[f"matrix {name}"] for name in blocks}
     saved = {
@@ -178,7 +195,7 @@ def _rates(
         bf16_saved_bytes_per_s=saved["bf16"],
         fp16_saved_bytes_per_s=saved["fp16"],
         memory_bytes_per_s=2 * _COPY_BYTES / best_s["copy"],
-        adamw_params_per_s=_ADAMW_PARAMS / best_s["adamw"],
+        adamw_params_per_s=adamw_params / best_s["adamw"],
         link_bytes_per_s=_COPY_BYTES / best_s["link"] if "link" in best_s else None,
         disk_read_bytes_per_s=disk.get("read"),
         disk_write_bytes_per_s=disk.get("write"),
@@ -263,8 +280,8 @@ def _link(device: str) -> Probe:
     return Probe(lambda: target.copy_(source, non_blocking=True), on_cores=False)
 
 
-def _adamw() -> Probe:
-    param = torch.zeros(_ADAMW_PARAMS, requires_grad=True)
+def _adamw(num_params: int) -> Probe:
+    param = torch.zeros(num_params, requires_grad=True)
     param.grad = torch.full_like(param, 1e-3)
     return Probe(torch.optim.AdamW([param], fused=True).step, on_cores=True)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
-from headwater.plan.partition import Unit
+from headwater.plan.partition import Partition
 
 
 @final
@@ -17,13 +16,14 @@ class WeightReads:
         uses: stages in the order of their use; a use ends when another stage is read.
 
     Args:
-        units: the module of each stage.
+        partition: the stages, and the module of each.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, partition: Partition) -> None:
         self.running: list[int] = []
         self.uses: list[int] = []
-        self._units = units
+        self._units = partition.units
+        self._stages = partition.stages
         self._modules: list[str] = []  # qualified names of the modules whose forward runs
         self._sites: dict[str, set[int]] = {}
 
@@ -54,13 +54,26 @@ class WeightReads:
         return True
 
     def use(self, stage: int) -> None:
-        """Record a use of a stage. Reads of the same stage one after the other are one use."""
+        """Record a use of a stage. Reads of the same stage one after the other are one use.
+
+        A layer reads its weight, which is a part of a divided block, and its bias, which is in the stage
+        around the part. Reads of both in turn are one use of the part.
+        """
+        around = self._stages[stage].part_of
+        if around is not None and self.uses[-2:] == [stage, around]:
+            self.uses.pop()
         if not self.uses or self.uses[-1] != stage:
             self.uses.append(stage)
 
-    def take_over(self, stage: int, original: int) -> None:
-        """Record for `stage`, which did not run, the reads of the equal stage `original`."""
-        path, old = self._units[stage].path, self._units[original].path
+    def take_over(self, stage: int, original: int, path: str, old: str) -> None:
+        """Record for `stage`, which did not run, the reads of the equal stage `original`.
+
+        Args:
+            stage: the stage.
+            original: the stage that has run.
+            path: the module of the stage, or of the divided block around it.
+            old: that of the original.
+        """
         for site in [site for site, stages in self._sites.items() if original in stages]:
             self._sites.setdefault(path + site.removeprefix(old), set()).add(stage)
 

@@ -16,6 +16,9 @@ from headwater.plan.types import Plan
 
 UNLIMITED = 1 << 62
 
+_LARGE_SHARE = 8
+"""A refusal names the largest stage if its weights take at least 1/8 of a budget."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -36,8 +39,19 @@ def refusal(request: Request) -> DoesNotFitError:
     stories = [_story(request.budgets, setting.request.budgets) for setting in larger]
     texts = [setting.text for setting in (*larger, *other_settings(request))]
     return DoesNotFitError(
-        f"the model does not fit: {', or '.join(stories)}", remedy=f"set {', or '.join(texts)}"
+        f"the model does not fit: {', or '.join(stories)}",
+        where=_largest_stage(request),
+        remedy=f"set {', or '.join(texts)}",
     )
+
+
+def _largest_stage(request: Request) -> str | None:
+    """Return the name and the size of the largest stage if it takes a large part of a budget, else `None`."""
+    stages = request.trace_for(micro_batch_sizes(request)[-1]).stages
+    largest = max(stages, key=lambda stage: stage.slab_bytes)
+    if largest.slab_bytes * _LARGE_SHARE < min(request.budgets):
+        return None
+    return f"largest stage: {largest.name or 'the model'}, {format_bytes(largest.slab_bytes)} of weights"
 
 
 def _story(budgets: Budgets, needed: Budgets) -> str:
@@ -104,11 +118,31 @@ def _and_disk(with_disk: Request) -> Setting:
 
 def _without_decision(free: Request, name: str, plan: Plan) -> Setting:
     """Return the setting that replaces the user's value of a decision by the plan's, or leaves it out."""
+    if name == "stages_on_device":
+        return _with_fewer_on_device(free)
+    if name == "tier" and plan.on_device:
+        return Setting("tier auto", free)
     # A plan's values of these are not decisions: it has a policy for each stage, and slabs even if it
     # reads in place.
     if name in ("activations", "num_slabs"):
         return Setting(f"no {name}, so that the plan chooses", free)
     return Setting(f"{name} {getattr(plan, name)}", _with_fixed(free, name, getattr(plan, name)))
+
+
+def _with_fewer_on_device(free: Request) -> Setting:
+    """Return the setting with the most stages in device memory for which a plan fits.
+
+    Args:
+        free: the request without a number of stages in device memory. A plan fits it.
+    """
+    fewest, most = 0, len(free.trace_for(micro_batch_sizes(free)[-1]).stages)
+    while fewest < most:
+        middle = (fewest + most + 1) // 2
+        if best_plan(_with_fixed(free, "stages_on_device", middle)) is None:
+            most = middle - 1
+        else:
+            fewest = middle
+    return Setting(f"stages_on_device {fewest}", _with_fixed(free, "stages_on_device", fewest))
 
 
 def _needs(request: Request) -> list[Budgets]:

@@ -46,6 +46,7 @@ class Call:
         outputs: for each leaf of the output a tensor like it, the index of the input that it is, or a value.
         output_structure: structure of the output.
         modes: modes of torch that decide costs.
+        uses: the stages that it used, as positions among the stages of its block.
     """
 
     inputs: tuple[Any, ...]
@@ -53,6 +54,7 @@ class Call:
     outputs: tuple[Any, ...]
     output_structure: TreeSpec
     modes: Hashable
+    uses: tuple[int, ...]
 
     def fits(self, inputs: Sequence[Any], structure: TreeSpec) -> bool:
         """True if a call with these inputs costs the same as the recorded one."""
@@ -93,6 +95,7 @@ class Repeats:
     def __init__(self, model: nn.Module, partition: Partition) -> None:
         self.original: dict[int, int] = {}
         self._as_expected = True
+        self._members = _members(partition)
         self._equal = {stage: equal for equal in _equal_stages(model, partition) for stage in equal}
         self._calls: dict[tuple[int, int], Call] = {}  # by stage and number of the call
         self._counts: Counter[int] = Counter()
@@ -106,6 +109,10 @@ class Repeats:
                 self._counts[stage] == self._counts[original] for stage, original in self.original.items()
             )
         )
+
+    def members(self, stage: int) -> tuple[int, ...]:
+        """Return the parts of a divided block and the stage around them, or a single stage in a tuple."""
+        return self._members.get(stage, (stage,))
 
     def refuse(self) -> None:
         """Record that backward has recomputed forwards: those of skipped stages were not counted then."""
@@ -152,7 +159,9 @@ class Repeats:
         self.original[stage], call = fitting[_FIRST - 1]
         return call
 
-    def note(self, stage: int, inputs: Sequence[Any], structure: TreeSpec, output: Any) -> None:
+    def note(
+        self, stage: int, inputs: Sequence[Any], structure: TreeSpec, output: Any, uses: Sequence[int]
+    ) -> None:
         """Record the call of a stage that has run, so that equal stages can be skipped.
 
         Args:
@@ -160,15 +169,18 @@ class Repeats:
             inputs: leaves of the arguments.
             structure: structure of the arguments.
             output: the output.
+            uses: the stages that the call has used.
         """
-        if stage not in self._equal:
+        members = self.members(stage)
+        if stage not in self._equal or not uses or not set(uses) <= set(members):
             return
         leaves, output_structure = tree_flatten(output)
         described = _described(leaves, inputs)
         if described is not None:
             # `call_like` has counted this call already.
             key = stage, self._counts[stage] - 1
-            self._calls[key] = Call(tuple(inputs), structure, described, output_structure, _modes())
+            places = tuple(map(members.index, uses))
+            self._calls[key] = Call(tuple(inputs), structure, described, output_structure, _modes(), places)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,23 +221,47 @@ def _equal_stages(model: nn.Module, partition: Partition) -> list[list[int]]:
     if _has_any_global_hook():
         return []
     groups: dict[Hashable, list[int]] = {}
+    members = _members(partition)
     for stage, unit in zip(partition.stages, partition.units, strict=True):
         module = model.get_submodule(unit.path)
         key = None
-        if not unit.direct_only and has_costs_by_shapes(module):
-            key = _stage_key(module, stage)
+        if not unit.direct_only and stage.part_of is None and has_costs_by_shapes(module):
+            inside = members.get(stage.index, (stage.index,))
+            key = _stage_key(module, unit.path, [partition.stages[member] for member in inside])
         if key is not None:
             groups.setdefault((unit.path.rpartition(".")[0], key), []).append(stage.index)
     return [equal for equal in groups.values() if len(equal) > _FIRST + _LAST]
 
 
-def _stage_key(module: nn.Module, stage: StageSpec) -> Hashable | None:
-    """Return what the costs of a stage depend on, apart from its inputs; `None` if it shares parameters."""
-    if sum(1 for _ in module.parameters()) != len(stage.params) or any(p.aliases for p in stage.params):
+def _members(partition: Partition) -> dict[int, tuple[int, ...]]:
+    """Return the stages of each divided block: the stage around its parts -> the parts, and itself."""
+    members: dict[int, tuple[int, ...]] = {}
+    for stage in partition.stages:
+        if stage.part_of is not None:
+            members[stage.part_of] = (*members.get(stage.part_of, ()), stage.index)
+    return {block: (*parts, block) for block, parts in members.items()}
+
+
+def _stage_key(module: nn.Module, path: str, stages: Sequence[StageSpec]) -> Hashable | None:
+    """Return what the costs of a module depend on, apart from its inputs; `None` if it shares parameters.
+
+    Args:
+        module: the module.
+        path: its qualified name.
+        stages: its stage, or the stages of the divided block.
+    """
+    params = [param for stage in stages for param in stage.params]
+    if sum(1 for _ in module.parameters()) != len(params) or any(param.aliases for param in params):
         return None
-    params = tuple(dataclasses.replace(param, name="") for param in stage.params)
+    keys = tuple(
+        (
+            stage.name.removeprefix(path),
+            tuple(dataclasses.replace(param, name=param.name.removeprefix(path)) for param in stage.params),
+        )
+        for stage in stages
+    )
     inside = _module_key(module)
-    return None if inside is None else (params, inside)
+    return None if inside is None else (keys, inside)
 
 
 def _module_key(module: nn.Module) -> Hashable | None:

@@ -22,15 +22,21 @@ from headwater.plan.types import Activations, Plan, Prediction, Resources, Stage
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = ("#ffffff", "#d5dde6", "#4878a8", "#d79b3c", "#8f6bb3")
+_COLORS = ("#ffffff", "#d5dde6", "#4878a8", "#d79b3c", "#8f6bb3", "#b3543c")
 _LEGEND = (
     "×: number of equal stages. wire: bytes of one stage's weights, as they are sent to the device. "
     "saved: bytes of activations that its backward needs."
 )
+_IN = {"device memory": "in device memory", "memory": "in memory", "disk": "on disk"}
 _MOST_NAMES = 24
 """Maximum number of stages with a name in a picture; more would overlap."""
 _ABSENT, _READY = 0, 1
-_USED = {Activations.KEEP: 2, Activations.RECOMPUTE: 3, Activations.OFFLOAD: 4}
+_USED = {
+    Activations.KEEP: 2,
+    Activations.RECOMPUTE: 3,
+    Activations.OFFLOAD: 4,
+    Activations.RECOMPUTE_FROM_HOST: 5,
+}
 _PART_COLORS = {
     "interpreter": "#c9c9c9",
     "data workers": "#b0b0c0",
@@ -64,14 +70,37 @@ class StageGroup:
 
 
 def group_stages(plan: Plan) -> list[StageGroup]:
-    """Return the plan's stages in order; consecutive equal stages are one group."""
-    rows = zip(plan.trace.stages, plan.trace.costs, plan.activations, strict=True)
+    """Return the plan's stages in order; consecutive equal stages, or parts of blocks, are one group."""
+    stages, costs, policies = plan.trace.stages, plan.trace.costs, plan.activations
+
+    def key(block: tuple[int, ...]) -> object:
+        return [(_shape(stages[stage]), costs[stage], policies[stage]) for stage in block]
+
     groups = []
-    for (_, cost, policy), members in groupby(rows, key=lambda row: (_shape(row[0]), row[1], row[2])):
-        stages = [stage for stage, _, _ in members]
-        name = _joined_name(stages[0].name, stages[-1].name)
-        groups.append(StageGroup(name, len(stages), stages[0], cost, policy))
+    for _, equal in groupby(_blocks(plan), key=key):
+        # One row for each part of a block, although the parts of a block follow each other.
+        for same in zip(*equal, strict=True):
+            first, last = stages[same[0]], stages[same[-1]]
+            name = _joined_name(first.name, last.name)
+            groups.append(StageGroup(name, len(same), first, costs[same[0]], policies[same[0]]))
     return groups
+
+
+def _blocks(plan: Plan) -> list[tuple[int, ...]]:
+    """Return the stages in order; the stages of a divided block are together in one tuple."""
+    members = plan.trace.members
+    return [members.get(stage.index, (stage.index,)) for stage in plan.trace.stages if stage.part_of is None]
+
+
+def _divided(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each kind of divided block."""
+    stages = plan.trace.stages
+    for count, equal in groupby(_blocks(plan), key=len):
+        names = [stages[block[-1]].name for block in equal]
+        if count > 1:
+            verb = "is" if len(names) == 1 else "are each"
+            name = _joined_name(names[0], names[-1])
+            yield f"{name} {verb} divided into {count} stages, because no plan fits with larger stages"
 
 
 def _shape(stage: StageSpec) -> object:
@@ -149,19 +178,20 @@ def _stage_table(plan: Plan) -> Table:
 
 
 def _decisions(plan: Plan) -> Iterator[str]:
-    where = "read in place" if plan.in_place else f"in {_slab_text(plan)}"
-    if plan.in_memory and plan.read_in_place:
-        where += f"; {counted(len(plan.in_memory), 'stage is', 'stages are')} read in place"
-    tier: str = plan.tier
-    if plan.in_memory:
-        tier = f"{len(plan.in_memory)} of {len(plan.trace.stages)} stages in memory, the others on disk"
+    where, in_place = f"in {_slab_text(plan)}", len(plan.read_in_place)
+    if in_place == len(plan.trace.stages):
+        where = "read in place"
+    elif in_place:
+        where += f"; {counted(in_place, 'stage is', 'stages are')} read in place"
+    tier = _tiers_text(plan)
+    yield from _divided(plan)
     yield f"weights: {plan.precision.name} on {plan.device}, {where}"
     if plan.trace.inference:
         yield f"masters: {tier}; nothing is kept for backward"
     else:
-        state = (
-            "whole masters and optimizer state" if plan.masters == "whole" else "masters and optimizer state"
-        )
+        state = f"{'whole masters' if plan.masters == 'whole' else 'masters'} and optimizer state"
+        if plan.has_bf16_state:
+            yield "optimizer state: bf16, rounded stochastically; the run is not exact"
         yield f"{state}: {tier}; gradients wait for the update: {plan.gradient_tier}"
     samples = plan.micro_batch_size * plan.num_micro_batches
     count = plan.placement.num_csx
@@ -172,6 +202,19 @@ def _decisions(plan: Plan) -> Iterator[str]:
         share = format_count(sum(stage.numel for stage in plan.trace.stages) // len(owners))
         names = f"rank {owners[0]}" if len(owners) == 1 else f"ranks {owners[0]} to {owners[-1]}"
         yield f"masters are updated by {names}, {share} parameters each; these ranks do not compute"
+
+
+def _tiers_text(plan: Plan) -> str:
+    """Return where the stages are stored."""
+    kinds = {"device memory": plan.on_device, "memory": plan.in_host_memory, "disk": plan.on_disk}
+    used = {name: len(stages) for name, stages in kinds.items() if stages}
+    if len(used) == 1:
+        return next(iter(used))
+    (first, count), *others = used.items()
+    text = f"{count} of {len(plan.trace.stages)} stages {_IN[first]}"
+    for name, number in others[:-1]:
+        text += f", {number} {_IN[name]}"
+    return f"{text}, the others {_IN[others[-1][0]]}"
 
 
 def _slab_text(plan: Plan) -> str:
@@ -242,7 +285,7 @@ def _draw_schedule(plan: Plan, axes: Axes) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    sizes, schedule = [stage.slab_bytes for stage in plan.trace.stages], plan.trace.schedule
+    sizes, schedule = [stage.slab_bytes for stage in plan.trace.stages], plan.schedule
     in_place = plan.read_in_place
     positions = slab_positions(schedule, in_place)
     cells = [[_READY if stage in in_place else _ABSENT] * len(schedule) for stage in range(len(sizes))]

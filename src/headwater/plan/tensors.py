@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headwater.core.lazy import StoredTensor
 from headwater.core.stage import ParamSpec
@@ -60,7 +61,9 @@ class FakeTensors:
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         fake = _empty_like(tensor)
-        self._operators.know(fake, tensor)
+        with _disable_current_modes():  # the copy must have values
+            value = tensor if tensor.is_meta or tensor.is_floating_point() else _in_host_memory(tensor)
+        self._operators.know(fake, value)
         return fake
 
 
@@ -69,7 +72,7 @@ class _WritesToModel(Exception):
 
 
 class RealTensors:
-    """Tensors with the model's values, for forwards in which weights decide what runs.
+    """Tensors with the model's values in host memory, for forwards in which weights decide what runs.
 
     Parameters share memory with the model's, but have separate gradients. A forward that changes a parameter
     which is not a copy gets an exception.
@@ -96,17 +99,17 @@ class RealTensors:
         params = dict(model.named_parameters())
 
         def own(spec: ParamSpec) -> torch.Tensor:
-            value = params[spec.name].detach().to(spec.wire_dtype)
+            value = params[spec.name].detach().to("cpu", spec.wire_dtype)
             if spec.name in self._copied:
                 value = value.clone()
             else:
                 self._shared[memory_key(value)] = spec.name
             return value.requires_grad_(spec.requires_grad)
 
-        return _state(model, partition, own, torch.clone)
+        return _state(model, partition, own, _host_copy)
 
     def batch(self, batch: Any) -> Any:
-        return map_tensors(torch.clone, batch)
+        return map_tensors(_host_copy, batch)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = (self._shared.get(memory_key(tensor)) for tensor in changed_by(func, args, kwargs))
@@ -130,8 +133,9 @@ def with_real_tensors(run: Callable[[RealTensors], T]) -> T:
         tensors = RealTensors(copied)
         try:
             result = run(tensors)
-        # A write raises `_WritesToModel`, and the user's forward may turn that into another error.
         except Exception:
+            # A write raises `_WritesToModel`, which the user's forward may turn into any other error. An
+            # error without a write is the user's, and is raised again.
             if not tensors.written:
                 raise
         else:
@@ -140,10 +144,18 @@ def with_real_tensors(run: Callable[[RealTensors], T]) -> T:
         copied = copied | tensors.written
 
 
-def in_host_memory(model: nn.Module, batch: Any) -> bool:
-    """True if the CPU can read the values of every tensor of a model and a batch."""
+def have_values(model: nn.Module, batch: Any) -> bool:
+    """True if every tensor of a model and a batch has values, in host memory or on a device."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-    return all(tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor) for tensor in tensors)
+    return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def fake_state(model: nn.Module, partition: Partition) -> State:

@@ -34,7 +34,7 @@ from headwater.plan.partition import Partition, Unit, find_stages
 from headwater.plan.reads import WeightReads
 from headwater.plan.repeats import Call, Repeats
 from headwater.plan.stage_costs import StageCosts, operands
-from headwater.plan.tensors import FakeTensors, Tensors, in_host_memory, with_real_tensors
+from headwater.plan.tensors import FakeTensors, Tensors, have_values, with_real_tensors
 from headwater.plan.types import Trace
 from headwater.plan.writes import ParameterWrites, changed_by
 
@@ -108,9 +108,9 @@ def trace_step(
         repeats = Repeats(model, partition)
         try:
             recorder = dry_run(FakeTensors(), repeats)
-        # Skipped stages can make the user's forward fail in any way. Then all stages run, and an error of the
-        # model itself is raised again there.
         except Exception:
+            # Skipped stages can make the user's forward fail in any way. Then all stages run, and an error
+            # of the model itself is raised again there.
             if not repeats.original:
                 raise
             return None
@@ -123,10 +123,10 @@ def trace_step(
                 recorder = skipping() if may_skip else None
                 if recorder is None:
                     recorder = dry_run(FakeTensors())
-        # Fake values can make the user's forward fail in any way. The run on real tensors below raises an
-        # error of the model itself again.
         except Exception:
-            if observer is not None or not in_host_memory(model, batch):
+            # Fake values can make the user's forward fail in any way. The run on real tensors below raises
+            # an error of the model itself again.
+            if observer is not None or not have_values(model, batch):
                 raise
             recorder = with_real_tensors(dry_run)
         return recorder.trace(_batch_size(batch))
@@ -197,7 +197,7 @@ class _Recorder(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._inputs: list[set[int]] = []  # memory of the inputs of each stage that runs
         self._costs = StageCosts(len(partition.stages), inference=inference)
-        self._reads = WeightReads(partition.units)
+        self._reads = WeightReads(partition)
         self._writes = ParameterWrites({}, self._reads.running)
 
     def run(self, batch: Any, loss_function: LossFunction) -> None:
@@ -255,11 +255,14 @@ class _Recorder(TorchDispatchMode):
             may_skip = torch._C._autograd._top_saved_tensors_default_hooks(False)[0] == self._pack
             repeated = self._repeats.call_like(stage, inputs, structure, may_skip=may_skip)
             if repeated is not None:
-                return self._repeat(stage, repeated, inputs)
+                return self._repeat(self._repeats.members(stage), repeated, inputs)
             num_uses = len(self._reads.uses)
             output = self._run(path, call, args, kwargs)
-            if may_skip and self._reads.uses[num_uses:] == [stage] and stage not in self._writes.units:
-                self._repeats.note(stage, inputs, structure, output)
+            members = self._repeats.members(stage)
+            # A read that continues the use before the call is not among the uses of the call.
+            continues = num_uses > 0 and self._reads.uses[num_uses - 1] in members
+            if may_skip and not continues and self._writes.units.isdisjoint(members):
+                self._repeats.note(stage, inputs, structure, output, self._reads.uses[num_uses:])
             return output
 
         return layer
@@ -283,10 +286,11 @@ class _Recorder(TorchDispatchMode):
                 self._leave_unit(stage, outputs)
         return output
 
-    def _repeat(self, stage: int, original: Call, inputs: Sequence[Any]) -> Any:
-        """Record a use of a stage that need not run, and return an output; see [Note: repeated stages]."""
-        self._costs.current = stage
-        self._reads.use(stage)
+    def _repeat(self, members: Sequence[int], original: Call, inputs: Sequence[Any]) -> Any:
+        """Record the uses of a block that need not run, and return an output; see [Note: repeated stages]."""
+        self._costs.current = stage = members[-1]
+        for place in original.uses:
+            self._reads.use(members[place])
         output = original.output(inputs)
         self._costs.when_backward_reaches(tensors_in(output), stage)
         return output
@@ -338,6 +342,14 @@ class _Recorder(TorchDispatchMode):
         parts = self._model.get_submodule(unit.path).modules()
         return not unit.direct_only and not any(isinstance(part, torch.jit.ScriptModule) for part in parts)
 
+    def _take_over(self, repeats: Repeats) -> None:
+        """Record for the skipped blocks the costs and reads of their originals."""
+        for block, original in repeats.original.items():
+            paths = self._partition.units[block].path, self._partition.units[original].path
+            for stage, other in zip(repeats.members(block), repeats.members(original), strict=True):
+                self._costs.take_over(stage, other)
+                self._reads.take_over(stage, other, *paths)
+
     def trace(self, micro_batch_size: int) -> Trace:
         """Return the recorded trace. A stage that no operator read is bound while its module runs.
 
@@ -350,9 +362,8 @@ class _Recorder(TorchDispatchMode):
                 where=type(self._model).__name__,
                 remedy="compute in the thread that calls the model, not in other threads",
             )
-        for stage, original in (self._repeats.original if self._repeats else {}).items():
-            self._costs.take_over(stage, original)
-            self._reads.take_over(stage, original)
+        if self._repeats is not None:
+            self._take_over(self._repeats)
         written = self._writes.written
         holders = (s.index for s in self._partition.stages for p in s.params if p.name in written)
         once = self._writes.units.union(holders)  # stages whose forwards cannot run again

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from headwater.core.placement import ONE_RANK, Placement
 from headwater.core.precision import Precision, PrecisionName
-from headwater.core.stage import StageSpec
+from headwater.core.stage import ParamSpec, StageSpec
 
 
 class Activations(enum.Enum):
@@ -18,7 +20,19 @@ class Activations(enum.Enum):
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
+    RECOMPUTE_FROM_HOST = "recompute from host"
+    """The inputs of the forward that runs again are offloaded."""
     OFFLOAD = "offload"
+
+    @property
+    def is_recomputed(self) -> bool:
+        """True if the forward runs again in backward."""
+        return self in (Activations.RECOMPUTE, Activations.RECOMPUTE_FROM_HOST)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True if tensors that wait for backward leave the compute device."""
+        return self in (Activations.RECOMPUTE_FROM_HOST, Activations.OFFLOAD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +57,26 @@ class StageCost:
     transient_bytes: int
     recomputable: bool = True
     backward_flops: int = 0
+
+
+class Phase(enum.Enum):
+    """The computation for which a stage is used."""
+
+    FORWARD = "forward"
+    AGAIN = "again"
+    BACKWARD = "backward"
+
+
+class Visit(NamedTuple):
+    """A position in the schedule of a micro-batch.
+
+    Attributes:
+        use: index in `Trace.uses`.
+        phase: `AGAIN` if the forward of a divided block is recomputed before the backward of its parts.
+    """
+
+    use: int
+    phase: Phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +105,34 @@ class Trace:
 
     @cached_property
     def schedule(self) -> tuple[int, ...]:
-        """Stages in the order in which one micro-batch uses them."""
+        """Stages in the order in which one micro-batch uses them, if no divided block is recomputed."""
         return self.uses if self.inference else self.uses + self.uses[::-1]
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """For each stage the divided block that it belongs to: the stage around it, or the stage itself."""
+        return tuple(stage.index if stage.part_of is None else stage.part_of for stage in self.stages)
+
+    @cached_property
+    def members(self) -> dict[int, tuple[int, ...]]:
+        """Divided block (the stage around its parts) -> its stages: the parts, and itself."""
+        parts = {stage.part_of for stage in self.stages if stage.part_of is not None}
+        return {
+            block: tuple(stage for stage, around in enumerate(self.blocks) if around == block)
+            for block in sorted(parts)
+        }
 
     def with_whole_masters(self) -> Trace:
         """Return a copy whose masters share no memory with weights; see `ParamSpec.split_master`."""
+        return self._with_params(lambda param: dataclasses.replace(param, split_master=False))
+
+    def with_bf16_state(self) -> Trace:
+        """Return a copy whose optimizer state is stored in bf16; see `ParamSpec.bf16_state`."""
+        return self._with_params(lambda param: dataclasses.replace(param, bf16_state=True))
+
+    def _with_params(self, changed: Callable[[ParamSpec], ParamSpec]) -> Trace:
         stages = (
-            dataclasses.replace(
-                stage, params=tuple(dataclasses.replace(p, split_master=False) for p in stage.params)
-            )
-            for stage in self.stages
+            dataclasses.replace(stage, params=tuple(map(changed, stage.params))) for stage in self.stages
         )
         return dataclasses.replace(self, stages=tuple(stages))
 
@@ -203,6 +255,8 @@ _AMPLE_SHARE = 0.8
 
 Tier = Literal["memory", "disk"]
 Masters = Literal["split", "whole"]
+OptimizerState = Literal["exact", "bf16"]
+"""How optimizer state is stored: with the optimizer's bits, or rounded to bf16."""
 
 
 def shares_slabs(tier: Tier | None, device: str) -> bool:
@@ -221,7 +275,7 @@ class Plan:
         trace: the dry run that it was made from.
         precision: precision of the run.
         device: `cpu` or `cuda`.
-        tier: where weights, masters and optimizer state are stored; see `in_memory`.
+        tier: where weights, masters and optimizer state are stored; see `in_memory` and `on_device`.
         in_place: True if weights are read in the memory tier, without slabs (CPU only).
         slabs: maximum number of slabs for each size class; with `len(stages)` or more, no stage is fetched
             twice in a step.
@@ -234,6 +288,8 @@ class Plan:
         budget: limits of the run, with a value for every limit that applies.
         placement: the ranks of the run; each computes its part of the batch.
         in_memory: stages that are stored in host memory although `tier` is `disk`.
+        on_device: stages whose weights, masters, optimizer state and gradients are in device memory, whatever
+            `tier` is. The device updates them.
     """
 
     trace: Trace
@@ -251,25 +307,68 @@ class Plan:
     budget: Resources | None = None
     placement: Placement = ONE_RANK
     in_memory: tuple[int, ...] = ()
+    on_device: tuple[int, ...] = ()
 
     @property
     def on_disk(self) -> tuple[int, ...]:
         """The stages whose weights, masters and optimizer state are stored on disk."""
         stages = range(len(self.trace.stages)) if self.tier == "disk" else ()
-        return tuple(stage for stage in stages if stage not in self.in_memory)
+        return tuple(stage for stage in stages if stage not in (*self.in_memory, *self.on_device))
+
+    @property
+    def in_host_memory(self) -> tuple[int, ...]:
+        """The stages whose weights, masters and optimizer state are stored in host memory."""
+        elsewhere = frozenset((*self.on_disk, *self.on_device))
+        return tuple(stage for stage in range(len(self.trace.stages)) if stage not in elsewhere)
 
     @property
     def read_in_place(self) -> frozenset[int]:
-        """The stages whose weights a CPU reads in the memory of the store, without a slab."""
+        """The stages whose weights the device reads in the memory of the store, without a slab."""
         if self.in_place:
             return frozenset(range(len(self.trace.stages)))
-        return frozenset(self.in_memory if self.device == "cpu" else ())
+        return frozenset((*self.on_device, *(self.in_memory if self.device == "cpu" else ())))
+
+    def is_recomputed_inside(self, stage: int) -> bool:
+        """True if a stage is a part of a divided block that is recomputed as a whole."""
+        block = self.trace.stages[stage].part_of
+        return block is not None and self.activations[block].is_recomputed
+
+    @cached_property
+    def visits(self) -> tuple[Visit, ...]:
+        """The uses of one micro-batch in order: forward, and backward in reverse.
+
+        Where a divided block is recomputed, its stages are used once more before its backward.
+        """
+        places = range(len(self.trace.uses))
+        forward = [Visit(place, Phase.FORWARD) for place in places]
+        if self.trace.inference:
+            return tuple(forward)
+        blocks = [self.trace.blocks[stage] for stage in self.trace.uses]
+        backward: list[Visit] = []
+        for block, run in groupby(reversed(places), key=blocks.__getitem__):
+            turned = list(run)
+            if block in self.trace.members and self.activations[block].is_recomputed:
+                backward += [Visit(place, Phase.AGAIN) for place in reversed(turned)]
+            backward += [Visit(place, Phase.BACKWARD) for place in turned]
+        return (*forward, *backward)
+
+    @cached_property
+    def schedule(self) -> tuple[int, ...]:
+        """Stages in the order in which one micro-batch uses them."""
+        if not self.trace.members:
+            return self.trace.schedule  # one tuple for the many plans of a search
+        return tuple(self.trace.uses[visit.use] for visit in self.visits)
 
     @property
     def masters(self) -> Masters:
         """`split` if fp32 masters of bf16 weights share memory with these; see `ParamSpec.split_master`."""
         params = (param for stage in self.trace.stages for param in stage.params)
         return "split" if all(param.split_master for param in params) else "whole"
+
+    @property
+    def has_bf16_state(self) -> bool:
+        """True if optimizer state is stored in bf16, which is not exact; see `ParamSpec.bf16_state`."""
+        return any(param.bf16_state for stage in self.trace.stages for param in stage.params)
 
     @property
     def folder(self) -> Path:

@@ -6,13 +6,13 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from headwater.core.recorder import COMPUTE, Event
+from headwater.core.recorder import COMPUTE, WAIT, Event, Kind
 
 REST = -1
 """The number of the row of code that belongs to no module."""
 
 Piece = tuple[int, int, int, str]
-"""A piece of computation: row, begin, end and stage."""
+"""A piece of work of the computing thread: row, begin, end and stage."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,27 +23,32 @@ class Attribution:
         whole: duration of the steps.
         rows: computation by row.
         kinds: time by kind of other work.
-        rest: time that is neither.
+        waits: the waits for weights among `kinds`, by the row in which they occurred.
+        rest: time that is neither computation nor other work.
     """
 
     whole: int
     rows: Mapping[int, int]
     kinds: Mapping[str, int]
+    waits: Mapping[int, int]
     rest: int
 
 
-def pieces(stamps: Sequence[tuple[int, int]], own: Iterable[Event], begin: int, end: int) -> Iterator[Piece]:
-    """Yield the pieces of a step's computation. Each piece belongs to one row of the profile.
+def pieces(
+    stamps: Sequence[tuple[int, int]], own: Iterable[Event], begin: int, end: int, kind: Kind = COMPUTE
+) -> Iterator[Piece]:
+    """Yield the pieces of a step's computation, or of other work. Each belongs to one row of the profile.
 
     Args:
         stamps: (clock, row) whenever another row begins.
         own: events of the computing thread, in the order of time.
         begin: beginning of the step.
         end: end of the step.
+        kind: kind of work.
     """
     place = 0
     for event in own:
-        if event.kind != COMPUTE:
+        if event.kind != kind:
             continue
         first, last = max(event.begin, begin), min(event.end, end)
         while first < last:
@@ -65,12 +70,15 @@ def attribute(
         steps: begin and end of each step.
     """
     whole, rows, kinds = 0, defaultdict[int, int](int), defaultdict[str, int](int)
+    waits = defaultdict[int, int](int)
     for begin, end in steps:
         whole += end - begin
         for row, first, last, _ in pieces(stamps, own, begin, end):
             rows[row] += last - first
+        for row, first, last, _ in pieces(stamps, own, begin, end, WAIT):
+            waits[row] += last - first
         for event in own:
             length = min(event.end, end) - max(event.begin, begin)
             if event.kind != COMPUTE and length > 0:
                 kinds[event.kind] += length
-    return Attribution(whole, rows, kinds, whole - sum(rows.values()) - sum(kinds.values()))
+    return Attribution(whole, rows, kinds, waits, whole - sum(rows.values()) - sum(kinds.values()))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.files import check_place, disk_errors, replace_file
-from headwater.profiler.chrome import joined_trace, rank_events
-from headwater.profiler.profile import Profile, document_of
+from headwater.profiler.profile import Profile
+from headwater.profiler.summary import Summary, document_of, slowest
 from headwater.profiler.timeline import timeline_png
 
 logger = logging.getLogger(__name__)
@@ -33,20 +34,24 @@ def check_folder(folder: Path) -> None:
     check_place(folder, expected="a folder")
 
 
-def write_profile(folder: Path, profile: Profile, trace: dict[str, Any] | None = None) -> None:
+def write_profile(
+    folder: Path, profile: Profile, summaries: Sequence[Summary], trace: Mapping[str, Any]
+) -> None:
     """Write the files of a profile, or warn.
 
     Args:
         folder: the folder; made if missing.
         profile: the profile of this rank.
-        trace: the trace of all ranks; that of this rank alone if not given.
+        summaries: the times of each rank.
+        trace: the trace of all ranks.
     """
     try:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / PROFILE, json.dumps(document_of(profile), indent=1).encode())
-        if trace is None:
-            trace = joined_trace([rank_events(profile, 1, "Headwater", -profile.spans[0][0])])
+        document = document_of(slowest(summaries))
+        if len(summaries) > 1:
+            document["ranks"] = [document_of(summary) for summary in summaries]
+        replace_file(folder / PROFILE, json.dumps(document, indent=1).encode())
         replace_file(folder / TRACE, json.dumps(trace).encode())
         if profile.operators is not None:
             replace_file(folder / OPERATORS, profile.operators.encode())

@@ -10,15 +10,28 @@ from typing import Any, final
 
 import torch
 
+from headwater.core.errors import RunError
+
 _MARK = "headwater: begin of the profile"
 _MOST_OPERATORS, _MOST_MODULES = 8, 20
 
 
 @final
 class OperatorWatch:
-    """Records all operators from now until `stop`."""
+    """Records all operators from now until `stop`.
+
+    Raises:
+        RunError: if `torch.profiler` runs already in this process.
+    """
 
     def __init__(self) -> None:
+        # If two profilers of torch run at once, one gets no events, without an error.
+        if torch._C._autograd._profiler_enabled():
+            raise RunError(
+                "expected that torch.profiler does not run, but this process runs it already",
+                where="operators of a profile",
+                remedy="end the other profiler first, or profile without operators",
+            )
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)

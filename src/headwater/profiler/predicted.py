@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headwater.plan.types import Activations, Plan
+from headwater.plan.types import Plan
 
 Bar = tuple[float, float, str]
 """Begin and end in seconds, and the kind of work."""
@@ -24,7 +24,8 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Bar]]:
     stages = plan.trace.stages
     weights = [float(stage.slab_bytes) for stage in stages]
     work = _work(plan)
-    computing = _divided(parts.get("compute", 0.0), [each for pair in work for each in pair])
+    computed_s = parts.get("compute", 0.0) + parts.get("update on device", 0.0)
+    computing = _divided(computed_s, [each for pair in work for each in pair])
     updates = _divided(parts.get("update", 0.0), weights)
     copies = _divided(parts.get("copy", 0.0) + parts.get("link", 0.0), weights)
     disk = _divided(parts.get("disk", 0.0), weights)
@@ -61,7 +62,7 @@ def _work(plan: Plan) -> list[tuple[float, float]]:
         others = 8.0 * (cost.saved_bytes + cost.transient_bytes)
         forward = cost.flops + others / 3
         backward = cost.backward_flops + 2 * others / 3
-        found.append((forward, backward + (forward if policy is Activations.RECOMPUTE else 0.0)))
+        found.append((forward, backward + (forward if policy.is_recomputed else 0.0)))
     return found
 
 

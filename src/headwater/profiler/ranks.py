@@ -1,4 +1,4 @@
-"""The traces of several ranks, joined on one clock."""
+"""The profiles of several ranks: their times side by side, and their traces on one clock."""
 
 from __future__ import annotations
 
@@ -8,12 +8,37 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from headwater.profiler.chrome import joined_trace, rank_events
+from headwater.profiler.files import write_profile
+from headwater.profiler.summary import Summary, slowest
+from headwater.profiler.tables import print_tables
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from headwater.fabric.fabric import Fabric
     from headwater.profiler.profile import Profile
 
 _ROUNDS = 9
+
+
+def report(fabric: Fabric, profile: Profile, folder: Path, console: Console | None) -> None:
+    """Print the tables of the slowest rank, and write all files, on rank 0. All ranks call this.
+
+    Args:
+        fabric: the ranks; `ALONE` to report the profile of this rank alone.
+        profile: the profile of this rank.
+        folder: folder of the files; made if missing.
+        console: where rank 0 prints; `None` to print nothing.
+    """
+    trace = trace_of_ranks(fabric, profile)
+    summaries = fabric.gather_objects(profile.summary, Summary)
+    if fabric.rank != 0:
+        return
+    if console is not None:
+        print_tables(console, slowest(summaries), fabric.size)
+    write_profile(folder, profile, summaries, trace)
 
 
 def clock_offsets(fabric: Fabric) -> list[int]:

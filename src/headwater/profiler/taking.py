@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import final
 
 from torch import nn
 
 from headwater.core.busy import BusyTimes, busy_times, fetch_bound
+from headwater.core.cleanup import on_failure
+from headwater.core.errors import RunError
 from headwater.core.precision import Precision
 from headwater.core.recorder import RECORDER, Event
 from headwater.plan.partition import find_stages
 from headwater.plan.types import Plan
-from headwater.profiler.attribution import REST, attribute, pieces
+from headwater.profiler.attribution import REST, Attribution, attribute, pieces
 from headwater.profiler.modules import LOSS, ModuleWatch, profiled_modules
 from headwater.profiler.operators import OperatorWatch
-from headwater.profiler.profile import Profile, Row, kind_name
+from headwater.profiler.profile import Profile
+from headwater.profiler.stages import stage_flops, stage_work
+from headwater.profiler.summary import Row, Summary, kind_name
+
+_TAKING = threading.Lock()
+"""Held while a profile is taken: two at once would count each other's work."""
+
+_MEASURED = {
+    "compute": ("compute",),
+    "update": ("update",),
+    "copy": ("fetch",),
+    "disk": ("disk read", "disk write"),
+    "link": ("fetch",),
+}
+"""Kinds of recorded work, by kind in the prediction of a plan."""
 
 
 @final
@@ -27,16 +45,38 @@ class ProfiledSteps:
         plan: the plan of the steps, if there is one.
         depth: levels of modules with rows below the module of a stage.
         operators: record the operators inside the modules too. This slows the steps down.
+        rank: number of this rank.
+
+    Raises:
+        RunError: if this process takes another profile at the same time.
     """
 
     def __init__(
-        self, model: nn.Module | None, plan: Plan | None, *, depth: int = 1, operators: bool = False
+        self,
+        model: nn.Module | None,
+        plan: Plan | None,
+        *,
+        depth: int = 1,
+        operators: bool = False,
+        rank: int = 0,
     ) -> None:
-        modules = {} if model is None else profiled_modules(model, _stage_names(model, plan), depth)
+        if not _TAKING.acquire(blocking=False):
+            raise RunError(
+                "expected one profile at a time, but this process is taking another one already",
+                where="a profile",
+                remedy="end the first profile before the second begins",
+            )
+        self._taking = ExitStack()
+        self._taking.callback(_TAKING.release)
         self._plan = plan
-        self._modules = modules
-        self._watch = ModuleWatch(modules)
-        self._operators = OperatorWatch() if operators else None
+        self._rank = rank
+        with on_failure(self.close):
+            self._operators = OperatorWatch() if operators else None
+            if self._operators is not None:
+                self._taking.callback(self._operators.stop)
+            self._modules = {} if model is None else profiled_modules(model, _stage_names(model, plan), depth)
+            self._watch = ModuleWatch(self._modules)
+            self._taking.callback(self._watch.close)
         self._steps: list[int] = []
         self._spans: list[tuple[int, int]] = []
         self._events: list[Event] = []
@@ -59,10 +99,8 @@ class ProfiledSteps:
         return bool(self._steps)
 
     def close(self) -> None:
-        """Remove the wrappers around the calls of modules."""
-        self._watch.close()
-        if self._operators is not None:
-            self._operators.stop()
+        """Remove the wrappers around the calls of modules, and allow another profile."""
+        self._taking.close()
 
     def finish(self) -> Profile:
         """Remove the wrappers, and return the profile of the steps."""
@@ -74,34 +112,42 @@ class ProfiledSteps:
         stamps, names = self._watch.stamps, dict(enumerate(self._watch.names))
         names |= {LOSS: "loss", REST: "step"}
         sums = attribute(stamps, own, self._spans)
-        rows = sorted(sums.rows, key=lambda row: -sums.rows[row])
-        flops = self._flops()
-        modules = [
-            Row(
-                names[row],
-                1e-9 * sums.rows[row],
-                self._watch.calls[row - row % 2],
-                flops.get(names[row], 0) * len(self._steps),
-            )
-            for row in rows
-            if row >= 0
-        ]
-        others = [Row(kind_name(kind), 1e-9 * value) for kind, value in sums.kinds.items()]
-        if LOSS in sums.rows:
-            others.insert(0, Row("loss outside of the model", 1e-9 * sums.rows[LOSS]))
-        others.append(Row("rest of the step", 1e-9 * (sums.rest + sums.rows.get(REST, 0))))
+        computed = [piece for begin, end in self._spans for piece in pieces(stamps, own, begin, end)]
+        busy = self._busy(thread)
+        summary = Summary(
+            rank=self._rank,
+            steps=tuple(self._steps),
+            whole_s=1e-9 * sums.whole,
+            modules=self._module_rows(sums, names),
+            others=_other_rows(sums),
+            stages=stage_work(computed, self._events, thread, self._spans, self._stage_flops()),
+            busy=busy,
+            ratios=self._ratios(busy, 1e-9 * sums.whole),
+        )
         return Profile(
-            steps=self._steps,
+            summary=summary,
             spans=self._spans,
-            modules=modules,
-            others=others,
-            busy=self._busy(thread),
             events=self._events,
-            pieces=[piece for begin, end in self._spans for piece in pieces(stamps, own, begin, end)],
+            pieces=computed,
             names=names,
             thread=thread,
             plan=self._plan,
             operators=None if self._operators is None else self._operators.table(stamps, names),
+        )
+
+    def _module_rows(self, sums: Attribution, names: Mapping[int, str]) -> tuple[Row, ...]:
+        """Return the rows of the modules, the most expensive first."""
+        flops = self._row_flops()
+        return tuple(
+            Row(
+                names[row],
+                1e-9 * sums.rows[row],
+                self._watch.calls[row - row % 2],
+                flops.get(names[row], 0),
+                1e-9 * sums.waits.get(row, 0),
+            )
+            for row in sorted(sums.rows, key=lambda row: -sums.rows[row])
+            if row >= 0
         )
 
     def _busy(self, thread: str) -> BusyTimes:
@@ -116,18 +162,36 @@ class ProfiledSteps:
     def _range(self) -> tuple[int, int]:
         return self._spans[0][0], self._spans[-1][1]
 
-    def _flops(self) -> dict[str, int]:
-        """Return the FLOPs of a step by row, for modules that are all of a stage and have no row inside."""
-        if self._plan is None:
+    def _stage_flops(self) -> dict[str, tuple[int, int]]:
+        """Return the FLOPs of (forward, backward) of all profiled steps, by stage."""
+        return {} if self._plan is None else stage_flops(self._plan, len(self._steps))
+
+    def _row_flops(self) -> dict[str, int]:
+        """Return the FLOPs of all profiled steps by row, for stages whose modules have no rows inside."""
+        found = dict[str, int]()
+        for stage, (forward, backward) in self._stage_flops().items():
+            inside = any(path.startswith(f"{stage}.") for path in self._modules)
+            if stage in self._modules and stage and not inside:
+                found |= {f"model.{stage}.fwd": forward, f"model.{stage}.bwd": backward}
+        return found
+
+    def _ratios(self, busy: BusyTimes, whole_s: float) -> dict[str, tuple[float, float]]:
+        """Return (predicted, measured) seconds of a step by kind, for each kind that the plan predicts."""
+        prediction, count = None if self._plan is None else self._plan.prediction, len(self._steps)
+        if prediction is None or prediction.step_s is None:
             return {}
         found = {}
-        trace, count = self._plan.trace, self._plan.num_micro_batches
-        for stage, cost in zip(trace.stages, trace.costs, strict=True):
-            inside = [path for path in self._modules if path.startswith(f"{stage.name}.")]
-            if stage.name in self._modules and stage.name and not inside:
-                found[f"model.{stage.name}.fwd"] = count * cost.flops
-                found[f"model.{stage.name}.bwd"] = count * cost.backward_flops
-        return found
+        for kind, seconds in prediction.step_parts.items():
+            if kind in _MEASURED and seconds > 0:
+                found[kind] = (seconds, sum(busy.busy_s.get(name, 0.0) for name in _MEASURED[kind]) / count)
+        return found | {"step": (prediction.step_s, whole_s / count)}
+
+
+def _other_rows(sums: Attribution) -> tuple[Row, ...]:
+    """Return the rows of all work of the computing thread that is not in a module."""
+    rows = [Row("loss outside of the model", 1e-9 * sums.rows[LOSS])] if LOSS in sums.rows else []
+    rows += [Row(kind_name(kind), 1e-9 * value) for kind, value in sums.kinds.items()]
+    return (*rows, Row("rest of the step", 1e-9 * (sums.rest + sums.rows.get(REST, 0))))
 
 
 def _stage_names(model: nn.Module, plan: Plan | None) -> list[str]:

@@ -46,7 +46,7 @@ def timeline_png(profile: Profile) -> bytes:
     axes.set_yticks(range(height), labels)
     axes.set(ylim=(height - 0.4, -0.6), xlabel="ms from the beginning of the step")
     axes.set_xlim(left=0)
-    axes.set_title(f"step {profile.steps[-1]}{_ratios_text(profile)}", loc="left", fontsize="medium")
+    axes.set_title(f"step {profile.summary.steps[-1]}{_ratios_text(profile)}", loc="left", fontsize="medium")
     patches = [Patch(color=color, label=kind) for kind, color in _COLORS.items() if kind in used]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize="small")
     picture = io.BytesIO()
@@ -78,7 +78,7 @@ def _joined(bars: Sequence[Bar], gap: float) -> list[Bar]:
 
 
 def _ratios_text(profile: Profile) -> str:
-    ratios = profile.ratios()
+    ratios = profile.summary.ratios
     if not ratios:
         return ""
     shown = (f"{kind} {measured / predicted:.2f}" for kind, (predicted, measured) in ratios.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from headwater.core.cleanup import on_failure
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.store.gradients.buffer import DiskBuffer, GradientBuffer, MemoryBuffer
+from headwater.store.gradients.buffer import DiskBuffer, GradientBuffer, MemoryBuffer, SplitBuffer
 from headwater.store.gradients.hosts import HostGradients
 from headwater.store.gradients.lasting import LastingSums
 from headwater.store.gradients.local import LocalGradients
@@ -21,6 +21,7 @@ from headwater.store.gradients.ranks import RankGradients
 from headwater.store.gradients.sizes import SumSizes
 from headwater.store.gradients.stage_exchange import HostRun, StageExchange
 from headwater.store.gradients.storage import DiskStorage, GradientStorage, MemoryStorage
+from headwater.store.layout import DEVICE_PIECE_ELEMENTS, PIECE_ELEMENTS
 from headwater.store.ownership import Ownership
 from headwater.store.rule import stage_layout
 from headwater.store.rules import UpdateRules
@@ -51,7 +52,8 @@ def build_store(
     rule: UpdateRules,
     make_tier: Callable[[Ownership], Tier],
     *,
-    on_disk: bool = False,
+    on_disk: Collection[int] = (),
+    on_device: Collection[int] = (),
     gradients: GradientOptions | None = None,
     order: Sequence[ParamKey] | None = None,
     fabric: Fabric = ALONE,
@@ -62,7 +64,8 @@ def build_store(
         stages: the stages.
         rule: how parameters are updated.
         make_tier: returns the tier of the layouts in an `Ownership`.
-        on_disk: true if the tier keeps stages in files.
+        on_disk: indices of the stages that the tier keeps in files.
+        on_device: indices of the stages that it keeps in device memory. Their gradients stay there too.
         gradients: how gradients are summed.
         order: every parameter in the model's order, in which norms are combined.
         fabric: the ranks that train together.
@@ -70,16 +73,27 @@ def build_store(
     gradients = gradients or GradientOptions()
     # A user's loop reads and changes weights at any time, so each host has all of them.
     ranks = fabric.neighbours if gradients.user_loop else fabric
-    layouts = [stage_layout(stage, rule) for stage in stages]
+    layouts = [
+        stage_layout(
+            stage,
+            rule,
+            piece_elements=DEVICE_PIECE_ELEMENTS if stage.index in on_device else PIECE_ELEMENTS,
+        )
+        for stage in stages
+    ]
     ownership = Ownership(layouts, ranks.rank, ranks.placement, ranks.hosts, on_disk=on_disk)
     tier = make_tier(ownership)
     with on_failure(tier.close):  # there may be no room for the gradients: give the tier's room back
-        sink = make_gradients(stages, fabric, ownership.host_run, gradients)
+        sink = make_gradients(stages, fabric, ownership.host_run, gradients, on_device)
     return WeightStore(rule, tier, ownership, sink, order=order, fabric=ranks)
 
 
 def make_gradients(
-    stages: Sequence[StageSpec], fabric: Fabric, host_run: HostRun, options: GradientOptions
+    stages: Sequence[StageSpec],
+    fabric: Fabric,
+    host_run: HostRun,
+    options: GradientOptions,
+    on_device: Collection[int] = (),
 ) -> GradientSink:
     """Return the object that sums and holds gradients on this rank.
 
@@ -88,9 +102,11 @@ def make_gradients(
         fabric: the ranks of all hosts.
         host_run: says which host updates which elements.
         options: the ways in which gradients are summed.
+        on_device: indices of the stages whose gradients stay in device memory; only with one rank.
     """
     if fabric.size == 1:
-        return LocalGradients(stages, _buffer(stages, options), options.sum_dtype)
+        return LocalGradients(stages, _buffer(stages, options, on_device), options.sum_dtype)
+    assert not on_device, "sums of several ranks are in host memory or on disk"
     # A user's loop sums on each host, and hosts are put together when a sum is read.
     storage = _storage(stages, fabric.neighbours if options.user_loop else fabric, options)
     if options.user_loop:
@@ -101,10 +117,16 @@ def make_gradients(
     return HostGradients(ranks, fabric, StageExchange(stages, fabric, ranks.sums, host_run))
 
 
-def _buffer(stages: Sequence[StageSpec], options: GradientOptions) -> GradientBuffer:
+def _buffer(
+    stages: Sequence[StageSpec], options: GradientOptions, on_device: Collection[int]
+) -> GradientBuffer:
     if options.folder is None:
         return MemoryBuffer()
-    return DiskBuffer(stages, options.folder, lambda wire: options.sum_dtype or wire, verify=options.verify)
+    in_files = [stage for stage in stages if stage.index not in on_device]
+    on_disk = DiskBuffer(
+        in_files, options.folder, lambda wire: options.sum_dtype or wire, verify=options.verify
+    )
+    return SplitBuffer(frozenset(on_device), on_disk) if on_device else on_disk
 
 
 def _storage(stages: Sequence[StageSpec], fabric: Fabric, options: GradientOptions) -> GradientStorage:

@@ -16,7 +16,7 @@ from headwater.core.files import disk_errors
 from headwater.core.recorder import RECORDER, WAIT
 from headwater.store.files import open_files
 from headwater.store.layout import Group, StageLayout
-from headwater.store.tier import WHOLE, Pages, Tier, all_pages
+from headwater.store.tier import WHOLE, Pages, Tier, all_pages, no_pages
 
 _READ_AHEAD = 2
 _STAGING_BUFFERS = 4  # for two readers at full speed
@@ -63,7 +63,7 @@ class DiskTier(Tier):
         self.writes_behind = write_behind
         # A checksum is of a whole block.
         self._wire_unit_bytes = _WIRE_BLOCK_BYTES if verify else PAGE_BYTES
-        self._reads_pages = not verify
+        self.reads_pages = not verify
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         kept = [layout.groups for layout in layouts] if kept is None else kept
@@ -86,7 +86,13 @@ class DiskTier(Tier):
             self._staging.put(aligned_empty(largest_group_bytes(layouts)))
         self._writes: list[deque[Future[None]]] = [deque() for _ in layouts]
 
+    def is_here(self, stage: int) -> bool:
+        return True
+
     def resident_wire(self, stage: int) -> None:
+        return None
+
+    def on_device(self, stage: int) -> None:
         return None
 
     def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
@@ -119,11 +125,12 @@ class DiskTier(Tier):
                 future.result()
 
     def groups(
-        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool, pages: Pages = all_pages
+        self, stage: int, groups: Sequence[Group], *, read: Pages = all_pages, write: Pages = no_pages
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         self._settle(stage)
-        if not self._reads_pages:
-            pages = all_pages
+        if not self.reads_pages and write is not all_pages:
+            # A checksum is of a whole group, so its other bytes are read too.
+            read, write = all_pages, no_pages if write is no_pages else all_pages
         waiting: deque[tuple[Group, torch.Tensor, Future[None] | None]] = deque()
         todo = deque(groups)
         try:
@@ -133,7 +140,7 @@ class DiskTier(Tier):
                         buffer = self._free_buffer(wait=not waiting)
                     if buffer is None:
                         break
-                    waiting.append(self._begin(stage, todo.popleft(), buffer, pages if read else None))
+                    waiting.append(self._begin(stage, todo.popleft(), buffer, read))
                 group, buffer, reading = waiting[0]
                 if reading is not None:
                     with RECORDER.span(WAIT, self.layouts[stage].stage.name):
@@ -141,7 +148,7 @@ class DiskTier(Tier):
                 yield group, buffer[: group.num_bytes]
                 # After the yield: if the caller fails, `finally` returns this buffer too.
                 waiting.popleft()
-                self._end(stage, group, buffer, pages if write else None)
+                self._end(stage, group, buffer, write)
             if not self.writes_behind:
                 self._settle(stage)
         finally:  # the caller failed or stopped early: the remaining groups are not written
@@ -162,9 +169,9 @@ class DiskTier(Tier):
             return None
 
     def _begin(
-        self, stage: int, group: Group, buffer: torch.Tensor, pages: Pages | None
+        self, stage: int, group: Group, buffer: torch.Tensor, pages: Pages
     ) -> tuple[Group, torch.Tensor, Future[None] | None]:
-        if pages is None:
+        if not pages(group):
             return group, buffer, None
         transfer = self._files[stage].read
         return group, buffer, self._threads.submit(self._transfer, transfer, stage, group, buffer, pages)
@@ -180,8 +187,8 @@ class DiskTier(Tier):
         for part in pages(group):
             transfer(self._rest_at[stage] + group.offset + part.start, buffer[part])
 
-    def _end(self, stage: int, group: Group, buffer: torch.Tensor, pages: Pages | None) -> None:
-        if pages is None:
+    def _end(self, stage: int, group: Group, buffer: torch.Tensor, pages: Pages) -> None:
+        if not pages(group):
             self._staging.put(buffer)
             return
         transfer = self._files[stage].write

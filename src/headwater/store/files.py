@@ -16,6 +16,7 @@ from headwater.core.errors import CorruptError
 from headwater.core.files import disk_errors
 from headwater.core.recorder import DISK_READ, DISK_WRITE, RECORDER
 from headwater.core.scratch import open_unnamed
+from headwater.core.transfers import write_all
 
 
 class Checksums:
@@ -124,10 +125,9 @@ class BlockFile:
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         """Write `data` (uint8) at `offset`."""
-        view, done = _bytes_of(data), 0
+        view = _bytes_of(data)
         with RECORDER.span(DISK_WRITE, self._stage, len(view)), disk_errors(self.path):
-            while done < len(view):
-                done += os.pwritev(self._fd, [view[done:]], offset + done)
+            write_all(self._fd, offset, view)
         if self._checksums is not None:
             self._checksums.note(offset, view)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,10 @@ from headwater.core.buffers import PAGE_BYTES, round_down, round_up
 from headwater.core.stage import SLAB_ALIGNMENT_BYTES, ParamSpec, StageSpec
 
 PIECE_ELEMENTS = 1 << 20
-"""Most elements in a piece, if a parameter can be cut: few enough that a piece stays in the CPU's cache."""
+"""Most elements in a piece in host memory or on disk: few enough that a piece stays in the CPU's cache."""
+
+DEVICE_PIECE_ELEMENTS = 1 << 24
+"""Most elements in a piece in device memory: a kernel for fewer takes longer to start than to compute."""
 
 GROUP_BYTES = 16 << 20
 """Least bytes of a group: enough that a disk reads and writes it at full rate."""
@@ -53,7 +56,17 @@ class StateTensor:
 
 
 StateLayout = Mapping[str, StateTensor]
-"""Name -> optimizer state tensor of one parameter, without scalars."""
+"""Name -> optimizer state tensor of one parameter, without scalars, as the optimizer has it.
+
+The store may keep it in another dtype: see `stored_dtype`.
+"""
+
+
+def stored_dtype(param: ParamSpec, state: StateTensor) -> torch.dtype:
+    """Return the dtype in which the store keeps an optimizer state tensor of `param`."""
+    narrow = param.bf16_state and state.dtype == torch.float32 and state.shape is None
+    return torch.bfloat16 if narrow else state.dtype
+
 
 Scalars = dict[str, Any]
 """Name -> scalar of a parameter's optimizer state, such as the step count. Scalars stay in host memory."""
@@ -113,13 +126,33 @@ class Group:
 
     def pages_of(self, fields: Collection[str]) -> list[slice]:
         """Return the bytes of whole pages that hold these fields of the pieces, in order."""
-        pages: list[slice] = []
-        for span in (field.span for piece in self.pieces for field in piece.fields if field.name in fields):
-            start = round_down(span.start)
-            if pages and start <= pages[-1].stop:
-                start = pages.pop().start
-            pages.append(slice(start, round_up(span.stop)))
-        return pages
+        return _whole_pages(self._spans(fields))
+
+    def outer_pages_of(self, fields: Collection[str]) -> list[slice]:
+        """Return the bytes of the pages of `pages_of` that also hold other bytes, in order."""
+        return _whole_pages([page for span in self._spans(fields) for page in outer_pages(span)])
+
+    def _spans(self, fields: Collection[str]) -> list[slice]:
+        return [field.span for piece in self.pieces for field in piece.fields if field.name in fields]
+
+
+def _whole_pages(spans: Iterable[slice]) -> list[slice]:
+    """Return the whole pages that hold spans, which are in order; neighbours are joined."""
+    pages: list[slice] = []
+    for span in spans:
+        start = round_down(span.start)
+        if pages and start <= pages[-1].stop:
+            start = pages.pop().start
+        pages.append(slice(start, round_up(span.stop)))
+    return pages
+
+
+def outer_pages(span: slice) -> list[slice]:
+    """Return the first and the last page of a span of bytes, each only if the span has a part of it."""
+    if span.start >= span.stop:
+        return []
+    starts = dict.fromkeys(round_down(end) for end in (span.start, span.stop) if end % PAGE_BYTES)
+    return [slice(start, start + PAGE_BYTES) for start in starts]
 
 
 class StageLayout:
@@ -129,15 +162,25 @@ class StageLayout:
         stage: the stage.
         states: optimizer state of each of its parameters; empty for frozen ones.
         elementwise: whether the optimizer may update a parameter piece by piece.
+        piece_elements: most elements in a piece of a parameter that can be cut.
     """
 
-    def __init__(self, stage: StageSpec, states: list[StateLayout], *, elementwise: bool) -> None:
+    def __init__(
+        self,
+        stage: StageSpec,
+        states: list[StateLayout],
+        *,
+        elementwise: bool,
+        piece_elements: int = PIECE_ELEMENTS,
+    ) -> None:
         self.stage = stage
+        self.piece_elements = piece_elements
         self.wire_bytes = round_up(stage.slab_bytes)
+        most = piece_elements if elementwise else None
         self.groups = _pack([
             _Extent(index, start, stop, encoding_of(param), _field_shapes(param, states[index], start, stop))
             for index, param in enumerate(stage.params)
-            for start, stop in _split(param, elementwise and param.strides is None)
+            for start, stop in _split(param, most if param.strides is None else None)
         ])  # fmt: skip
 
     @cached_property
@@ -146,10 +189,15 @@ class StageLayout:
         return self.groups[-1].offset + self.groups[-1].num_bytes if self.groups else 0
 
 
-def _split(param: ParamSpec, elementwise: bool) -> list[tuple[int, int]]:
-    """Return the range of each piece of a parameter. With sparse gradients, a piece has whole rows."""
+def _split(param: ParamSpec, most: int | None) -> list[tuple[int, int]]:
+    """Return the range of each piece of a parameter. With sparse gradients, a piece has whole rows.
+
+    Args:
+        param: the parameter.
+        most: most elements of a piece; `None` if the parameter cannot be cut.
+    """
     numel = param.numel
-    step = PIECE_ELEMENTS if elementwise else max(numel, 1)
+    step = max(numel, 1) if most is None else most
     if param.sparse_gradient and numel:
         step = max(step // param.row_numel, 1) * param.row_numel
     return [(start, min(start + step, numel)) for start in range(0, max(numel, 1), step)]
@@ -167,7 +215,7 @@ def _field_shapes(
         case Encoding.COPY:
             shapes[MASTER_FIELD[Encoding.COPY]] = (param.dtype, own_shape)
     for name, state in states.items():
-        shapes[name] = (state.dtype, own_shape if state.shape is None else state.shape)
+        shapes[name] = (stored_dtype(param, state), own_shape if state.shape is None else state.shape)
     return shapes
 
 

@@ -8,15 +8,23 @@ beyond the master's own four bytes, and no bit of the master is lost.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
 
 from headwater.store.layout import MASTER_FIELD, Encoding
 
+_CPU = torch.device("cpu")
+
 _CHUNK_ELEMENTS = 1 << 18
 """Elements that one pass joins or splits: few enough to stay in a core's cache for the next pass."""
+
+_DEVICE_CHUNK_ELEMENTS = 1 << 24
+"""The same on another device: enough that its kernels take longer than their start."""
+
+_THREAD_ELEMENTS = 1 << 15
+"""torch gives each thread at least this many elements, so that more than 8 threads need longer chunks."""
 
 
 def join_halves(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor) -> None:
@@ -27,7 +35,7 @@ def join_halves(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor) -> Non
         low: lower halves, int16.
         out: the masters, fp32; overwritten.
     """
-    scratch = torch.empty(min(out.numel(), _CHUNK_ELEMENTS), dtype=torch.int32)
+    scratch = _scratch(out)
     for upper, lower, whole in _chunks(high, low, out):
         whole.copy_(upper)  # as bits: the upper half, shifted to its place
         wide = scratch[: lower.numel()].copy_(lower)  # a sum of two dtypes would be three times slower
@@ -56,14 +64,27 @@ def round_to_wire(master: torch.Tensor, wire: torch.Tensor) -> None:
     if (master.dtype, wire.dtype) != (torch.float32, torch.bfloat16):
         wire.copy_(master)
         return
-    scratch = torch.empty(min(master.numel(), _CHUNK_ELEMENTS), dtype=torch.int32)
+    scratch = _scratch(master)
     for upper, whole in _chunks(wire, master):
         bits = torch.add(whole.view(torch.int32), 0x8000, out=scratch[: whole.numel()])
         upper.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
 
+def _chunk_elements(device: torch.device) -> int:
+    if device.type != "cpu":
+        return _DEVICE_CHUNK_ELEMENTS
+    return max(_CHUNK_ELEMENTS, _THREAD_ELEMENTS * torch.get_num_threads())
+
+
+def _scratch(like: torch.Tensor) -> torch.Tensor:
+    """Return memory for the integers of one chunk of a tensor, on its device."""
+    count = min(like.numel(), _chunk_elements(like.device))
+    return torch.empty(count, dtype=torch.int32, device=like.device)
+
+
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*(tensor.split(_CHUNK_ELEMENTS) for tensor in tensors), strict=True)
+    count = _chunk_elements(tensors[0].device)
+    return zip(*(tensor.split(count) for tensor in tensors), strict=True)
 
 
 def read_master(
@@ -114,11 +135,18 @@ class Workspaces(threading.local):
     """Scratch memory for each thread, which is allocated once and reused."""
 
     def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
 
-    def get(self, name: str, numel: int) -> torch.Tensor:
+    def get(self, name: str, numel: int, device: torch.device = _CPU) -> torch.Tensor:
         """Return an uninitialised fp32 tensor of `numel` elements: the same memory for the same name."""
-        tensor = self._tensors.get(name)
+        tensor = self._tensors.get((name, device))
         if tensor is None or tensor.numel() < numel:
-            tensor = self._tensors[name] = torch.empty(numel, dtype=torch.float32)
+            tensor = self._tensors[name, device] = torch.empty(numel, dtype=torch.float32, device=device)
         return tensor[:numel]
+
+    def shares(self, sizes: Sequence[int], device: torch.device) -> Iterator[Callable[[str], torch.Tensor]]:
+        """Yield a function for each size that returns, by name, that many elements apart from the others."""
+        total, end = sum(sizes), 0
+        for size in sizes:
+            begin, end = end, end + size
+            yield lambda name, place=slice(begin, end): self.get(name, total, device)[place]  # type: ignore[misc]

@@ -7,9 +7,10 @@ from typing import final
 
 import torch
 
+from headwater.core.cleanup import on_failure
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.store.layout import Group, StageLayout
-from headwater.store.tier import WHOLE, Pages, Tier, all_pages
+from headwater.store.tier import WHOLE, Pages, Tier, all_pages, no_pages
 
 
 @final
@@ -22,7 +23,6 @@ class MemoryTier(Tier):
         page_lock: locks the pages of the wire images; returns a function that unlocks them.
     """
 
-    is_shared = True
     writes_behind = False
 
     def __init__(
@@ -35,10 +35,17 @@ class MemoryTier(Tier):
         super().__init__(layouts)
         self._wire = [fabric.allocate(layout.wire_bytes) for layout in layouts]
         self._unlock = page_lock(self._wire)
-        self._rest = [fabric.allocate(layout.rest_bytes) for layout in layouts]
+        with on_failure(self._unlock):  # memory that is freed while it is locked cannot be locked again
+            self._rest = [fabric.allocate(layout.rest_bytes) for layout in layouts]
+
+    def is_here(self, stage: int) -> bool:
+        return True
 
     def resident_wire(self, stage: int) -> torch.Tensor:
         return self._wire[stage]
+
+    def on_device(self, stage: int) -> None:
+        return None
 
     def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
         into[part].copy_(self._wire[stage][: into.numel()][part])
@@ -47,7 +54,7 @@ class MemoryTier(Tier):
         self._wire[stage][: image.numel()][part].copy_(image[part])
 
     def groups(
-        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool, pages: Pages = all_pages
+        self, stage: int, groups: Sequence[Group], *, read: Pages = all_pages, write: Pages = no_pages
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         for group in groups:
             yield group, self._rest[stage][group.offset : group.offset + group.num_bytes]

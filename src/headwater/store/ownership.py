@@ -79,8 +79,9 @@ class StageOwnership:
 class Ownership:
     """Ownership of the pieces of all stages, with questions that one rank asks.
 
-    On disk one rank of a host updates all that the host has of a stage, so that nobody else writes in the
-    stage's file: the first rank, which fills slabs, or one store rank after the other.
+    Of a stage on disk, one rank of a host updates all that the host has, so that nobody else writes in the
+    stage's file: the first rank, which fills slabs, or one store rank after the other. Of a stage in memory,
+    every rank updates a part.
 
     Attributes:
         layouts: of the stages.
@@ -92,7 +93,7 @@ class Ownership:
         rank: this rank.
         placement: which ranks update.
         hosts: the host of each rank.
-        on_disk: true if the stages are in files.
+        on_disk: indices of the stages that are in files.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Ownership:
         placement: Placement,
         hosts: Sequence[int],
         *,
-        on_disk: bool,
+        on_disk: Collection[int],
     ) -> None:
         self.layouts = layouts
         self.rank = rank
@@ -114,7 +115,9 @@ class Ownership:
 
         self._stages = [
             StageOwnership(
-                layout, [updating(owner, stage) if on_disk else owner for owner in placement.owners], hosts
+                layout,
+                [updating(owner, stage) if stage in on_disk else owner for owner in placement.owners],
+                hosts,
             )
             for stage, layout in enumerate(layouts)
         ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, final
 
 import torch
 
+from headwater.core.buffers import gather
 from headwater.core.errors import StoreError
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.store.gradients.port import GradientSink
@@ -19,6 +21,10 @@ from headwater.store.tier import Tier
 
 if TYPE_CHECKING:
     from headwater.store.stages import StageAccess
+
+
+StoredName = tuple[int, str | None]
+"""Names a tensor of a stage: the index of a parameter, and a state; its master if there is no state."""
 
 
 @final
@@ -71,7 +77,7 @@ class Parameters:
             params: only these parameters, by index.
             mine: only the pieces that this rank updates.
         """
-        if self._ownership.updates(stage) if mine else self._tier.is_here:
+        if self._ownership.updates(stage) if mine else self._tier.is_here(stage):
             with self._access.reading(stage, up_to, params) as image:
                 yield from self.pieces.read(stage, image, states=states, params=params, mine=mine)
 
@@ -125,22 +131,44 @@ class Parameters:
         stage, param = key
         spec = self._spec(key)
         shape, dtype = self._shape_and_dtype(key, state)
-        out, filled = torch.empty(shape, dtype=dtype), 0
-        # Closed at once: the generator holds the stage's lock.
-        states = () if state is None else (state,)
-        with closing(self.read(stage, states=states, params={param})) as pieces:
-            for piece in pieces:
-                value = piece.master if state is None else piece.states[state]
-                out.view(-1)[piece.start : piece.start + value.numel()].copy_(value.view(-1))
-                filled += value.numel()
-        # Otherwise undefined memory would be returned as weights.
-        if filled < out.numel():
-            raise StoreError(
-                f"rank {self._ownership.rank} reads {spec.name}, but only other ranks hold all of it",
-                remedy="save a checkpoint, and read the parameter from it",
-            )
+        out = gather((run for _, run in self.runs(stage, {(param, state)})), shape, dtype)
         is_like_it = state is None or out.shape == spec.shape
         return spec.like_the_parameter(out) if is_like_it else out
+
+    def runs(
+        self, stage: int, wanted: Collection[StoredName]
+    ) -> Generator[tuple[StoredName, torch.Tensor], None, None]:
+        """Yield masters and optimizer state tensors of a stage, in one pass, with pending updates applied.
+
+        Args:
+            stage: the stage.
+            wanted: the tensors.
+
+        Yields:
+            The tensor, and a run of its values, 1-D; the runs of a tensor come in order. A run is valid until
+            the next one.
+
+        Raises:
+            StoreError: if this rank does not reach all values of a tensor.
+        """
+        missing = {(p, name): math.prod(self._shape_and_dtype((stage, p), name)[0]) for p, name in wanted}
+        states = {name for _, name in wanted if name is not None}
+        # Closed at once: the generator holds the stage's lock.
+        with closing(self.read(stage, states=states, params={param for param, _ in wanted})) as pieces:
+            for piece in pieces:
+                values: list[tuple[str | None, torch.Tensor]] = [(None, piece.master), *piece.states.items()]
+                for name, run in values:
+                    if (piece.param, name) in missing:
+                        missing[piece.param, name] -= run.numel()
+                        yield (piece.param, name), run.view(-1)
+        # Otherwise undefined memory would be used as weights.
+        short = next((param for (param, _), count in missing.items() if count), None)
+        if short is not None:
+            raise StoreError(
+                f"rank {self._ownership.rank} reads {self._spec((stage, short)).name}, but only other ranks "
+                "hold all of it",
+                remedy="save a checkpoint, and read the parameter from it",
+            )
 
     def write_param(self, key: ParamKey, value: torch.Tensor, state: str | None = None) -> None:
         """Replace a parameter's master, or its optimizer state tensor `state`, by `value`.
@@ -156,11 +184,11 @@ class Parameters:
         shape, _ = self._shape_and_dtype(key, state)
         flat = value.reshape(shape).reshape(-1)
 
-        def replace(piece: PieceState) -> None:
-            target = piece.master if state is None else piece.states[state].view(-1)
-            target.copy_(flat[piece.start : piece.start + target.numel()])
-
-        self.change(stage, {param}, replace, () if state is None else (state,))
+        # A state tensor has no part in the wire image.
+        in_image = {param} if state is None else ()
+        with self._access.changing(stage, in_image, overwrite=True) as image:
+            if image is not None:
+                self.pieces.replace(stage, image, param, state, flat)
 
     def _shape_and_dtype(self, key: ParamKey, state: str | None) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a parameter's master, or of its optimizer state tensor `state`."""

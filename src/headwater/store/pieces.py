@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.store.layout import MASTER_FIELD, Encoding, Piece
+from headwater.store.layout import MASTER_FIELD, Encoding, Piece, StateLayout
 from headwater.store.masters import Workspaces, read_master, write_master
 from headwater.store.ownership import Ownership
 from headwater.store.rules import UpdateRules
-from headwater.store.tier import Pages, Tier, all_pages
+from headwater.store.tier import Pages, Tier, all_pages, no_pages
 
 
 @dataclasses.dataclass
@@ -23,7 +23,7 @@ class PieceState:
         param: index of the parameter in its stage.
         start: first element.
         master: fp32 values, 1-D.
-        states: optimizer state tensors by name.
+        states: optimizer state tensors by name, in the optimizer's dtype.
     """
 
     param: int
@@ -48,6 +48,11 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 def _arranged(spec: ParamSpec, state: torch.Tensor) -> torch.Tensor:
     """Return a state tensor with the strides of its parameter, if it has the parameter's shape."""
     return spec.arranged(state.view(-1)) if state.shape == spec.shape else state
+
+
+def _in_full(fields: Mapping[str, torch.Tensor], layout: StateLayout) -> dict[str, torch.Tensor]:
+    """Return the optimizer state tensors in the optimizer's dtype: copies of those stored in another."""
+    return {name: fields[name].to(state.dtype) for name, state in layout.items() if name in fields}
 
 
 def _pages(states: Collection[str] | None) -> Pages:
@@ -99,9 +104,13 @@ class Pieces:
         wires = self._stage(stage).flat_views(image)
         ownership = self._ownership
         groups = ownership.own_groups(stage, params) if mine else ownership.host_groups(stage, params)
-        for group, rest in self._tier.groups(stage, groups, write=False, pages=_pages(states)):
+        largest = max((piece.stop - piece.start for group in groups for piece in group.pieces), default=0)
+        # One for all pieces: the first use of fresh memory costs more than joining a master.
+        # Not `_workspaces`, because a thread may read two stages in turn.
+        scratch = torch.empty(largest)
+        for group, rest in self._tier.groups(stage, groups, read=_pages(states)):
             for piece in group.pieces:
-                yield self._state(stage, piece, wires[piece.param], rest, states)
+                yield self._state(stage, piece, wires[piece.param], rest, states, scratch)
 
     def _state(
         self,
@@ -110,13 +119,15 @@ class Pieces:
         wire: torch.Tensor,
         rest: torch.Tensor,
         states_read: Collection[str] | None,
+        scratch: torch.Tensor,
     ) -> PieceState:
         spec = self._stage(stage).params[piece.param]
         flat_wire = wire[piece.start : piece.stop]
         fields = piece.views(rest)
-        master = read_master(piece.encoding, flat_wire, fields, torch.empty(flat_wire.numel()))
+        master = read_master(piece.encoding, flat_wire, fields, scratch)
         layout = self._rule.state_layout(spec)
-        states = {name: fields[name] for name in layout if states_read is None or name in states_read}
+        wanted = {name: layout[name] for name in layout if states_read is None or name in states_read}
+        states = _in_full(fields, wanted)
         if spec.strides is not None:
             master, states = _row_major(spec, master, states)
         return PieceState(piece.param, piece.start, master, states)
@@ -131,7 +142,7 @@ class Pieces:
         """
         groups = self._ownership.own_groups(stage)
         wires = self._stage(stage).flat_views(image)
-        for group, rest in self._tier.groups(stage, groups, read=False, write=True):
+        for group, rest in self._tier.groups(stage, groups, read=no_pages, write=all_pages):
             for piece in group.pieces:
                 self._fill(stage, piece, wires[piece.param], rest, fill)
 
@@ -154,9 +165,44 @@ class Pieces:
         """
         wires = self._stage(stage).flat_views(image)
         groups = self._ownership.own_groups(stage, params)
-        for group, rest in self._tier.groups(stage, groups, write=True, pages=_pages(states)):
+        pages = _pages(states)
+        for group, rest in self._tier.groups(stage, groups, read=pages, write=pages):
             for piece in group.pieces:
                 self._fill(stage, piece, wires[piece.param], rest, change, states, keep=True)
+
+    def replace(
+        self, stage: int, image: torch.Tensor, param: int, state: str | None, values: torch.Tensor
+    ) -> None:
+        """Replace the master or a state tensor in the pieces of a parameter that this rank updates.
+
+        The old values are not read.
+
+        Args:
+            stage: the stage.
+            image: its wire image; not used for a state tensor.
+            param: index of the parameter.
+            state: name of the state tensor; the master if not given.
+            values: all new values, 1-D and row-major.
+        """
+        fields = {*MASTER_FIELD.values()} if state is None else {state}
+        wire = self._stage(stage).flat_views(image)[param]
+
+        def fill(piece: PieceState) -> None:
+            piece.master.copy_(values[piece.start : piece.start + piece.master.numel()])
+
+        for group, rest in self._tier.groups(
+            stage,
+            self._ownership.own_groups(stage, {param}),
+            read=lambda group: group.outer_pages_of(fields),
+            write=lambda group: group.pages_of(fields),
+        ):
+            for piece in group.pieces:
+                if state is None:
+                    self._fill(stage, piece, wire, rest, fill, ())
+                else:
+                    target = _arranged(self._stage(stage).params[param], piece.views(rest)[state])
+                    new = values[piece.start : piece.start + target.numel()]
+                    target.copy_(new.view(target.shape))
 
     def _fill(
         self,
@@ -179,7 +225,8 @@ class Pieces:
             if keep:
                 master = read_master(encoding, flat_wire, fields, master)
         layout = self._rule.state_layout(spec)
-        states = {name: fields[name] for name in layout if states_used is None or name in states_used}
+        used = {name: layout[name] for name in layout if states_used is None or name in states_used}
+        states = _in_full(fields, used)
         if spec.strides is None:
             fill(PieceState(piece.param, piece.start, master, states))
         else:
@@ -188,14 +235,22 @@ class Pieces:
             spec.arranged(master).copy_(rows.view(spec.shape))
             for name, value in state_rows.items():
                 _arranged(spec, states[name]).copy_(value)
+        for name, value in states.items():
+            if value.dtype != fields[name].dtype:
+                # To nearest: a value that was read from such a field has the same bits again.
+                fields[name].copy_(value)
         # It computes the wire value too, which must be that of an update.
         write_master(encoding, master, flat_wire, fields)
 
     def empty(self, stage: int, piece: Piece) -> PieceState:
         """Allocate memory in which to receive a piece from another host."""
         spec = self._stage(stage).params[piece.param]
-        names = self._rule.state_layout(spec)
-        states = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in piece.fields if f.name in names}
+        layout = self._rule.state_layout(spec)
+        states = {
+            field.name: torch.empty(field.shape, dtype=layout[field.name].dtype)
+            for field in piece.fields
+            if field.name in layout
+        }
         master = torch.empty(piece.stop - piece.start, dtype=spec.dtype)
         return PieceState(piece.param, piece.start, master, states)
 

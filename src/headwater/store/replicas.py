@@ -11,6 +11,7 @@ from headwater.core.buffers import aligned_empty
 from headwater.fabric.fabric import PIECE_BYTES, Fabric
 from headwater.fabric.link import Link
 from headwater.store.store import WeightStore
+from headwater.store.tier import all_pages
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def _take_stage(store: WeightStore, stage: int, link: Link) -> bool:
     buffer = None if tier.resident_wire(stage) is not None else aligned_empty(layout.wire_bytes)
     with tier.wire(stage, buffer, write=True) as image:
         differ = [_send_where_different(link, image)]
-    for _, rest in tier.groups(stage, layout.groups, write=True):
+    for _, rest in tier.groups(stage, layout.groups, write=all_pages):
         differ.append(_send_where_different(link, rest))
     return any(differ)
 

@@ -13,7 +13,7 @@ from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
 from headwater.optim.probe import STATE_REMEDY, tensors_of
 from headwater.optim.spec import OptimizerSpec, numbers, state_signature
-from headwater.store.layout import Scalars, StageLayout, StateLayout, StateTensor
+from headwater.store.layout import PIECE_ELEMENTS, Scalars, StageLayout, StateLayout, StateTensor
 from headwater.store.rules import UpdateRules
 
 _PROBE_ELEMENTS = 8
@@ -74,13 +74,21 @@ class UpdateRule(UpdateRules):
             for name, value in tensors_of(optimizer.state[probe]).items()
         }
 
-    def _of_this_thread(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-        """Return an optimizer object of this thread, and the default options of its parameter groups."""
-        if not hasattr(self._threads, "optimizer"):
-            start = [torch.nn.Parameter(torch.zeros(1, 1))]
-            optimizer = self._threads.optimizer = self.spec.build(start, to_compile=False)
-            self._threads.defaults = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        return self._threads.optimizer, self._threads.defaults
+    def _of_this_thread(self, device: torch.device) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        """Return an optimizer object of this thread, and the default options of its parameter groups.
+
+        Args:
+            device: of the tensors that it updates; on another device it may run another kernel.
+        """
+        if not hasattr(self._threads, "made"):
+            self._threads.made = {}
+        made: dict[torch.device, tuple[torch.optim.Optimizer, dict[str, Any]]] = self._threads.made
+        if device not in made:
+            start = [torch.nn.Parameter(torch.zeros(1, 1, device=device))]
+            optimizer = self.spec.build(start, to_compile=False)
+            defaults = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+            made[device] = optimizer, defaults
+        return made[device]
 
     def apply(
         self,
@@ -105,16 +113,20 @@ class UpdateRule(UpdateRules):
         Raises:
             StreamError: if the optimizer begins to keep a tensor that is not in `state_layout`.
         """
-        optimizer, defaults = self._of_this_thread()
+        optimizer, defaults = self._of_this_thread(masters[0].device)
         kernel = _PLAIN_KERNEL if needs_plain_kernel(gradients[0]) else {}
         optimizer.param_groups = [{"params": list(masters), **defaults, **options, **kernel}]
+        # torch's fused kernels read scalars on their device, all others in host memory.
+        place = masters[0].device if optimizer.param_groups[0].get("fused") else torch.device("cpu")
         # A state that an error has left must not be found by another tensor.
         optimizer.state.clear()
         for master, gradient, own, old in zip(masters, gradients, states, scalars, strict=True):
             master.grad = gradient
             if old is not None:
                 # Copies: the other pieces of the parameter start from the same scalars.
-                copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in old.items()}
+                copies = {
+                    k: v.to(place, copy=True) if isinstance(v, torch.Tensor) else v for k, v in old.items()
+                }
                 optimizer.state[master] = {**own, **copies}
         optimizer.step()
         optimizer.param_groups = []  # it would keep views of slabs, which must be free for other stages
@@ -185,10 +197,10 @@ class SeveralRules(UpdateRules):
         return {} if rule is None else rule.state_layout(param)
 
 
-def stage_layout(stage: StageSpec, rule: UpdateRules) -> StageLayout:
-    """Return the layout of a stage's bytes if `rule` updates it."""
+def stage_layout(stage: StageSpec, rule: UpdateRules, *, piece_elements: int = PIECE_ELEMENTS) -> StageLayout:
+    """Return the layout of a stage's bytes if `rule` updates it; see `StageLayout`."""
     states = [rule.state_layout(param) for param in stage.params]
-    return StageLayout(stage, states, elementwise=rule.elementwise)
+    return StageLayout(stage, states, elementwise=rule.elementwise, piece_elements=piece_elements)
 
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:

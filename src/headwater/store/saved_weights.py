@@ -68,22 +68,14 @@ class SavedWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._saved_names
 
-    def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Return `count` elements of a parameter or buffer from `start` on, 1-D.
+    def run(self, name: str, start: int, count: int) -> Run:
+        """Return a run of `count` elements of a parameter or buffer that begins with its element `start`.
 
         Args:
             name: its name in the model.
             start: the first element.
             count: number of elements.
-
-        Raises:
-            CorruptError: if the bytes are not those that were written.
         """
-        saved = self._saved_names[name]
-        return self._files[saved].read(saved, start, count)
-
-    def run(self, name: str, start: int, count: int) -> Run:
-        """Return the run of elements that `read` reads."""
         saved = self._saved_names[name]
         return self._files[saved], saved, start, count
 

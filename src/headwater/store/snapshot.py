@@ -78,6 +78,10 @@ class Snapshot:
         self._no_hook = store.access.before_update
         self._received = receive_pieces(store)
         with self._nothing_left_on_failure():
+            for stage in store.stages:
+                # Here, because another thread would need its own workspaces on the device.
+                if store.tier.on_device(stage.index) is not None:
+                    store.flush_stage(stage.index)
             with disk_errors(self._partial):
                 remove(self._partial)
                 self._partial.mkdir(parents=True)

@@ -8,11 +8,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import final
 
 import torch
 
 from headwater.core.checked_files import FileBytes
-from headwater.core.errors import CheckpointError, CorruptError
+from headwater.core.errors import CheckpointError, CorruptError, StoreError
 from headwater.core.safetensors import Run, TensorFile, read_runs
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.layout import Scalars
@@ -84,6 +85,19 @@ class SavedCheckpoint:
             )
         return self.manifest.files[file]
 
+    def check_files(self) -> None:
+        """Check that every file exists, has the listed length and, if it holds tensors, an undamaged header.
+
+        Raises:
+            CheckpointError: if a file is missing.
+            CorruptError: if a length or header is not what was written.
+        """
+        for name, entry in self.manifest.files.items():
+            if name.endswith(".safetensors"):
+                self.tensors(name)
+            else:
+                FileBytes(self.folder / name, entry.chunks)
+
     def verify(self) -> None:
         """Read every byte and compare it with its checksum, several files at a time.
 
@@ -117,7 +131,7 @@ class SavedCheckpoint:
 
         Raises:
             CheckpointError: if model or optimizer are not those of the checkpoint; nothing is changed then.
-            CorruptError: if bytes are damaged; then the store must not be used.
+            CorruptError: if bytes are damaged; then the store must be filled again before it is used.
         """
         buffers = buffers or {}
         weights = SavedWeights(self.weights(), store.stages, buffers, exact=True, strict=strict)
@@ -198,7 +212,7 @@ def load_weights(
 
     Raises:
         CheckpointError: if a parameter is missing, unknown, or of another shape; nothing is changed then.
-        CorruptError: if bytes are damaged; then the store must not be used.
+        CorruptError: if bytes are damaged; then the store must be filled again before it is used.
     """
     buffers = buffers or {}
     weights = SavedWeights(
@@ -234,17 +248,51 @@ def _indexed(index: Path) -> set[str]:
         ) from error
 
 
+@final
+class _SavedValues:
+    """Values of saved tensors, which are used in the order of their runs. After damage, no more are read.
+
+    Args:
+        runs: where the values lie.
+
+    Attributes:
+        damage: the damage, if there is any.
+    """
+
+    def __init__(self, runs: Iterator[Run]) -> None:
+        self._values = read_runs(runs)
+        self.damage: CorruptError | None = None
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Copy the values of the next run to `target`, unless there was damage before."""
+        if self.damage is not None:
+            return
+        try:
+            values = next(self._values)
+        except CorruptError as error:
+            self.damage = error
+        except StoreError as error:
+            self.damage = CorruptError(error.what, where=error.where, remedy=error.remedy)
+        else:
+            target.copy_(values.view(target.shape))
+
+
 def _fill(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _States) -> None:
-    for name, buffer in buffers.items():
-        if name in weights:
-            buffer.copy_(weights.read(name, 0, buffer.numel()).view(buffer.shape))
-    values = read_runs(_runs(store, weights, states))
+    buffers = {name: buffer for name, buffer in buffers.items() if name in weights}
+    values = _SavedValues(_runs(store, weights, buffers, states))
+    for buffer in buffers.values():
+        values.copy_to(buffer)
+    # Also after damage: all ranks replace a stage together, and other ranks may have found none.
     for stage in store.stages:
         _fill_stage(store, stage, weights, states, values)
+    if values.damage is not None:
+        raise values.damage
 
 
-def _runs(store: WeightStore, weights: SavedWeights, states: _States) -> Iterator[Run]:
-    """Yield all that is read from files, in the order in which `_fill_stage` uses it."""
+def _runs(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _States) -> Iterator[Run]:
+    """Yield all that is read from files, in the order in which `_fill` uses it."""
+    for name, buffer in buffers.items():
+        yield weights.run(name, 0, buffer.numel())
     for stage in store.stages:
         for piece in store.parameters.own_pieces(stage.index):
             name = stage.params[piece.param].name
@@ -261,7 +309,7 @@ def _fill_stage(
     stage: StageSpec,
     weights: SavedWeights,
     states: _States,
-    values: Iterator[torch.Tensor],
+    values: _SavedValues,
 ) -> None:
     absent = {index for index, spec in enumerate(stage.params) if spec.name not in weights}
     kept: dict[tuple[int, int], torch.Tensor] = {}
@@ -272,10 +320,13 @@ def _fill_stage(
 
     def fill(piece: PieceState) -> None:
         name = stage.params[piece.param].name
-        piece.master.copy_(kept[piece.param, piece.start] if piece.param in absent else next(values))
+        if piece.param in absent:
+            piece.master.copy_(kept[piece.param, piece.start])
+        else:
+            values.copy_to(piece.master)
         if name in states:  # otherwise the first update makes the state, whatever its memory holds
             for state in piece.states.values():
-                state.copy_(next(values).view(state.shape))
+                values.copy_to(state)
 
     store.parameters.write(stage.index, fill)
     scalars = [states[spec.name].scalars if spec.name in states else None for spec in stage.params]

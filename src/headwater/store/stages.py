@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from headwater.core.buffers import aligned_empty
+from headwater.core.streams import IMMEDIATE, REACHED, Event, Stream
 from headwater.fabric.fabric import Fabric
 from headwater.store.ledger import Ledger
 from headwater.store.locks import StageLocks
@@ -51,6 +52,7 @@ class StageAccess:
         self.locks = StageLocks([layout.stage.name for layout in tier.layouts])
         self.before_update: Callable[[int, int], None] = lambda stage, number: None
         self._versions = [0] * len(tier.layouts)
+        self._copied: dict[int, Event] = {}  # by stage, when the last copy of its image to a device is done
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="headwater-update")
 
     def version(self, stage: int) -> int:
@@ -59,11 +61,16 @@ class StageAccess:
 
     # a stage, up to date
 
-    def fetch(self, stage: int, into: torch.Tensor | None, up_to: int | None) -> None:
+    def fetch(
+        self, stage: int, into: torch.Tensor | None, up_to: int | None, stream: Stream = IMMEDIATE
+    ) -> None:
         """Apply the pending update of a stage, and copy its wire image; see `WeightStore.fetch`."""
         # Before the lock: see `_wait_for_owners`.
         self._wait_for_owners(stage, up_to)
         with self.locks.whole(stage):
+            if self._tier.on_device(stage) is not None:
+                self._catch_up(stage, None, up_to)
+                return
             resident = self._tier.resident_wire(stage)
             if not self._catch_up(stage, into, up_to) and resident is None:
                 assert into is not None, "the disk tier needs memory to read a stage into"
@@ -71,7 +78,20 @@ class StageAccess:
                 self._tier.read_wire(stage, into)
             if resident is not None and into is not None:
                 count = self._tier.layouts[stage].stage.slab_bytes
-                into[:count].copy_(resident[:count], non_blocking=True)
+                stream.copy(into[:count], resident[:count])
+                self._note_copy(stage, stream.record())
+
+    def _note_copy(self, stage: int, copied: Event) -> None:
+        """Record when the last copy of a resident image is done. The caller holds the stage."""
+        if self._fabric.size > 1:
+            # Another rank may change the image without knowing of the copy.
+            copied.synchronize()
+        else:
+            self._copied[stage] = copied
+
+    def _before_change(self, stage: int) -> None:
+        """Block until no copy reads the image of a stage any more. The caller holds the stage."""
+        self._copied.pop(stage, REACHED).synchronize()
 
     def flush(self, stage: int) -> None:
         """Apply the pending update of a stage."""
@@ -102,7 +122,9 @@ class StageAccess:
                 yield image
 
     @contextmanager
-    def changing(self, stage: int, params: Collection[int] | None = None) -> Iterator[torch.Tensor | None]:
+    def changing(
+        self, stage: int, params: Collection[int] | None = None, *, overwrite: bool = False
+    ) -> Iterator[torch.Tensor | None]:
         """Lock a stage for the context, apply its pending update, and yield its wire image to be changed.
 
         All ranks call this together. The image is `None` on a rank that updates nothing of the stage.
@@ -110,6 +132,7 @@ class StageAccess:
         Args:
             stage: the stage.
             params: only these parameters are changed, by index; the rest of the image may be undefined.
+            overwrite: all values of these parameters are written before they are read; they are undefined.
         """
         self._fabric.neighbours.barrier("a stage to be changed")  # others may still read the old values
         self._wait_for_owners(stage)
@@ -119,13 +142,14 @@ class StageAccess:
             buffer = self._buffer(stage) if updates else None
             # The change must find all committed updates applied: plain PyTorch has applied them too.
             self._catch_up(stage, buffer)
+            self._before_change(stage)
             # A running snapshot saves the stage as it is before this change.
             self.before_update(stage, self._ledger.num_commits + 1)
             if updates:
                 own = self._ownership.own_bytes(stage, params)
                 with (
                     self.locks.changing(stage),
-                    self._tier.wire(stage, buffer, write=True, part=own) as image,
+                    self._tier.wire(stage, buffer, write=True, part=own, overwrite=overwrite) as image,
                 ):
                     yield image
             else:
@@ -151,6 +175,7 @@ class StageAccess:
             buffer = self._buffer(stage)
             image = resident if buffer is None else buffer
             assert image is not None, "a stage without a buffer is resident"
+            self._before_change(stage)
             yield image
             if resident is None and self._ownership.updates(stage):
                 self._tier.write_wire(stage, image, self._ownership.own_bytes(stage))
@@ -196,7 +221,7 @@ class StageAccess:
         with torch.no_grad(), self.locks.whole(stage):
             # Another thread may have applied it since the list was made.
             if stage in self._ledger:
-                self._update(stage, self._buffer(stage))
+                self._update(stage)
 
     def _catch_up(self, stage: int, buffer: torch.Tensor | None, up_to: int | None = None) -> bool:
         """Apply the pending update of a stage, and wait until all ranks have. The caller holds the stage.
@@ -211,18 +236,21 @@ class StageAccess:
         """
         updated = self._ledger.due(stage, up_to) is not None
         if updated:
-            self._update(stage, self._buffer(stage) if buffer is None else buffer)
+            self._update(stage, buffer)
         self._propagation.wait(stage, up_to)
         # With several hosts the image lacks the parts that other hosts have updated.
         return updated and self._fabric.num_hosts == 1
 
-    def _update(self, stage: int, buffer: torch.Tensor | None) -> None:
+    def _update(self, stage: int, buffer: torch.Tensor | None = None) -> None:
+        if buffer is None and self._tier.on_device(stage) is None:
+            buffer = self._buffer(stage)
         pending = self._ledger.due(stage)
         assert pending is not None, f"no update waits for stage {stage}"
         # Before the stage counts as torn: a snapshot reads it here.
         self.before_update(stage, pending.number)
         if self._fabric.num_hosts > 1:
             self._propagation.wait(stage)  # other hosts may still be receiving the update before this one
+        self._before_change(stage)
         with self.locks.changing(stage):
             # Before the change: from here on the commit cannot be undone.
             self._ledger.apply(stage)
@@ -239,7 +267,7 @@ class StageAccess:
             self._ledger.note_used(self._propagation.wait(stage, up_to))
 
     def _buffer(self, stage: int) -> torch.Tensor | None:
-        """Allocate memory for a wire image. Return `None` if the tier keeps the image in host memory."""
+        """Allocate host memory for a wire image. Return `None` if the tier keeps the image there."""
         if self._tier.resident_wire(stage) is not None:
             return None
         return aligned_empty(self._tier.layouts[stage].wire_bytes)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import final
 
 import torch
 
 from headwater.core.errors import NonFiniteError
 from headwater.core.stage import ParamKey, ParamSpec, StageSpec
+from headwater.core.streams import IMMEDIATE, Stream
 from headwater.fabric.fabric import ALONE, Board, Fabric
 from headwater.fabric.link import Link
 from headwater.store.gradients.port import GradientSink, check_sparse, editable
@@ -65,7 +66,8 @@ class WeightStore:
         tier: where the bytes lie.
         fabric: the ranks that share the store.
         ownership: which rank updates which pieces.
-        gradients: the sums of gradients that wait for an update.
+        await_gradients: blocks until gradients that are on their way from the device are added; set by the
+            object that copies them.
         ledger: the updates that were committed.
         scalars: of the optimizer.
         access: to the stages, one at a time.
@@ -98,7 +100,8 @@ class WeightStore:
         self.tier = tier
         self.fabric = fabric
         self.ownership = ownership
-        self.gradients = gradients
+        self._gradients = gradients
+        self.await_gradients: Callable[[], None] = lambda: None
         self.ledger = Ledger()
         self.scalars = OptimizerScalars(self.stages, ownership, fabric)
         update = StageUpdate(rule, tier, ownership, gradients, self.scalars)
@@ -108,22 +111,36 @@ class WeightStore:
         self.owner: object = None
         self._order = order or [(s.index, p) for s in self.stages for p in range(len(s.params))]
 
+    @property
+    def gradients(self) -> GradientSink:
+        """The sums of gradients that wait for an update. Blocks until those on their way are added."""
+        self.await_gradients()
+        return self._gradients
+
     def spec(self, key: ParamKey) -> ParamSpec:
         """Return the shape, dtype and name of a parameter."""
         return self.stages[key[0]].params[key[1]]
 
     # weights
 
-    def fetch(self, stage: int, into: torch.Tensor | None = None, up_to: int | None = None) -> None:
+    def fetch(
+        self,
+        stage: int,
+        into: torch.Tensor | None = None,
+        up_to: int | None = None,
+        stream: Stream = IMMEDIATE,
+    ) -> None:
         """Apply the pending update of a stage, then copy the stage's wire image to `into`.
 
         Args:
             stage: the stage.
             into: uint8 memory for the wire image, page-aligned host memory in the disk tier. May be left out
-                in the memory tier, where the image is read in place: see `Tier.resident_wire`.
+                where the image is read in place: see `Tier.resident_wire` and `Tier.on_device`.
             up_to: leave an update for later if it was committed after this number; see `Ledger.num_commits`.
+            stream: queue for the copy of an image that is in memory. The store changes the image only after
+                the copy.
         """
-        self.access.fetch(stage, into, up_to)
+        self.access.fetch(stage, into, up_to, stream)
 
     def version(self, stage: int) -> int:
         """Return a counter. It grows whenever the wire image changes that `fetch` copies."""
@@ -148,24 +165,35 @@ class WeightStore:
         """Discard the gradients that an interrupted step has left."""
         self.gradients.discard()
 
-    def add_gradient(self, stage: int, param: int, gradient: torch.Tensor, *, last: bool) -> None:
+    def add_gradient(
+        self,
+        stage: int,
+        param: int,
+        gradient: torch.Tensor,
+        *,
+        last: bool,
+        norm: torch.Tensor | None = None,
+    ) -> None:
         """Add one parameter's gradient of one micro-batch. The caller must not use the tensor afterwards.
 
         Args:
             stage: the stage.
             param: index of the parameter in the stage.
-            gradient: in host memory, in the parameter's shape.
+            gradient: on `gradient_device`, in the parameter's shape.
             last: true if this is the step's last micro-batch, as far as is known.
+            norm: the 2-norm of `gradient`, if it was measured on the device; in host memory.
 
         Raises:
             StreamError: if the gradient is sparse and cannot be kept.
         """
+        # Not `gradients`, which would wait for the caller where a thread adds gradients.
+        gradients = self._gradients
         if gradient.is_sparse:
-            check_sparse(self.spec((stage, param)), several_ranks=self.gradients.is_shared)
+            check_sparse(self.spec((stage, param)), several_ranks=gradients.is_shared)
         self.access.flush(stage)  # an older update must use the older gradients first
-        if self.gradients.add((stage, param), gradient, last=last):
+        if gradients.add((stage, param), gradient, last=last, norm=norm):
             self.access.catch_up_all()  # first, because the additions may wait for ranks that wait for this
-            self.gradients.drain()
+            gradients.drain()
 
     def set_gradient(self, stage: int, param: int, gradient: torch.Tensor) -> None:
         """Replace the gradient sum of one parameter. The caller must not use the tensor afterwards.
@@ -173,7 +201,7 @@ class WeightStore:
         Args:
             stage: the stage.
             param: index of the parameter in the stage.
-            gradient: in host memory, in the parameter's shape.
+            gradient: on any device, in the parameter's shape.
 
         Raises:
             StreamError: for gradients of several ranks in `train_step`, or a sparse one that cannot be kept.
@@ -182,14 +210,20 @@ class WeightStore:
             check_sparse(self.spec((stage, param)), several_ranks=self.gradients.is_shared)
         # The update would otherwise use the new sum.
         self.access.flush(stage)
-        editable(self.gradients).replace((stage, param), gradient)
+        editable(self.gradients).replace((stage, param), gradient.to(self.gradient_device(stage)))
+
+    def gradient_device(self, stage: int) -> torch.device:
+        """Return the device of a stage's gradients: `cpu`, unless the stage is in device memory."""
+        place = self.tier.on_device(stage)
+        return torch.device("cpu") if place is None else place.wire.device
 
     def end_micro_batch(self) -> None:
         """Tell the store that this rank has no more gradients of this micro-batch."""
-        if self.gradients.is_shared:
+        if self._gradients.is_shared:
             self.access.catch_up_all()  # other ranks may need stages that this rank has left out
             self.ledger.note_all_used()  # other ranks have the updates that this rank owes, so none is undone
-        self.gradients.end_micro_batch()
+        # Not `gradients`: a thread that adds gradients calls this after them.
+        self._gradients.end_micro_batch()
 
     def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:
         """End a step: all later reads return values with the step's update applied.
@@ -228,6 +262,10 @@ class WeightStore:
         for stage, param in keys:
             options = update if parts is None else parts[stage, param]
             by_stage.setdefault(stage, {})[param] = Part(self.ledger.num_commits, options, factor)
+        for stage in by_stage:
+            place = self.tier.on_device(stage)
+            if place is not None:
+                place.commit()
         # At last: from here on another thread may apply the updates.
         self.access.commit(by_stage)
         return Committed(float(norm), applied=True, params=keys)

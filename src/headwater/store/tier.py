@@ -1,16 +1,19 @@
-"""The interface of tiers: the host memory or the files in which a weight store keeps its stages."""
+"""The interface of tiers: the memory or the files in which a weight store keeps its stages."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
 from headwater.core.errors import StoreError
-from headwater.store.layout import Group, StageLayout
+from headwater.store.layout import Group, StageLayout, outer_pages
+
+if TYPE_CHECKING:
+    from headwater.store.device import DeviceStage
 
 WHOLE = slice(0, None)
 """All bytes of a wire image."""
@@ -24,30 +27,47 @@ def all_pages(group: Group) -> Sequence[slice]:
     return [slice(0, group.num_bytes)]
 
 
+def no_pages(group: Group) -> Sequence[slice]:
+    """Return no bytes of a group."""
+    return []
+
+
 class Tier(abc.ABC):
     """Keeps the bytes of every stage. The store ensures that one thread at a time works on a stage.
 
     Attributes:
-        is_shared: true if every rank of the host reaches all bytes and changes its pieces of each stage;
-            otherwise one rank changes all pieces of a stage that the host keeps.
-        is_here: true if this rank reaches the bytes.
+        layouts: one per stage.
         writes_behind: true if other ranks can read what was written only after `settle`.
+        reads_pages: true if it can read and write any pages; otherwise only large blocks.
     """
 
-    is_shared = False
-    is_here = True
     writes_behind = True
+    reads_pages = True
 
     def __init__(self, layouts: Sequence[StageLayout]) -> None:
         self.layouts = layouts
 
     @abc.abstractmethod
+    def is_here(self, stage: int) -> bool:
+        """True if this rank reaches the bytes of a stage."""
+
+    @abc.abstractmethod
     def resident_wire(self, stage: int) -> torch.Tensor | None:
-        """Return the wire image, valid after a fetch, or `None` if the tier does not keep it in memory."""
+        """Return the wire image, valid after a fetch, or `None` if the tier keeps it elsewhere."""
+
+    @abc.abstractmethod
+    def on_device(self, stage: int) -> DeviceStage | None:
+        """Return a stage that is in device memory, where it is read and updated; otherwise `None`."""
 
     @contextmanager
     def wire(
-        self, stage: int, buffer: torch.Tensor | None = None, *, write: bool, part: slice = WHOLE
+        self,
+        stage: int,
+        buffer: torch.Tensor | None = None,
+        *,
+        write: bool,
+        part: slice = WHOLE,
+        overwrite: bool = False,
     ) -> Iterator[torch.Tensor]:
         """Yield the wire image of a stage in host memory. With `write`, store it when the context ends.
 
@@ -56,6 +76,7 @@ class Tier(abc.ABC):
             buffer: page-aligned host memory for the image, if it has to be read.
             write: write it back at the end of the context, because it is changed.
             part: the bytes that are needed, and changed.
+            overwrite: all bytes of the part are written before they are read; their values are undefined.
         """
         resident = self.resident_wire(stage)
         if resident is not None:
@@ -63,7 +84,8 @@ class Tier(abc.ABC):
             return
         assert buffer is not None, "this tier needs a buffer for the wire image"
         image = buffer[: self.layouts[stage].wire_bytes]
-        self.read_wire(stage, image, part)
+        for needed in outer_pages(part) if overwrite and self.reads_pages else [part]:
+            self.read_wire(stage, image, needed)
         yield image
         # Not in `finally`: after an error the image may be half changed.
         if write:
@@ -91,16 +113,15 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def groups(
-        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool, pages: Pages = all_pages
+        self, stage: int, groups: Sequence[Group], *, read: Pages = all_pages, write: Pages = no_pages
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         """Yield each of these groups with its bytes. The bytes are valid until the next group is yielded.
 
         Args:
             stage: the stage.
             groups: some of those that this host keeps.
-            read: read the bytes; false if all of them will be written.
-            write: write the bytes back, because they are changed.
-            pages: the bytes that are needed, and changed; the others may be undefined.
+            read: the bytes that are read; the others are undefined, so they must be overwritten or unused.
+            write: the bytes that are written back, because they are changed.
         """
 
     @abc.abstractmethod
@@ -116,9 +137,13 @@ class Tier(abc.ABC):
 class ElsewhereTier(Tier):
     """The tier of a rank that neither reads nor updates: other ranks of its host keep the bytes."""
 
-    is_here = False
+    def is_here(self, stage: int) -> bool:
+        return False
 
     def resident_wire(self, stage: int) -> None:
+        return None
+
+    def on_device(self, stage: int) -> None:
         return None
 
     def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
@@ -131,7 +156,7 @@ class ElsewhereTier(Tier):
         pass
 
     def groups(
-        self, stage: int, groups: Sequence[Group], *, read: bool = True, write: bool, pages: Pages = all_pages
+        self, stage: int, groups: Sequence[Group], *, read: Pages = all_pages, write: Pages = no_pages
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         return iter(())
 

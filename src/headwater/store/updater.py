@@ -10,8 +10,9 @@ import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.gradients.port import Gradients
-from headwater.store.layout import MASTER_FIELDS, PIECE_ELEMENTS, Group, Piece, Scalars
+from headwater.store.layout import MASTER_FIELDS, Group, Piece, Scalars, StageLayout, stored_dtype
 from headwater.store.masters import Workspaces, read_master, write_master
+from headwater.store.rounding import round_stochastically
 from headwater.store.rules import UpdateRules
 from headwater.store.sparse import rows_of
 from headwater.store.update import Pending
@@ -34,7 +35,7 @@ class Updater:
 
     def apply(
         self,
-        stage: StageSpec,
+        layout: StageLayout,
         image: torch.Tensor,
         groups: Iterable[tuple[Group, torch.Tensor]],
         gradients: Gradients,
@@ -44,22 +45,24 @@ class Updater:
         """Run the optimizer over the pieces of a stage for which `is_mine` is true.
 
         Args:
-            stage: the stage.
-            image: its wire image; changed in place.
+            layout: of the stage.
+            image: its wire image; changed in place. The optimizer runs on its device.
             groups: the pieces that this rank owns, in their groups, with the bytes; changed in place.
-            gradients: one per parameter; each is set to `None` when its parameter is updated.
+            gradients: on the same device, one per parameter; each is set to `None` when its parameter is
+                updated.
             scalars: the optimizer scalars of each parameter.
             pending: the update of each parameter.
 
         Returns:
             The new scalars. Every piece of a parameter starts from the same old ones.
         """
+        stage = layout.stage
         wires = stage.flat_views(image)
         # A copy: a second piece must start from the same step count as the first.
         after = list(scalars)
         for group, rest in groups:
             changed = [p for p in group.pieces if p.param in pending.parts and gradients[p.param] is not None]
-            for batch in _batches(changed):
+            for batch in _batches(changed, layout.piece_elements):
                 loaded = self._load(stage, batch, wires, rest, gradients, pending)
                 for piece, new in self._update(loaded, scalars):
                     after[piece.param] = new
@@ -80,18 +83,24 @@ class Updater:
     ) -> list[_Loaded]:
         """Load the masters and optimizer state of pieces, and scale and clip their gradients."""
         sizes = [piece.stop - piece.start for piece in batch]
-        spaces = [self._workspaces.get(name, sum(sizes)).split(sizes) for name in ("master", "gradient")]
         loaded = []
-        for piece, master_space, gradient_space in zip(batch, *spaces, strict=True):
+        for piece, space in zip(batch, self._workspaces.shares(sizes, rest.device), strict=True):
             spec, part = stage.params[piece.param], pending.parts[piece.param]
+            rule = self._rule.of(spec.name)
             gradient = gradients[piece.param]
             assert gradient is not None, "only parameters with a gradient are updated"
             fields = piece.views(rest)
             wire = wires[piece.param][piece.start : piece.stop]
-            master = read_master(piece.encoding, wire, fields, master_space)
-            own = part.prepared(_part_of(gradient, spec, piece), master.dtype, gradient_space)
+            master = read_master(piece.encoding, wire, fields, space("master"))
+            own = part.prepared(_part_of(gradient, spec, piece), master.dtype, space("gradient"))
             flat_master = master
             states = {name: field for name, field in fields.items() if name not in MASTER_FIELDS}
+            wide = {
+                name: space(f"state {name}").view(states[name].shape).copy_(states[name])
+                for name, state in rule.state_layout(spec).items()
+                if stored_dtype(spec, state) != state.dtype
+            }
+            states |= wide
             if gradient.is_sparse:
                 # A sparse kernel addresses rows.
                 rows = (-1, *spec.shape[1:])
@@ -104,9 +113,23 @@ class Updater:
                     name: spec.arranged(state.view(-1)) if state.shape == spec.shape else state
                     for name, state in states.items()
                 }
-            rule = self._rule.of(spec.name)
             options = dict(rule.spec.options(spec.name, spec.shape, part.update.options_of(spec.name)))
-            loaded.append(_Loaded(piece, rule, options, wire, fields, flat_master, master, own, states))
+            loaded.append(
+                _Loaded(
+                    piece,
+                    spec,
+                    part.update.step,
+                    rule,
+                    options,
+                    wire,
+                    fields,
+                    flat_master,
+                    wide,
+                    master,
+                    own,
+                    states,
+                )
+            )
         return loaded
 
     def _update(
@@ -135,6 +158,7 @@ class Updater:
             for each, its_scalars in zip(alike, new, strict=True):
                 # Before the next batch overwrites the workspace that holds the masters.
                 write_master(each.piece.encoding, each.flat_master, each.wire, each.fields)
+                _round_states(each, its_scalars)
                 yield each.piece, its_scalars
 
 
@@ -144,22 +168,28 @@ class _Loaded:
 
     Attributes:
         piece: its place.
+        spec: its parameter.
+        step: number of the update.
         rule: its optimizer.
         options: arguments of the optimizer.
         wire: its wire values, 1-D.
         fields: its tensors beside the wire image.
         flat_master: its values, 1-D in the order of memory.
+        wide_states: fp32 copies of the optimizer state that is stored in bf16, in the order of memory.
         master: the same values in the shape that the optimizer expects.
         gradient: in that shape.
         states: in that shape.
     """
 
     piece: Piece
+    spec: ParamSpec
+    step: int
     rule: UpdateRule
     options: dict[str, Any]
     wire: torch.Tensor
     fields: Mapping[str, torch.Tensor]
     flat_master: torch.Tensor
+    wide_states: Mapping[str, torch.Tensor]
     master: torch.Tensor
     gradient: torch.Tensor
     states: dict[str, torch.Tensor]
@@ -171,6 +201,21 @@ class _Loaded:
         return same_kind and self.rule is other.rule and self.options == other.options
 
 
+def _round_states(loaded: _Loaded, scalars: Scalars) -> None:
+    """Store the optimizer state of a piece that is kept in bf16.
+
+    Args:
+        loaded: the piece, after its update.
+        scalars: the new scalars of its parameter.
+    """
+    # The optimizer's own count if it has one: checkpoints keep it, and a resumed loop continues with it.
+    count = int(scalars.get("step", loaded.step))
+    for name, values in loaded.wide_states.items():
+        out = loaded.fields[name].view(-1)
+        stream = f"{loaded.spec.name} {name} {count}"
+        round_stochastically(values.view(-1), out, stream=stream, start=loaded.piece.start)
+
+
 def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Tensor:
     """Return a piece's part of a gradient: 1-D if dense, the rows of the piece if sparse."""
     if not gradient.is_sparse:
@@ -178,14 +223,14 @@ def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Ten
     return rows_of(gradient, piece.start // spec.row_numel, piece.stop // spec.row_numel)
 
 
-def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield lists of successive pieces with at least `PIECE_ELEMENTS` elements; the last may have fewer."""
+def _batches(pieces: Sequence[Piece], elements: int) -> Iterator[list[Piece]]:
+    """Yield lists of successive pieces with at least `elements` elements; the last may have fewer."""
     batch: list[Piece] = []
     numel = 0
     for piece in pieces:
         batch.append(piece)
         numel += piece.stop - piece.start
-        if numel >= PIECE_ELEMENTS:
+        if numel >= elements:
             yield batch
             batch, numel = [], 0
     if batch:

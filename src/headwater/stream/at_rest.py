@@ -168,7 +168,7 @@ class DetachedAtRest(AtRest, StoredTensor):
     @classmethod
     def of(cls, param: Any) -> DetachedAtRest:
         """Return the detached tensor of a parameter at rest."""
-        found = cls(Values(param), param.home.spec.shape, param.home.spec.dtype)
+        found = cls(Values(param), param.home.spec.shape, param.home.spec.dtype, param.home.device)
         found.source, found.owner = found.read_pieces.memory, param  # type: ignore[attr-defined]
         return found
 
@@ -223,7 +223,7 @@ class DetachedAtRest(AtRest, StoredTensor):
             return on_values(func, args, kwargs)
 
     def _again(self) -> DetachedAtRest:
-        found = type(self)(self.read_pieces, self.shape, self.dtype)
+        found = type(self)(self.read_pieces, self.shape, self.dtype, self.device)
         found.source, found.owner, found.again_of = self.source, self.owner, self
         return found
 

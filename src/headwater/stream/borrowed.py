@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,13 +13,13 @@ from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import Fabric
 from headwater.plan.belady import CachePolicy
 from headwater.stream.slabs import Slab, SlabDirectory, SlabPool, Want
-from headwater.stream.weights import NOTHING, Weights
+from headwater.stream.weights import NOTHING, WeightsInSlabs
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
 
 
-class BorrowedWeights(Weights):
+class BorrowedWeights(WeightsInSlabs):
     """Weights on a rank that is not its host's leader: the leader fetches them into shared slabs.
 
     See [Note: shared slabs].
@@ -29,14 +29,22 @@ class BorrowedWeights(Weights):
         stages: the stages.
         slabs: maximum number of slabs of each size class; the same as on the leader.
         fabric: the ranks that share them.
+        in_place: indices of the stages that are never asked for here, and need no slab.
     """
 
-    def __init__(self, store: WeightStore, stages: Sequence[StageSpec], slabs: int, fabric: Fabric) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        stages: Sequence[StageSpec],
+        slabs: int,
+        fabric: Fabric,
+        in_place: Collection[int] = (),
+    ) -> None:
         super().__init__()
         self._store = store
         self._stages = stages
         self._fabric = fabric
-        self._pool = SlabPool(stages, slabs, fabric.allocate)
+        self._pool = SlabPool(stages, slabs, fabric.allocate, in_place)
         self._directory = SlabDirectory(fabric, len(self._pool.slabs))
         self.stable = self._pool.holds_all
         self._policy = CachePolicy([], self._pool.slab_class, self._pool.capacity)
@@ -52,6 +60,10 @@ class BorrowedWeights(Weights):
         self._wanted = NOTHING
         with self._directory.exclusive():
             self._let_go()
+
+    def look_ahead(self) -> None:
+        # The use of the next stage may wait for the leader, which may need a slab that this rank holds.
+        self.rest()
 
     def _move_to(self, position: int) -> None:
         self._position = position

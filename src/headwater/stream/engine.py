@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +23,12 @@ from headwater.store.pieces import PieceState
 from headwater.store.rule import UpdateRule
 from headwater.store.rules import UpdateRules
 from headwater.store.update import Update
+from headwater.stream.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.stream.binding import Binder
 from headwater.stream.buffers import Buffers
 from headwater.stream.compilation import compile_stages
-from headwater.stream.device import make_device
+from headwater.stream.device_errors import device_errors
+from headwater.stream.devices import make_device
 from headwater.stream.executor import Executor
 from headwater.stream.matmul import FastMatmul
 from headwater.stream.micro_batch import MicroBatches
@@ -95,7 +97,7 @@ class Engine:
                 self._binder.adopt(stage)
             # `train_step` divides the loss by the number of ranks itself.
             share = 1 / fabric.size if options.user_loop else 1.0
-            self.executor = Executor(model, plan, self.store, self._binder, weights, share)
+            self.executor = Executor(model, plan, self.store, self._binder, weights, self._device, share)
             made.pop_all()
         self._micro_batches = MicroBatches(
             model,
@@ -105,7 +107,7 @@ class Engine:
             self._device.torch_device,
             loss_function=loss_function,
             seed=seed,
-            matmul=FastMatmul if options.fast_matmul and plan.device == "cpu" else nullcontext,
+            matmul=_arithmetic(plan.device, fast=options.fast_matmul),
         )
         bound = fetch_bound(plan.device)
         self._step = TrainStep(self.store, self.executor, self.buffers, self._micro_batches, fabric, bound)
@@ -148,8 +150,10 @@ class Engine:
         Raises:
             NonFiniteError: if a loss or gradient is not finite, unless `update` says to skip such steps. The
                 step is undone.
+            StreamError: if a GPU cannot compute the step; see `device_errors`. The step is undone.
         """
-        return self._step.run(micro_batches, update, amend, shares)
+        with _errors(self.plan.device):
+            return self._step.run(micro_batches, update, amend, shares)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Return the loss of a batch, computed without gradients. The caller sets train or eval mode."""
@@ -159,9 +163,13 @@ class Engine:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Enter a context in which the model computes without gradients and may be called in any way."""
-        # A context that an error has left may still have weights bound.
-        self.executor.begin()
-        with torch.no_grad(), self._micro_batches.matmul(), self._micro_batches.precision():
+        with (
+            _errors(self.plan.device),
+            torch.no_grad(),
+            self._micro_batches.matmul(),
+            self._micro_batches.precision(),
+            self.executor.inference(),
+        ):
             yield
 
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -197,9 +205,11 @@ class Engine:
         The store and offloaded activations stay.
         """
         self._detached = True
-        # The executor first: its hooks bind the parameters that are released next.
-        self.executor.leave()
-        self._binder.release()
+        try:
+            # The executor first: its hooks bind the parameters that are released next.
+            self.executor.leave()
+        finally:
+            self._binder.release()
 
     def hand_over(self, successor: Engine, *, unchanged: bool) -> None:
         """Make `successor` provide the weights for the backward of forwards that ran before `detach`.
@@ -213,18 +223,31 @@ class Engine:
         self.store.close()
 
     def close(self) -> None:
-        """Call `detach`, then release memory, threads and files."""
-        if not self._detached:
-            self.detach()
-        # Before the store, which threads of the executor read.
-        self.executor.close()
-        self.store.close()
+        """Call `detach`, then release memory, threads and files, also if `detach` raises an error."""
+        with ExitStack() as closed:
+            # The store last, because threads of the executor read it.
+            closed.callback(self.store.close)
+            closed.callback(self.executor.close)
+            if not self._detached:
+                self.detach()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _arithmetic(device: str, *, fast: bool) -> Callable[[], AbstractContextManager[object]]:
+    """Return the context in which a model computes in `Engine.train_step` and in inference."""
+    if device == "cpu":
+        return FastMatmul if fast else nullcontext
+    return fast_arithmetic if fast else exact_arithmetic
+
+
+def _errors(device: str) -> AbstractContextManager[object]:
+    """Return the context in which errors of a device are raised as errors of this package."""
+    return nullcontext() if device == "cpu" else device_errors()
 
 
 def _refuse_meta(stage: StageSpec, values: Sequence[torch.Tensor]) -> None:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
 from headwater.core.errors import StreamError
 from headwater.core.recorder import COMPUTE, RECORDER, Work
-from headwater.plan.types import Activations, Plan
+from headwater.plan.types import Plan, Trace
 from headwater.store.store import WeightStore
 from headwater.stream.backward import BackwardWatch
 from headwater.stream.binding import Binder
+from headwater.stream.device import Device
 from headwater.stream.forwards import Forwards
+from headwater.stream.gradient_copies import GradientCopies
 from headwater.stream.gradient_hooks import GradientHooks
+from headwater.stream.host_arena import HostArena
 from headwater.stream.offload import make_offload
 from headwater.stream.packing import Packing
 from headwater.stream.recompute import RecomputedForwards
 from headwater.stream.saved_tensors import WeightHandle
-from headwater.stream.sites import Sites
+from headwater.stream.sites import Sites, Stages
 from headwater.stream.transforms import refuse_moving_weights
 from headwater.stream.weights import StreamStatistics, Weights
 
@@ -39,6 +42,7 @@ class Executor:
         store: provides weights and receives gradients.
         binder: owns the model's parameters.
         weights: provides stages on the device.
+        device: the device that computes.
         share: factor of every gradient before it goes to the store.
     """
 
@@ -49,17 +53,19 @@ class Executor:
         store: WeightStore,
         binder: Binder,
         weights: Weights,
+        device: Device,
         share: float = 1.0,
     ) -> None:
-        self._trace = plan.trace
+        self._plan = plan
         self._store = store
         self._binder = binder
         self._weights = weights
         self._backward = BackwardWatch(self._end_backward)
-        offload = make_offload(plan)
+        self._arena = HostArena(device.page_lock)
+        offload = make_offload(plan, device, self._arena)
         # Weights that stay in the same memory are saved like other tensors.
         is_needed = not weights.stable or offload is not None
-        self._packing = Packing(binder, self._resolve, plan.activations, offload) if is_needed else None
+        self._packing = Packing(binder, self._resolve, plan, offload) if is_needed else None
         self._forwards = Forwards(
             binder,
             self._require,
@@ -78,11 +84,12 @@ class Executor:
             self._forwards.look_ahead,
             self._forwards.leave,
         )
-        self._gradients = GradientHooks(binder, store, weights, self._backward, share)
+        copies = None if device.reads_host else GradientCopies(store, device, self._arena)
+        self._gradients = GradientHooks(binder, store, weights, self._backward, copies, share)
         self._recomputed = RecomputedForwards(
             _recomputed_modules(model, plan),
-            lambda stage: self._heir._forwards.enter((stage,)),
-            lambda stage: self._heir._forwards.leave((stage,)),
+            lambda stage: self._heir._forwards.enter(_bound_again(plan.trace, stage)),
+            lambda stage: self._heir._forwards.leave(_bound_again(plan.trace, stage)),
         )
         self._forwards_expected = 0  # of the step that `begin` has announced
         self._successor: Executor | None = None
@@ -140,7 +147,7 @@ class Executor:
 
     def _end_backward(self) -> None:
         self._let_go()
-        self._store.end_micro_batch()
+        self._gradients.end_micro_batch()
 
     def _let_go(self) -> None:
         """Unbind all weights until another forward or backward begins."""
@@ -165,10 +172,25 @@ class Executor:
         # Before `Weights.begin`, which counts the bytes that it fetches ahead.
         self._weights.statistics = StreamStatistics()
         if num_micro_batches:
-            self._weights.begin(self._trace.schedule * num_micro_batches)
+            self._weights.begin(self._plan.schedule * num_micro_batches)
         else:
-            self._weights.begin(self._trace.uses, repeats=True)
+            self._weights.begin(self._plan.trace.uses, repeats=True)
         return self._weights.statistics
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Enter a context that is one forward, whose schedule repeats. Gradients must be disabled.
+
+        A method of the model that calls several modules would otherwise be a forward for each of them. Each
+        of these would begin the schedule again, and fetch its first stages ahead instead of the next ones.
+        """
+        # A context that an error has left may still have weights bound.
+        self.reset()
+        self._forwards.enter(())
+        try:
+            yield
+        finally:
+            self._forwards.leave(())
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Run the backward of one micro-batch; gradients go to the store.
@@ -202,8 +224,11 @@ class Executor:
         self._sites.remove()
         self._recomputed.unhook()
         self._gradients.remove()
-        # At last: no hook asks for weights any more.
-        self._weights.close()
+        try:
+            self._gradients.close()
+        finally:
+            # At last: no hook asks for weights any more.
+            self._weights.close()
 
     @property
     def _heir(self) -> Executor:
@@ -218,7 +243,7 @@ class Executor:
         if heir._is_outlived:
             raise StreamError(
                 "the structure of the model was changed, or its first forward outside of autocast has run, "
-                "between this forward and its backward",
+                "or a block was divided to make a larger call fit, between this forward and its backward",
                 remedy="run the backward before such a forward, or the first forward of all without autocast",
             )
         return heir
@@ -239,17 +264,31 @@ class Executor:
             self._binder.forget_saved()
 
     def close(self) -> None:
-        """Remove all hooks, and release memory and threads."""
-        self.leave()
-        if self._packing is not None:
-            self._packing.close()
+        """Remove all hooks, and release memory and threads, also if a gradient on its way raises an error."""
+        with ExitStack() as closed:
+            # Last, after the offloaded activations, which are in it.
+            closed.callback(self._arena.close)
+            if self._packing is not None:
+                closed.callback(self._packing.close)
+            self.leave()
+
+
+def _bound_again(trace: Trace, stage: int) -> Stages:
+    """Return the stages to bind while the forward of a stage's module runs again in backward.
+
+    The forward of a divided block may read weights of its parts, and of other stages, directly.
+    """
+    return trace.sites[trace.stages[stage].name] if stage in trace.members else (stage,)
 
 
 def _recomputed_modules(model: nn.Module, plan: Plan) -> dict[int, nn.Module]:
-    """Return stage -> module, for the stages with the activation policy `recompute`."""
+    """Return stage -> module, for the stages with the activation policy `recompute`.
+
+    The parts of a divided block are recomputed with the whole block.
+    """
     policies = zip(plan.trace.stages, plan.activations, strict=True)
     return {
         stage.index: model.get_submodule(stage.name)
         for stage, policy in policies
-        if policy is Activations.RECOMPUTE
+        if policy.is_recomputed and not plan.is_recomputed_inside(stage.index)
     }

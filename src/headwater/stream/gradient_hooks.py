@@ -18,6 +18,7 @@ from headwater.stream.weights import Weights
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
     from headwater.stream.binding import Binder
+    from headwater.stream.gradient_copies import GradientCopies
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -30,16 +31,24 @@ class GradientHooks:
 
     Args:
         binder: owns the parameters.
-        store: receives the gradients, in host memory.
+        store: receives the gradients.
         weights: owner of the statistics, which count the bytes.
+        copies: brings gradients to the place of their sums; `None` if they are computed there.
         backward: is notified that a backward runs.
         share: factor of every gradient; 1 / ranks makes the sum of several ranks a mean.
     """
 
     def __init__(
-        self, binder: Binder, store: WeightStore, weights: Weights, backward: BackwardWatch, share: float
+        self,
+        binder: Binder,
+        store: WeightStore,
+        weights: Weights,
+        backward: BackwardWatch,
+        copies: GradientCopies | None,
+        share: float,
     ) -> None:
         self._store = store
+        self._copies = copies
         self._weights = weights
         self._backward = backward
         self._share = share
@@ -81,12 +90,30 @@ class GradientHooks:
             gradient = spec.like_the_parameter(gradient)
         if self._share != 1.0:
             gradient *= self._share
-        self._store.add_gradient(*key, gradient.to("cpu"), last=self.last_micro_batch)
+        if self._copies is not None and not gradient.is_sparse:
+            self._copies.send(key, gradient, last=self.last_micro_batch)
+            return
+        if self._copies is not None:
+            self._copies.finish()  # gradients are added in the order of autograd
+        there = gradient.to(self._store.gradient_device(key[0]))
+        self._store.add_gradient(*key, there, last=self.last_micro_batch)
+
+    def end_micro_batch(self) -> None:
+        """Tell the store that no more gradients of this micro-batch come, after the last one was added."""
+        if self._copies is None:
+            self._store.end_micro_batch()
+        else:
+            self._copies.end_micro_batch()
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
+
+    def close(self) -> None:
+        """End the thread that adds gradients."""
+        if self._copies is not None:
+            self._copies.close()
 
 
 def _register_first(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:

@@ -95,4 +95,4 @@ class Home:
         if gradient is None:
             self.store.gradients.drop(self.key)
         else:
-            self.store.set_gradient(*self.key, gradient.to("cpu"))
+            self.store.set_gradient(*self.key, gradient)

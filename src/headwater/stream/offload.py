@@ -19,10 +19,13 @@ import torch
 from headwater.core.buffers import aligned_empty, round_up
 from headwater.core.cleanup import on_failure
 from headwater.core.files import disk_errors
+from headwater.core.streams import Event
 from headwater.core.threads import single_core_pool
 from headwater.plan.footprint import OFFLOAD_BLOCK_BYTES, OFFLOAD_WINDOW_BYTES, OFFLOAD_WRITERS
-from headwater.plan.types import Activations, Plan
+from headwater.plan.types import Plan
 from headwater.store.files import BlockFile
+from headwater.stream.device import Device
+from headwater.stream.host_arena import HostArena, InFlight
 from headwater.stream.saved_tensors import changed_in_place
 
 _SMALLEST_BYTES = 64 << 10
@@ -101,25 +104,109 @@ class Offload(abc.ABC):
 
 
 class HostOffload(Offload):
-    """Offloads to page-locked host memory. Copies run on the compute stream, so no thread must wait."""
+    """Offloads to page-locked host memory, for a device with separate memory.
+
+    Storages are copied back ahead in the reverse of the order in which they left, because backward needs them
+    in that order. Copies both ways run beside the computation.
+
+    Args:
+        device: the device that computes.
+        arena: the host memory.
+        window_bytes: maximum bytes that are on their way to the host at a time, and maximum bytes that are
+            copied back ahead. A single storage may be larger.
+    """
+
+    def __init__(self, device: Device, arena: HostArena, window_bytes: int = OFFLOAD_WINDOW_BYTES) -> None:
+        super().__init__()
+        self._device = device
+        self._arena = arena
+        self._window_bytes = window_bytes
+        self._out, self._back = device.new_stream(), device.new_stream()
+        self._leaving = InFlight(window_bytes)
+        self._returning = InFlight(window_bytes)
+        self._stack: list[weakref.ref[_OnHost]] = []
+        self._ahead: weakref.WeakSet[_OnHost] = weakref.WeakSet()  # copied back, and not used yet
 
     def move(self, tensor: torch.Tensor) -> Moved:
-        return _OnHost(tensor)
+        flat = _bytes_of(tensor)
+        host = self._arena.lend(flat.nbytes)
+        # Work before this has made the values, or still reads what was in this host memory before.
+        self._out.wait(self._device.compute.record())
+        self._out.copy(host, flat)
+        copied = self._out.record()
+        self._leaving.add(copied, flat, host)
+        moved = _OnHost(self, host, copied)
+        while self._stack and self._stack[-1]() is None:  # they were freed without backward
+            self._stack.pop()
+        self._stack.append(weakref.ref(moved))
+        return moved
+
+    def bring_back(self, moved: _OnHost) -> torch.Tensor:
+        """Return the bytes of `moved` on the device, and start to copy the following storages back."""
+        flat, returned = moved.take_back() or self._copy_back(moved)
+        self._ahead.discard(moved)
+        while self._stack:
+            following = self._stack[-1]()
+            if following is not None and not following.was_used:
+                waiting = sum(other.num_bytes for other in self._ahead)
+                if waiting and waiting + following.num_bytes > self._window_bytes:
+                    break
+                following.back = self._copy_back(following)
+                self._ahead.add(following)
+            self._stack.pop()
+        # After the copies ahead are queued, which then need not wait for what the caller computes next.
+        self._device.compute.wait(returned)
+        return flat
+
+    def _copy_back(self, moved: _OnHost) -> tuple[torch.Tensor, Event]:
+        """Queue the copy of a storage to new memory on the device. Return the memory and the event."""
+        flat = torch.empty(moved.num_bytes, dtype=torch.uint8, device=self._device.torch_device)
+        # The computation queued before may still use what was in this memory before.
+        self._back.wait(self._device.compute.record())
+        self._back.wait(moved.copied)
+        self._back.copy(flat, moved.host)
+        returned = self._back.record()
+        self._returning.add(returned, moved.host)
+        return flat, returned
 
     def close(self) -> None:
-        pass
+        self._leaving.finish()
+        self._returning.finish()
 
 
 class _OnHost(Moved):
-    def __init__(self, tensor: torch.Tensor) -> None:
+    """The storage of an activation in page-locked host memory, or on its way there.
+
+    Attributes:
+        host: its bytes.
+        copied: the event of the copy to `host`.
+        num_bytes: its size.
+        back: memory on the device to which it is copied ahead of its use, and the event of that copy.
+        was_used: true after backward has used it.
+    """
+
+    def __init__(self, owner: HostOffload, host: torch.Tensor, copied: Event) -> None:
         super().__init__()
-        self._device = tensor.device
-        flat = _bytes_of(tensor)
-        self._host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-        self._host.copy_(flat, non_blocking=True)
+        self._owner = owner
+        self.host = host
+        self.copied = copied
+        self.num_bytes = host.nbytes
+        self.back: tuple[torch.Tensor, Event] | None = None
+        self.was_used = False
+
+    def take_back(self) -> tuple[torch.Tensor, Event] | None:
+        """Return `back`, and forget it, because the storage is used now."""
+        self.was_used = True
+        back, self.back = self.back, None
+        return back
 
     def _fetch(self) -> torch.Tensor:
-        return self._host.to(self._device, non_blocking=True)
+        return self._owner.bring_back(self)
+
+    def __del__(self) -> None:
+        # The graph is dropped before backward has used the copy, so nothing else waits for it.
+        if self.back is not None:
+            self.back[1].synchronize()
 
 
 class DiskOffload(Offload):
@@ -282,10 +369,16 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def make_offload(plan: Plan) -> Offload | None:
-    """Return the offloading of activations; `None` if the plan offloads none."""
-    if Activations.OFFLOAD not in plan.activations:
+def make_offload(plan: Plan, device: Device, arena: HostArena) -> Offload | None:
+    """Return the offloading of activations; `None` if the plan offloads none.
+
+    Args:
+        plan: the plan.
+        device: the device that computes.
+        arena: page-locked host memory, for a device with separate memory.
+    """
+    if not any(policy.is_offloaded for policy in plan.activations):
         return None
-    if plan.device != "cpu":
-        return HostOffload()
+    if not device.reads_host:
+        return HostOffload(device, arena)
     return DiskOffload(plan.folder)

@@ -146,6 +146,12 @@ class Values:
         else:
             yield from home.pieces()
 
+    @property
+    def place(self) -> tuple[Any, None] | None:
+        """The place of the values in a store, and `None` since they are no state. See `StoredValues`."""
+        home = self.memory.home
+        return None if isinstance(home, KeptHome) else (home, None)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Values) and other.memory is self.memory
 

@@ -31,6 +31,7 @@ from headwater.stream.at_rest import (
     tied_by_data,
     whole_memory,
 )
+from headwater.stream.exposed_gradients import exposed_on
 from headwater.stream.home import Home
 from headwater.stream.parameter_memory import Memory, leave_memory, present_memory, return_to_memory
 
@@ -56,12 +57,13 @@ class ParameterAtRest(AtRest, nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient in the store, which may be changed in place.
+        """The gradient in the store, which may be changed in place, as a tensor on the parameter's device.
 
         After a step has consumed it, it exists until it is dropped, as in plain PyTorch, but has no values.
         """
         if not self.home.gradient_is_spent:
-            return self.home.gradient()
+            gradient = self.home.gradient()
+            return None if gradient is None else exposed_on(self.home.device, gradient)
         with torch._C.DisableTorchFunctionSubclass():
             spent = stand_in(SpentGradient, self.shape, self)
         spent.home = self.home

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -133,6 +134,8 @@ class _RepeatedCall:
     ) -> None:
         self._function = function
         self._state = state
+        # On a GPU, backward runs on a thread of autograd, whose context variables have their defaults.
+        self._context = contextvars.copy_context()
         self._first: tuple[Any, ...] | None = (args, kwargs)
         leaves, self._structure = tree_flatten((args, kwargs))
         self._others = apart([_Tensor if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
@@ -158,4 +161,5 @@ class _RepeatedCall:
         leaves = [next(own) if leaf is _Tensor else leaf for leaf in apart(self._others)]
         args, kwargs = tree_unflatten(leaves, self._structure)
         with own_checkpoints.entered(), self._state.restored():
-            return self._function(*args, **kwargs)
+            # A copy: Python refuses to enter a context that is entered already.
+            return self._context.copy().run(self._function, *args, **kwargs)

@@ -172,13 +172,20 @@ class _OwnCheckpoints(threading.local):
         return bool(self._entered) and self._entered[-1] == hooks
 
 
-def are_weights_kept_out(handle_of: Callable[[torch.Tensor], WeightHandle | None]) -> bool:
-    """True if the innermost hooks are those of `without_weights` with `handle_of`, or of our checkpoint."""
+def are_weights_kept_out(
+    handle_of: Callable[[torch.Tensor], WeightHandle | None], *, checkpoints: bool
+) -> bool:
+    """True if the innermost hooks for saved tensors need no `without_weights` inside them.
+
+    Args:
+        handle_of: these are hooks of `without_weights` with this argument.
+        checkpoints: true if hooks of a checkpoint of this project are such hooks too.
+    """
     hooks = _innermost_hooks()
     ours = None if hooks is None else getattr(hooks[0], "__self__", None)
     if isinstance(ours, _WithoutWeights) and ours.handle_of == handle_of:
         return True
-    return own_checkpoints.are_innermost()
+    return checkpoints and own_checkpoints.are_innermost()
 
 
 def _innermost_hooks() -> _Hooks | None:

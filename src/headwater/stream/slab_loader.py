@@ -12,12 +12,14 @@ from headwater.core.buffers import aligned_empty
 from headwater.core.errors import HeadwaterError
 from headwater.core.recorder import FETCH, RECORDER
 from headwater.core.stage import StageSpec
+from headwater.core.streams import REACHED, Event
 from headwater.core.threads import single_core_pool
 from headwater.stream.device import Device
 from headwater.stream.slabs import SlabDirectory, SlabPool, Want
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
+    from headwater.store.tier import Tier
 
 
 @final
@@ -45,54 +47,71 @@ class SlabLoader:
         self._pool = pool
         self._directory = directory
         self._device = device
-        read = [stage.slab_bytes for stage in stages if store.tier.resident_wire(stage.index) is None]
+        read = [stage.slab_bytes for stage in stages if _is_read_from_disk(store.tier, stage.index)]
         self._staging = aligned_empty(max(read)) if read and not device.reads_host else None
         self._unlock = device.page_lock([] if self._staging is None else [self._staging])
+        self._stream = device.new_stream()
+        self._last_copy: Event = REACHED
         # Updates run on this thread too: on one core beside a model on the CPU, else on all cores.
         make_pool = single_core_pool if device.reads_host else ThreadPoolExecutor
         self._thread = make_pool(1, "headwater-fetch")
+        self._thread.submit(device.enter_thread)
 
-    def start(self, index: int, want: Want) -> Future[None]:
+    def start(self, index: int, want: Want) -> Future[Event]:
         """Start to copy a stage to slab number `index`, with all updates that are committed now.
 
         The copy begins after the work that the compute thread has queued on the device, which may still read
         the slab.
 
         Returns:
-            Done when the stage is in the slab.
+            Done when the copy to the slab is queued. Its event is reached when the stage is in the slab.
         """
         # Read by the compute thread: commits that come while the load waits must not be applied.
         up_to = self._store.ledger.num_commits
-        return self._thread.submit(self._load, index, want, up_to, self._device.compute_mark())
+        return self._thread.submit(self._load, index, want, up_to, self._device.compute.record())
+
+    def await_on_device(self, ready: Future[Event]) -> None:
+        """Make the computation wait for a copy that `start` has started. Raise if the fetch failed.
+
+        The calling thread blocks only until the copy is queued.
+        """
+        self._device.compute.wait(ready.result())
 
     # The slab is an index: the thread keeps its last arguments, and a view of a slab would make it in use.
-    def _load(self, index: int, want: Want, up_to: int, mark: object) -> None:
+    def _load(self, index: int, want: Want, up_to: int, computed: Event) -> Event:
         """Copy a stage to slab number `index`, with the updates of commits up to number `up_to`.
 
-        Later commits are not applied, so that they can still be rolled back.
+        Later commits are not applied, so that they can still be rolled back. The copy begins after
+        `computed`. Its event is returned, so that this thread updates the next stage during the copy.
         """
         stage, buffer = want.stage, self._pool.slabs[index].buffer
         spec = self._stages[stage]
         try:
-            with (
-                RECORDER.span(FETCH, spec.name, spec.slab_bytes),
-                torch.no_grad(),
-                self._device.copying(mark),
-            ):
+            with RECORDER.span(FETCH, spec.name, spec.slab_bytes), torch.no_grad():
+                self._stream.wait(computed)
                 if self._staging is None or self._store.tier.resident_wire(stage) is not None:
-                    self._store.fetch(stage, buffer, up_to)
+                    self._store.fetch(stage, buffer, up_to, self._stream)
                 else:
+                    # The copy before this one may still read the staging buffer.
+                    self._last_copy.synchronize()
                     self._store.fetch(stage, self._staging, up_to)
-                    buffer.copy_(self._staging[: buffer.numel()], non_blocking=True)
+                    self._stream.copy(buffer, self._staging[: buffer.numel()])
+                self._last_copy = self._stream.record()
         except HeadwaterError as error:
             # Other ranks wait for the stage, and raise this text.
             self._directory.fail(f"stage {spec.name!r} cannot be read: {error.what}")
             raise
-        # After the copy: other ranks read the slab as soon as they find the stage.
+        # After the copy, which is done where ranks share slabs: others read as soon as they find the stage.
         self._directory.publish(index, want)
+        return self._last_copy
 
     def close(self) -> None:
         """End the thread. Copies that have not begun are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        # The thread has ended, so no copy reads the staging buffer.
+        # No thread queues copies any more. The slabs and the staging buffer are freed next.
+        self._last_copy.synchronize()
         self._unlock()
+
+
+def _is_read_from_disk(tier: Tier, stage: int) -> bool:
+    return tier.resident_wire(stage) is None and tier.on_device(stage) is None

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from headwater.core.stage import StageSpec
+from headwater.core.streams import Event
 from headwater.fabric.fabric import Fabric
 from headwater.plan.belady import slab_capacity
 
@@ -29,7 +30,7 @@ class Slab:
         self.slab_class = slab_class
         self.stage: int | None = None
         self.version = NO_VERSION  # of the stage that it holds
-        self.ready: Future[None] | None = None
+        self.ready: Future[Event] | None = None  # its event: the copy into the slab is done
         self._storage = buffer.untyped_storage()
         # Counted now, because torch and this object hold a number of references themselves.
         self._own_references = self._references()

@@ -11,9 +11,9 @@ import torch
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.types import Plan
 from headwater.store.build import GradientOptions, build_store
+from headwater.store.device import DeviceMemory, DeviceTier
 from headwater.store.disk import DiskTier, file_sizes
 from headwater.store.files import sums_bytes
-from headwater.store.layout import StageLayout
 from headwater.store.memory import MemoryTier
 from headwater.store.mixed import MixedTier
 from headwater.store.ownership import Ownership
@@ -23,7 +23,7 @@ from headwater.store.tier import ElsewhereTier, Tier
 from headwater.stream.borrowed import BorrowedWeights
 from headwater.stream.device import Device
 from headwater.stream.options import EngineOptions
-from headwater.stream.weights import InPlaceWeights, MixedWeights, SlabWeights, Weights
+from headwater.stream.weights import InPlaceWeights, MixedWeights, SlabWeights, Weights, WeightsInSlabs
 
 
 def make_store(
@@ -50,16 +50,21 @@ def make_store(
     ranks = fabric.neighbours if options.user_loop else fabric
 
     def make_tier(ownership: Ownership) -> Tier:
-        def in_memory(layouts: Sequence[StageLayout]) -> Tier:
+        def in_memory(stages: Sequence[int]) -> Tier:
+            layouts = [ownership.layouts[stage] for stage in stages]
             return MemoryTier(layouts, fabric=ranks, page_lock=device.page_lock)
 
-        if plan.tier == "memory":
-            return in_memory(ownership.layouts)
-        if not plan.in_memory:
-            return _disk_tier(ownership, plan, ranks, options)
-        assert ranks.size == 1, "several ranks keep all stages in memory, or all on disk"
-        on_disk = functools.partial(DiskTier, folder=plan.folder, verify=options.verify_disk)
-        return MixedTier(ownership.layouts, plan.in_memory, in_memory, on_disk)
+        def on_disk(stages: Sequence[int]) -> Tier:
+            return _disk_tier(stages, ownership, plan, ranks, options)
+
+        def on_device(stages: Sequence[int]) -> Tier:
+            memory = DeviceMemory(device.allocate_slab, device.compute, device.new_stream)
+            return DeviceTier([ownership.layouts[stage] for stage in stages], memory)
+
+        # The device first: it has the least room.
+        tiers = [(plan.on_device, on_device), (plan.in_host_memory, in_memory), (plan.on_disk, on_disk)]
+        used = [(stages, make) for stages, make in tiers if stages]
+        return used[0][1](used[0][0]) if len(used) == 1 else MixedTier(ownership.layouts, used)
 
     folder = plan.folder if plan.gradient_tier == "disk" else None
     if folder is not None:
@@ -68,7 +73,8 @@ def make_store(
         plan.trace.stages,
         rule,
         make_tier,
-        on_disk=plan.tier != "memory",
+        on_disk=plan.on_disk,
+        on_device=plan.on_device,
         gradients=GradientOptions(sum_dtype, folder, options.verify_disk, user_loop=options.user_loop),
         order=order,
         fabric=fabric,
@@ -84,27 +90,29 @@ def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric)
         device: the device of this rank.
         fabric: the ranks that train together; those of one host may share slabs.
     """
-    if plan.in_place or not (fabric.computes or plan.shares_slabs):
-        return InPlaceWeights(store)
+    in_place, stages = plan.read_in_place, plan.trace.stages
+    if len(in_place) == len(stages) or not (fabric.computes or plan.shares_slabs):
+        return InPlaceWeights(store, device)
     # A rank that shares no slabs fills its own, as if it were alone.
     sharing = fabric if plan.shares_slabs else ALONE
-    in_place = plan.read_in_place
-    if in_place:
-        slabs = SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing, in_place)
-        return MixedWeights(in_place, InPlaceWeights(store), slabs)
+    slabs: WeightsInSlabs
     if sharing.local_rank != 0 or not sharing.computes:
-        return BorrowedWeights(store, plan.trace.stages, plan.slabs, sharing)
-    return SlabWeights(store, plan.trace.stages, plan.slabs, device, sharing)
+        slabs = BorrowedWeights(store, stages, plan.slabs, sharing, in_place)
+    else:
+        slabs = SlabWeights(store, stages, plan.slabs, device, sharing, in_place)
+    return MixedWeights(in_place, InPlaceWeights(store, device), slabs) if in_place else slabs
 
 
-def _disk_tier(ownership: Ownership, plan: Plan, fabric: Fabric, options: EngineOptions) -> Tier:
-    """Build the disk tier. The host's first rank creates the files, and other ranks that use them open them.
+def _disk_tier(
+    stages: Sequence[int], ownership: Ownership, plan: Plan, fabric: Fabric, options: EngineOptions
+) -> Tier:
+    """Build the disk tier of some stages. The host's first rank creates the files, and other ranks open them.
 
     A rank uses the files if it updates stages or reads weights. In the user's loop every rank may read
     weights at any time, so updates are then written to the files at once.
     """
-    folder, layouts = plan.folder, ownership.layouts
-    kept = [ownership.host_groups(stage) for stage in range(len(layouts))]
+    folder, layouts = plan.folder, [ownership.layouts[stage] for stage in stages]
+    kept = [ownership.host_groups(stage) for stage in stages]
     sizes = file_sizes(layouts, folder, kept).values()
     sums = [fabric.allocate(sums_bytes(size)) for size in sizes] if options.verify_disk else None
     make = functools.partial(
@@ -122,6 +130,6 @@ def _disk_tier(ownership: Ownership, plan: Plan, fabric: Fabric, options: Engine
     if tier is not None:
         return tier
     reads = options.user_loop or (fabric.computes and not plan.shares_slabs)
-    if reads or any(ownership.updates(stage) for stage in range(len(layouts))):
+    if reads or any(ownership.updates(stage) for stage in stages):
         return make(origins=every[fabric.rank - fabric.local_rank])
     return ElsewhereTier(layouts)

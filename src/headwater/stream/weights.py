@@ -1,8 +1,9 @@
-"""Weights on the device: in slabs that are filled before use, or in the host memory of the store."""
+"""Weights on the device: in slabs that are filled before use, or in the memory of the store."""
 
 from __future__ import annotations
 
 import abc
+import atexit
 import dataclasses
 import gc
 import threading
@@ -91,13 +92,19 @@ class Weights(abc.ABC):
 
 
 class InPlaceWeights(Weights):
-    """Weights that are used in the store's memory, without a copy. `require` applies pending updates."""
+    """Weights that are used in the store's memory, without a copy. `require` applies pending updates.
+
+    Args:
+        store: the weight store.
+        device: the device that reads them.
+    """
 
     stable = True
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(self, store: WeightStore, device: Device) -> None:
         super().__init__()
         self._store = store
+        self._device = device
 
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
         pass
@@ -109,6 +116,10 @@ class InPlaceWeights(Weights):
         self.statistics.hits += 1
         # Applies the update that waits for the stage.
         self._store.fetch(stage)
+        place = self._store.tier.on_device(stage)
+        if place is not None:
+            place.await_change(self._device.compute)
+            return place.wire
         image = self._store.tier.resident_wire(stage)
         assert image is not None, "only a tier in memory can be read in place"
         return image
@@ -117,7 +128,15 @@ class InPlaceWeights(Weights):
         pass
 
 
-class SlabWeights(Weights):
+class WeightsInSlabs(Weights):
+    """Interface: provides weights in slabs, also beside stages that are read in host memory."""
+
+    @abc.abstractmethod
+    def look_ahead(self) -> None:
+        """Prepare for the use of a stage that needs no slab: the last stage of `require` may be evicted."""
+
+
+class SlabWeights(WeightsInSlabs):
     """Weights in a fixed number of slabs per size class, filled in the order of the schedule.
 
     Belady's rule selects the stage that is evicted: the one whose next use is farthest away. A slab is given
@@ -161,6 +180,8 @@ class SlabWeights(Weights):
         self._server = threading.Thread(target=self._serve, name="headwater-serve", daemon=True)
         if fabric.local_size > 1:
             self._server.start()
+            # If Python ends while this thread frees garbage that includes a tensor, the process aborts.
+            atexit.register(self._stop_serving)
 
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
         with self._directory.exclusive():
@@ -175,7 +196,6 @@ class SlabWeights(Weights):
         self._wanted = NOTHING
 
     def look_ahead(self) -> None:
-        """Start to fetch the next stages while the caller uses a stage that needs no slab."""
         # The caller has unbound the last stage: its slab can take another one already.
         self.rest()
         with self._directory.exclusive():
@@ -210,13 +230,16 @@ class SlabWeights(Weights):
         return slab.buffer
 
     def _arrived(self, slab: Slab) -> None:
-        """Block until the fetch into a slab has ended. If it failed, raise; the next use fetches again."""
+        """Make the computation wait for the fetch into a slab.
+
+        If the fetch failed, raise; the next use fetches again.
+        """
         assert slab.ready is not None, "a resident stage has been asked for"
         # The slab has undefined bytes: it must not count as current.
         if slab.ready.exception() is not None:
             slab.version = NO_VERSION
         # Outside of the host's lock: other ranks look for slabs meanwhile.
-        slab.ready.result()
+        self._loader.await_on_device(slab.ready)
 
     def _prefetch(self) -> None:
         """Start to fetch the next stages of the schedule, into slabs that are free or needed later."""
@@ -318,11 +341,15 @@ class SlabWeights(Weights):
                         if want.version == self._store.version(want.stage):  # else this rank is behind
                             self._bring(want.stage, None)
 
-    def close(self) -> None:
-        # First the server: it starts fetches in the loader.
+    def _stop_serving(self) -> None:
         self._closing.set()
         if self._server.is_alive():
             self._server.join()
+
+    def close(self) -> None:
+        # First the server: it starts fetches in the loader.
+        self._stop_serving()
+        atexit.unregister(self._stop_serving)
         self._loader.close()
         # After the loader, whose thread writes to slabs.
         self._pool.close()
@@ -334,12 +361,12 @@ class MixedWeights(Weights):
     """Weights of some stages in the store's own memory, and of the other stages in slabs.
 
     Args:
-        in_memory: indices of the stages in the store's memory.
+        in_memory: indices of the stages that are read in the store's memory.
         in_place: provides these.
         slabs: provides the others.
     """
 
-    def __init__(self, in_memory: Collection[int], in_place: InPlaceWeights, slabs: SlabWeights) -> None:
+    def __init__(self, in_memory: Collection[int], in_place: InPlaceWeights, slabs: WeightsInSlabs) -> None:
         super().__init__()
         self._in_memory = in_memory
         self._in_place = in_place

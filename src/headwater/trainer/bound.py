@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 
 from headwater.core.units import format_bytes
-from headwater.plan.types import Activations, Plan
+from headwater.plan.types import Plan
 from headwater.trainer.callback import Callback, FitStart, StepEnd
 
 logger = logging.getLogger(__name__)
@@ -103,11 +103,11 @@ def _tier_advice(share: float, plan: Plan) -> Advice | None:
 def _activation_advice(share: float, plan: Plan) -> Advice | None:
     """Return the advice to keep activations that are recomputed, if memory is what forbids it."""
     costs = list(zip(plan.trace.costs, plan.activations, strict=True))
-    again = sum(cost.flops for cost, policy in costs if policy is Activations.RECOMPUTE)
+    again = sum(cost.flops for cost, policy in costs if policy.is_recomputed)
     if not again:
         return None
     whole = sum(cost.flops + cost.backward_flops for cost, _ in costs) + again
-    more = sum(cost.saved_bytes for cost, policy in costs if policy is Activations.RECOMPUTE)
+    more = sum(cost.saved_bytes for cost, policy in costs if policy.is_recomputed)
     which = "host_memory" if plan.device == "cpu" else "device_memory"
     text = f"{format_bytes(more)} more {which} would keep the activations that are recomputed now"
     return Advice(share * again / whole, text)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from headwater.plan.types import Plan
+
+if TYPE_CHECKING:
+    from headwater.stream.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +24,16 @@ class FitStart:
         end_step: the step at which it ends.
         plan: the plan of its steps.
         model: the model that is trained.
+        engine: the engine that has the model.
+        callbacks: all callbacks of the run.
     """
 
     start_step: int
     end_step: int
     plan: Plan
     model: nn.Module | None = None
+    engine: Engine | None = None
+    callbacks: Sequence[Callback] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +53,12 @@ class StepEnd:
         bytes_out: bytes of gradients that streamed out.
         hit_rate: share of stage uses for which the weights were on the device, or already being copied.
         wait_s: seconds of the step in which it waited for weights.
+        memory_bytes: resident host memory of this process after the step, without its data workers.
         samples: samples in its batch.
         busy_s: seconds in which threads were busy, by kind of work; see `headwater.core.recorder.Kind`.
         bound_s: seconds of the computing thread by the part of the machine that limited it: `compute`,
             `memory`, `disk`, `link`, `input`.
+        metrics: further numbers to log, by name; see `Callback.measure`.
     """
 
     step: int
@@ -63,9 +73,11 @@ class StepEnd:
     bytes_out: int
     hit_rate: float
     wait_s: float
+    memory_bytes: int = 0
     samples: int = 0
     busy_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     bound_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def rate(self) -> tuple[float, str]:
@@ -101,14 +113,27 @@ class Callback:
     def on_fit_start(self, event: FitStart) -> None:
         """Called before the first step."""
 
+    def measure(self, event: StepEnd) -> Mapping[str, float]:
+        """Return numbers about a step that has just ended, by name, for the loggers of the run.
+
+        Called before `on_step_end` of any callback, whose events have the numbers of all callbacks.
+        """
+        return {}
+
     def on_step_end(self, event: StepEnd) -> None:
         """Called after each step."""
 
     def on_validate_end(self, event: ValidateEnd) -> None:
         """Called after the evaluation of each data set."""
 
+    def on_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        """Called after an evaluation on tasks, with each number by `task/metric`."""
+
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Called when a checkpoint begins to be written. It is complete when the run ends, or earlier."""
+
+    def on_fit_error(self, error: BaseException) -> None:
+        """Called when an error ends the run, before `on_fit_end`."""
 
     def on_fit_end(self) -> None:
         """Called when the run ends, also after an error."""

@@ -72,6 +72,7 @@ class CheckpointManager:
         self._keep_n = keep_n
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-checkpoint")
         self._writing: Future[None] | None = None
+        self._damaged: dict[Path, HeadwaterError] = {}
 
     def save(
         self,
@@ -101,6 +102,7 @@ class CheckpointManager:
         folder = self.model_dir / f"checkpoint_{step}"
         # In this thread: the snapshot is of the weights before the next step changes them.
         snapshot = Snapshot(store, folder, step, buffers=buffers, extras=_pack_state(state))
+        self._damaged.pop(folder, None)  # replaced by this one
         self._writing = self._thread.submit(self._finish, snapshot)
         return folder
 
@@ -144,31 +146,45 @@ class CheckpointManager:
         """Return the complete checkpoint with the highest step, if there is one."""
         return max(complete_checkpoints(self.model_dir), key=step_of, default=None)
 
-    def newest_whole(self) -> Path | None:
-        """Return the newest undamaged checkpoint, or `None` if the run has no checkpoints.
+    def newest_whole(self, *, deep: bool = False) -> Path | None:
+        """Return the newest checkpoint without known damage, or `None` if the run has no checkpoints.
 
-        Every byte is compared with its checksum. Each damaged checkpoint is skipped with a warning.
+        Damaged checkpoints are skipped with a warning.
+
+        Args:
+            deep: compare every byte with its checksum. Otherwise weights and optimizer state are compared
+                only when they are loaded; if they are damaged, call `skip`, then this function again.
 
         Raises:
             CorruptError: if all checkpoints are damaged.
             CheckpointError: if a newer version of Headwater wrote one.
         """
-        damaged: list[tuple[Path, HeadwaterError]] = []
-        for path in reversed(complete_checkpoints(self.model_dir)):
-            damage = find_damage(path)
-            if damage is None:
-                for other, why in damaged:
-                    logger.warning("%s is damaged and skipped: %s", other, why.what)
+        paths = complete_checkpoints(self.model_dir)
+        for path in reversed(paths):
+            damage = None if path in self._damaged else find_damage(path, deep=deep)
+            if damage is not None:
+                self.skip(path, damage)
+            if path not in self._damaged:
                 return path
-            damaged.append((path, damage))
-        if damaged:
-            _, newest = damaged[0]
+        if paths:
+            newest = self._damaged[paths[-1]]
             raise CorruptError(
                 f"every checkpoint of this run is damaged; the newest: {newest.what}",
                 where=newest.where,
                 remedy="restore a copy of one, or start over with --autoload_last_checkpoint=false",
             ) from newest
         return None
+
+    def skip(self, path: Path, damage: HeadwaterError) -> None:
+        """Log a warning about a damaged checkpoint, which `newest_whole` skips from now on.
+
+        Args:
+            path: the checkpoint.
+            damage: describes the damage.
+        """
+        # Frames of the traceback hold the engine that was loading.
+        self._damaged[path] = damage.with_traceback(None)
+        logger.warning("%s is damaged and skipped: %s", path, damage.what)
 
     def is_own(self, path: Path) -> bool:
         """True if `path` is named like a checkpoint of this run and lies in its model_dir."""
@@ -218,7 +234,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: if it is missing, not complete, or of another model or optimizer.
-            CorruptError: if bytes are damaged. The store must not be used then.
+            CorruptError: if bytes are damaged. The store must be filled again then before it is used.
         """
         self.wait()
         saved = SavedCheckpoint(path)
@@ -274,7 +290,8 @@ def find_damage(path: Path, *, deep: bool = True) -> HeadwaterError | None:
 
     Args:
         path: its folder.
-        deep: compare every byte with its checksum, not only manifest, state and step.
+        deep: compare every byte with its checksum, not only manifest, state, step, and the lengths and
+            headers of all files.
 
     Raises:
         CheckpointError: if it is not complete, or a newer version of Headwater wrote it.
@@ -293,6 +310,8 @@ def find_damage(path: Path, *, deep: bool = True) -> HeadwaterError | None:
         _unpack_state(saved)
         if deep:
             saved.verify()
+        else:
+            saved.check_files()
     except (CheckpointError, StoreError) as error:
         return error
     return None

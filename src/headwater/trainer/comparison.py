@@ -42,12 +42,14 @@ class Comparison:
     """The result of a comparison of two checkpoints.
 
     Attributes:
-        equal: tensors with equal values.
+        equal: tensors with equal values, in the same dtype or in another one.
+        other_dtype: how many of these have another dtype in the second checkpoint.
         differences: the tensors that differ.
         counts: how many of them differ in shape or values, and how many only one checkpoint has.
     """
 
     equal: int
+    other_dtype: int
     differences: tuple[Difference, ...]
     counts: Mapping[str, int]
 
@@ -55,8 +57,10 @@ class Comparison:
     def summary(self) -> str:
         """The counts in one line."""
         others = ", ".join(f"{count} {what}" for what, count in self.counts.items())
-        same = "; the checkpoints are the same, bit for bit" if not self.differences else ""
-        return f"{self.equal} equal, {others}{same}"
+        converted = f" ({self.other_dtype} in another dtype)" if self.other_dtype else ""
+        exact = not self.differences and not self.other_dtype
+        same = "; the checkpoints are the same, bit for bit" if exact else ""
+        return f"{self.equal} equal{converted}, {others}{same}"
 
 
 def compare(first: Path, second: Path) -> Comparison:
@@ -72,14 +76,18 @@ def compare(first: Path, second: Path) -> Comparison:
         CheckpointError: if one of them cannot be read.
     """
     ours, others = _both(first, second)
-    differences, equal = [], 0
+    differences, equal, other_dtype = [], 0, 0
     counts = {"differ": 0, "only in A": 0, "only in B": 0}
     for name, read in ours.items():
         if name not in others:
             counts["only in A"] += 1
             differences.append(Difference(name, f"only in {first}"))
-        elif (what := _difference(read(), others[name]())) is None:
+            continue
+        tensor, other = read(), others[name]()
+        what = _difference(tensor, other)
+        if what is None:
             equal += 1
+            other_dtype += tensor.dtype != other.dtype
         else:
             counts["differ"] += 1
             differences.append(Difference(name, what))
@@ -87,19 +95,36 @@ def compare(first: Path, second: Path) -> Comparison:
         if name not in ours:
             counts["only in B"] += 1
             differences.append(Difference(name, f"only in {second}"))
-    return Comparison(equal, tuple(differences), counts)
+    return Comparison(equal, other_dtype, tuple(differences), counts)
 
 
 def _difference(tensor: Tensor, other: Tensor) -> str | None:
-    """Describe how two tensors differ. A different dtype alone is not a difference: conversions change it."""
+    """Describe how two tensors differ; return `None` if they are equal.
+
+    Tensors of one dtype are equal if their bits are. A different dtype alone is not a difference: conversions
+    change it.
+    """
     if other.shape != tensor.shape:
         return f"shapes {list(tensor.shape)} and {list(other.shape)}"
-    if tensor.dtype == other.dtype and torch.equal(tensor, other):
+    if tensor.dtype == other.dtype and torch.equal(_bits(tensor), _bits(other)):
         return None
-    wide, other_wide = tensor.double(), other.double()
-    if torch.equal(wide, other_wide):
-        return None
-    return f"values, by up to {(wide - other_wide).abs().max().item():.3g}"
+    wide, other_wide = _wide(tensor), _wide(other)
+    same = (wide == other_wide) | (wide.isnan() & other_wide.isnan())
+    if not bool(same.all()):
+        return f"values, by up to {(wide - other_wide)[~same].abs().max().item():.3g}"
+    return "the signs of zeros, or the bits of NaN" if tensor.dtype == other.dtype else None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in the widest dtype of its kind."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor.long()
 
 
 def _both(first: Path, second: Path) -> tuple[dict[str, Read], dict[str, Read]]:

@@ -55,7 +55,13 @@ if TYPE_CHECKING:
 
 
 def open_data(
-    config: DataConfig, model: ModelConfig, *, seed: int, repeat: bool, fabric: Fabric = ALONE
+    config: DataConfig,
+    model: ModelConfig,
+    *,
+    seed: int,
+    repeat: bool,
+    fabric: Fabric = ALONE,
+    workers_per_csx: int | None = None,
 ) -> SampleSource:
     """Return the data set that `config` names, checked against the model.
 
@@ -65,6 +71,7 @@ def open_data(
         seed: of the order and of random samples, if the section has no `shuffle_seed`.
         repeat: endless passes, for training; otherwise each iteration is one pass.
         fabric: the ranks; each batch is divided among the compute ranks.
+        workers_per_csx: input workers that a rank uses at the same time, if the section names some.
 
     Returns:
         The data set; this rank reads its part of each batch.
@@ -73,29 +80,18 @@ def open_data(
         ConfigError: if the data are not for this model, or a package that reads them is not installed.
         DataError: if the data are missing, malformed or do not fit the model.
     """
-    if config.shuffle_seed is None:
-        config = config.model_copy(update={"shuffle_seed": seed})
-    schema, opened = _OPENERS[type(config)]
-    if isinstance(model, HuggingFaceConfig):
-        _check_task(config, model)
-    elif not isinstance(model, schema):
-        raise ConfigError(
-            f"{config.data_processor} is not for the model {model.name}",
-            where="data_processor",
-            remedy="name the data processor of this model",
-        )
-    try:
-        from headwater.data.loader import Workers
-        from headwater.data.order import SampleOrder
-        from headwater.data.source import SampleSource
+    config = seeded(config, seed)
+    if config.input_workers:
+        from headwater.trainer.input_workers import remote_samples
 
-        samples = opened(config, model)
-    except ModuleNotFoundError as error:
-        extra = "vision" if error.name == "PIL" else "data"
-        raise ConfigError(
-            f"reading data needs {error.name}, which is not installed",
-            remedy=f"pip install 'headwater[{extra}]'",
-        ) from error
+        check_model(config, model)
+        samples: Samples = remote_samples(config, model, fabric, workers_per_csx)
+    else:
+        samples = open_samples(config, model)
+    from headwater.data.loader import Workers
+    from headwater.data.order import SampleOrder
+    from headwater.data.source import SampleSource
+
     order = SampleOrder(
         len(samples),
         config.batch_size,
@@ -108,6 +104,41 @@ def open_data(
     )
     workers = Workers(config.num_workers, config.prefetch_factor, config.persistent_workers)
     return SampleSource(samples, order, workers)
+
+
+def seeded(config: DataConfig, seed: int) -> DataConfig:
+    """Return a data section with `seed` for the order and for random samples, unless it has a seed."""
+    return config if config.shuffle_seed is not None else config.model_copy(update={"shuffle_seed": seed})
+
+
+def check_model(config: DataConfig, model: ModelConfig) -> None:
+    """Raise if a data section is not for a model.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    schema, _ = _OPENERS[type(config)]
+    if isinstance(model, HuggingFaceConfig):
+        _check_task(config, model)
+    elif not isinstance(model, schema):
+        raise ConfigError(
+            f"{config.data_processor} is not for the model {model.name}",
+            where="data_processor",
+            remedy="name the data processor of this model",
+        )
+
+
+def open_samples(config: DataConfig, model: ModelConfig) -> Samples:
+    """Return the data set of a section that names its seed, read by this process; see `open_data`."""
+    check_model(config, model)
+    try:
+        return _OPENERS[type(config)][1](config, model)
+    except ModuleNotFoundError as error:
+        extra = "vision" if error.name == "PIL" else "data"
+        raise ConfigError(
+            f"reading data needs {error.name}, which is not installed",
+            remedy=f"pip install 'headwater[{extra}]'",
+        ) from error
 
 
 def _check_task(config: DataConfig, model: HuggingFaceConfig) -> None:

@@ -35,6 +35,7 @@ def validate_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> Va
         loss_function=trainable.loss,
         optimizer=work.optimizer,
         precision=init.precision.precision,
+        optimizer_state=init.backend.optimizer_state,
     )
 
 

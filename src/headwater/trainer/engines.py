@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from headwater.api.engines import disk_folder
 from headwater.api.ranks import take_accelerator
 from headwater.config.run import SetupConfig
+from headwater.core.errors import CorruptError
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import calibrate
 from headwater.plan.options import device_of, resources_of
 from headwater.plan.types import Calibration, Plan
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
-from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
+from headwater.trainer.checkpoint import CheckpointManager
 from headwater.trainer.job import Trainable
 from headwater.trainer.planning import Workload, host_share, make_engine, plan_run
 from headwater.trainer.ranks import NUM_CSX
-from headwater.trainer.start import find_trained
+from headwater.trainer.start import Start, find_trained
 
 
 @contextmanager
@@ -75,6 +76,52 @@ def open_engine(
 
 
 @contextmanager
+def open_loaded(
+    choose: Callable[[], Start],
+    open_for: Callable[[Start], AbstractContextManager[Engine]],
+    load: Callable[[Engine, Start], None],
+    checkpoints: CheckpointManager,
+    fabric: Fabric = ALONE,
+) -> Iterator[tuple[Start, Engine]]:
+    """Open an engine with the weights of a start. All ranks call this.
+
+    A checkpoint is compared with its checksums while it is loaded, so it is read once. If a checkpoint of the
+    run is damaged, its engine is closed, and the next start is chosen without it.
+
+    Args:
+        choose: returns the start.
+        open_for: opens an engine for a start.
+        load: loads a start into its engine; raises `CorruptError` if the checkpoint is damaged.
+        checkpoints: of the run.
+        fabric: the ranks.
+
+    Yields:
+        The start, and the engine.
+
+    Raises:
+        CorruptError: if the checkpoint that the user names is damaged, or all checkpoints of the run are.
+    """
+    while True:
+        start, damage = choose(), None
+        with open_for(start) as engine:
+            try:
+                load(engine, start)
+            except CorruptError as error:
+                damage = error
+            # Each rank reads a part of the checkpoint.
+            found = list(filter(None, fabric.gather_objects("" if damage is None else damage.what, str)))
+            if not found:
+                yield start, engine
+                return
+        assert start.path is not None, "only a checkpoint can be damaged"
+        damage = damage or CorruptError(found[0], where=str(start.path), remedy="use another checkpoint")
+        if not start.own:
+            raise damage
+        if fabric.rank == 0:  # which chooses the next start
+            checkpoints.skip(start.path, damage)
+
+
+@contextmanager
 def trained_model(
     init: SetupConfig,
     trainable: Trainable,
@@ -99,14 +146,11 @@ def trained_model(
         CheckpointError: if there is no checkpoint, or it is damaged or of another shape.
     """
     checkpoints = CheckpointManager(init.model_dir)
-    path = find_trained(checkpoint, checkpoints, init.model_dir)
-    with open_engine(init, trainable, work, disk_folder(init.backend), blank=True) as engine:
-        checkpoints.load(
-            engine.store,
-            path,
-            weights_only=True,
-            buffers=persistent_buffers(engine.model),
-            names=names or (lambda name: (name,)),
-        )
+    with open_loaded(
+        lambda: find_trained(checkpoint, checkpoints, init.model_dir),
+        lambda _: open_engine(init, trainable, work, disk_folder(init.backend), blank=True),
+        lambda engine, start: start.load(engine, checkpoints, names=names or (lambda name: (name,))),
+        checkpoints,
+    ) as (_, engine):
         engine.model.eval()
         yield engine

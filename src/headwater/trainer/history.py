@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from headwater.core.files import disk_errors, replace_file
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
@@ -19,6 +21,13 @@ _MAX_LINE_BYTES = 4096
 """The most bytes of the line of a step."""
 
 _STEP_FIELDS = dataclasses.fields(StepEnd)
+
+_STEP_LINE = re.compile(
+    rb'\{"kind": "train", "step": (\d{1,15}), "loss": ([^,]+), "learning_rate": ([^,]+), '
+    rb'"gradient_norm": ([^,]+), "applied": \w+, "loss_scale": [^,]+, "tokens": (\d+), "step_s": ([^,]+), '
+    rb'[^{}]*"memory_bytes": (\d+), "samples": (\d+), "busy_s": [ -~]*\}\n'
+)
+"""The line that `History` writes for a step."""
 
 
 class History(Callback):
@@ -66,6 +75,77 @@ class History(Callback):
             self._file.flush()
 
 
+class StepNumbers(NamedTuple):
+    """The numbers of a step that charts show.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: its loss.
+        learning_rate: its learning rate.
+        gradient_norm: 2-norm of its gradient before clipping.
+        step_s: its duration in seconds.
+        memory_bytes: resident host memory of the process; 0 in histories of earlier versions.
+        tokens: tokens in its batch; 0 without `input_ids`.
+        samples: samples in its batch.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    step_s: float
+    memory_bytes: int
+    tokens: int
+    samples: int
+
+    @property
+    def unit(self) -> str:
+        """The unit of `rate`: tokens, or samples if the batch has no tokens."""
+        return "tokens" if self.tokens else "samples"
+
+    @property
+    def rate(self) -> float:
+        """Tokens or samples per second; NaN for a step without duration."""
+        return (self.tokens or self.samples) / self.step_s if self.step_s > 0 else math.nan
+
+
+def step_numbers(line: bytes) -> StepNumbers | None:
+    """Return the numbers of a step from its line, several times faster than `record_of`.
+
+    Returns:
+        `None` if `History` of this version did not write the line for a step; `record_of` may still read it.
+    """
+    found = _STEP_LINE.fullmatch(line)
+    if found is None:
+        return None
+    step, loss, rate, norm, tokens, step_s, memory, samples = found.groups()
+    try:
+        return StepNumbers(
+            int(step),
+            float(loss),
+            float(rate),
+            float(norm),
+            float(step_s),
+            int(memory),
+            int(tokens),
+            int(samples),
+        )
+    except ValueError:
+        return None
+
+
+def record_numbers(record: dict[str, Any]) -> StepNumbers | None:
+    """Return the numbers of a step from its record; `None` for an evaluation, or if a number is missing."""
+    if record["kind"] != "train" or not 1 <= record["step"] < 10**15:
+        return None
+    try:
+        loss, rate, norm, step_s = (float(record[key]) for key in StepNumbers._fields[1:5])
+        memory, tokens, samples = (int(record.get(key, 0)) for key in StepNumbers._fields[5:])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return StepNumbers(record["step"], loss, rate, norm, step_s, memory, tokens, samples)
+
+
 def read_last_steps(path: Path, count: int) -> list[StepEnd]:
     """Return the last `count` steps in a history file, without reading all of a long one."""
     try:
@@ -76,7 +156,7 @@ def read_last_steps(path: Path, count: int) -> list[StepEnd]:
     except OSError:
         return []
     # Reading may begin within a line, so the first one is left out.
-    records = (record for line in lines[1 if begin else 0 :] if (record := _record(line)) is not None)
+    records = (record for line in lines[1 if begin else 0 :] if (record := record_of(line)) is not None)
     steps = [step for record in records if (step := _step(record)) is not None]
     return steps[-count:]
 
@@ -92,7 +172,7 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
         lines = path.read_bytes().splitlines(keepends=True)
     damaged = 0
     for line in lines:
-        record = _record(line)
+        record = record_of(line)
         if record is not None:
             yield record
         # A line of zeros: the file had its new length on disk before its bytes.
@@ -106,7 +186,7 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(record) + "\n"  # Python writes the shortest digits that read as the same float
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def record_of(line: bytes) -> dict[str, Any] | None:
     """Return the record on a line of a history; `None` if the line is cut off or damaged."""
     try:
         record = json.loads(line.decode())

@@ -14,6 +14,7 @@ from headwater.core.errors import ConfigError
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.store.saved_weights import Names
 from headwater.stream.options import Initial
+from headwater.trainer.callback import Callback
 from headwater.trainer.metrics import Metric
 from headwater.trainer.run_dir import RunDir
 
@@ -103,6 +104,7 @@ class Job:
         steps_per_epoch: batches in one pass over the training data, if known.
         checkpoint: the checkpoint to start from, if not one of the run's own.
         data_workers: processes of each rank that read data.
+        callbacks: callbacks of the run beside those that the settings name.
         write: writes the files that continuing the run needs, such as the params, into the run's folder.
     """
 
@@ -114,6 +116,7 @@ class Job:
     steps_per_epoch: int | None = None
     checkpoint: Path | None = None
     data_workers: int = 0
+    callbacks: Sequence[Callback] = ()
     write: Callable[[RunDir], None] = lambda run_dir: None
 
     def end_step(self, start: int) -> int:

@@ -10,20 +10,35 @@ from rich.console import Console
 from headwater.config.run import SetupConfig
 from headwater.config.sections import TensorBoardLoggerConfig
 from headwater.core.errors import ConfigError
+from headwater.fabric.fabric import ALONE, Fabric
 from headwater.trainer.bound import BoundSummary
 from headwater.trainer.callback import Callback
+from headwater.trainer.facts import FactsFile
 from headwater.trainer.history import History
 from headwater.trainer.loss_curve import LossCurve
+from headwater.trainer.notifications import make_notifications
 from headwater.trainer.op_profiler import make_op_profilers
 from headwater.trainer.progress import ProgressBar
-from headwater.trainer.run_dir import RunDir
+from headwater.trainer.rates import (
+    FlopUtilization,
+    Meter,
+    PerformanceFile,
+    RateProfiler,
+    measured_flops_per_s,
+)
+from headwater.trainer.run_dir import FACTS_FILE, RunDir
 from headwater.trainer.tensorboard import TensorBoard
 
 logger = logging.getLogger(__name__)
 
+STEP_CALLBACKS = ("OpProfiler", "RateProfiler", "FlopUtilization", "SavePerformanceData")
+"""Callbacks in params files that need training steps."""
 
-def make_callbacks(init: SetupConfig, run_dir: RunDir, console: Console | None) -> list[Callback]:
-    """Return the callbacks of a training run.
+
+def make_callbacks(
+    init: SetupConfig, run_dir: RunDir, console: Console | None, fabric: Fabric = ALONE
+) -> list[Callback]:
+    """Return the callbacks of a training run on this rank. Ranks other than rank 0 only profile.
 
     The history is always written. Progress needs a console; TensorBoard and the loss curve need their
     libraries to be installed.
@@ -32,11 +47,19 @@ def make_callbacks(init: SetupConfig, run_dir: RunDir, console: Console | None) 
         ConfigError: if the params name TensorBoard, but it is not installed.
     """
     # The profiler first: the time of other callbacks does not belong to a step.
-    callbacks = [*make_op_profilers(init.profiles, run_dir.profile, console), History(run_dir.history)]
-    callbacks.append(BoundSummary())
+    callbacks = make_op_profilers(init.profiles, run_dir.profile, console, fabric)
+    if fabric.rank != 0:
+        return callbacks
+    callbacks += [
+        History(run_dir.history),
+        FactsFile(run_dir.path / FACTS_FILE),
+        BoundSummary(),
+        *_make_meters(init, run_dir),
+    ]
     if console is not None:
         log_loss_scale = init.precision.log_loss_scale
         callbacks.append(ProgressBar(console, init.logging.log_steps, log_loss_scale=log_loss_scale))
+    callbacks += make_notifications(init)
     asked = _asked_tensorboard(init)
     if _is_installed("tensorboard"):
         folder = (asked and asked.summary_dir) or run_dir.path
@@ -51,6 +74,18 @@ def make_callbacks(init: SetupConfig, run_dir: RunDir, console: Console | None) 
     if _is_installed("matplotlib"):
         callbacks.append(LossCurve(run_dir.history, run_dir.loss_curve))
     return callbacks
+
+
+def _make_meters(init: SetupConfig, run_dir: RunDir) -> list[Callback]:
+    """Return the callbacks that measure the speed of the run, as far as the params name them."""
+    meters: list[Meter] = []
+    if init.has_callback("RateProfiler"):
+        meters.append(RateProfiler())
+    if init.has_callback("FlopUtilization"):
+        meters.append(FlopUtilization(measured_flops_per_s))
+    if init.has_callback("SavePerformanceData"):
+        return [*meters, PerformanceFile(run_dir.performance, meters)]
+    return [*meters]
 
 
 def _asked_tensorboard(init: SetupConfig) -> TensorBoardLoggerConfig | None:

@@ -16,6 +16,7 @@ from headwater.core.batches import num_samples
 from headwater.core.busy import BusyTimes, busy_times, fetch_bound
 from headwater.core.errors import HeadwaterError, NonFiniteError
 from headwater.core.recorder import INPUT, RECORDER
+from headwater.plan.machine import resident_bytes
 from headwater.plan.types import Plan
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
@@ -124,10 +125,13 @@ class Trainer:
                 self._after_step(step, report)
             if self._failure is not None:
                 raise self._failure
+            self._checkpoints.wait()  # inside `try`: the callbacks get its error
         except BaseException as error:
             try:
-                with ExitStack() as last:
+                with ExitStack() as last:  # each of these is called, also if another one fails
                     last.callback(self._end)
+                    for callback in reversed(self._started):
+                        last.callback(callback.on_fit_error, error)
                     # Such a step is undone. After other errors the weights may be those of half a step.
                     if isinstance(error, NonFiniteError):
                         self._save()
@@ -138,7 +142,8 @@ class Trainer:
 
     def _start(self) -> None:
         """Call `on_fit_start` of every callback. Raise the first error."""
-        event = FitStart(self.state.step, self.end_step, self._engine.plan, self._engine.model)
+        engine = self._engine
+        event = FitStart(self.state.step, self.end_step, engine.plan, engine.model, engine, self._callbacks)
         for callback in self._callbacks:
             callback.on_fit_start(event)
             # Only now: a callback whose start has failed is not ended.
@@ -209,11 +214,15 @@ class Trainer:
             bytes_out=report.statistics.bytes_out,
             hit_rate=report.statistics.hit_rate,
             wait_s=report.statistics.wait_s,
+            memory_bytes=resident_bytes(),
             samples=0 if batch is None else fabric.num_csx * num_samples(batch),
             busy_s=times.busy_s,
             bound_s=times.bound_s,
         )
-        self._tell(lambda callback: callback.on_step_end(event))
+        metrics: dict[str, float] = {}
+        self._tell(lambda callback: metrics.update(callback.measure(event)))
+        measured = dataclasses.replace(event, metrics=metrics)
+        self._tell(lambda callback: callback.on_step_end(measured))
 
     def _times(self, begin: int) -> BusyTimes:
         """Return the seconds since `begin` by kind of work."""

@@ -9,8 +9,9 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from headwater.core.errors import ConfigError
-from headwater.profiler.files import check_folder, write_profile
-from headwater.profiler.profile import table_of
+from headwater.fabric.fabric import ALONE, Fabric
+from headwater.profiler.files import check_folder
+from headwater.profiler.ranks import report
 from headwater.profiler.taking import ProfiledSteps
 from headwater.trainer.callback import Callback, FitStart, StepEnd
 
@@ -28,13 +29,18 @@ class OpProfiler(Callback):
     """Profiles the steps from `start_step` to `end_step`, both included, and writes the profile to a folder.
 
     Modules are timed during these steps alone. The results of the training do not change. This callback
-    runs before all others, because their time does not belong to a step.
+    runs before all others, because their time does not belong to a step. All ranks have this callback; after
+    the last profiled step they send their times to rank 0, which prints and writes them.
+
+    Attributes:
+        folder: folder of the files.
 
     Args:
         start_step: first profiled step, from 1.
         end_step: last profiled step.
         folder: folder of the files.
-        console: where the table is printed.
+        console: where the tables are printed.
+        fabric: the ranks.
         depth: levels of modules with rows below the module of a stage.
         operators: list the operators inside modules too.
 
@@ -49,6 +55,7 @@ class OpProfiler(Callback):
         folder: Path,
         console: Console | None = None,
         *,
+        fabric: Fabric = ALONE,
         depth: int = 1,
         operators: bool = False,
     ) -> None:
@@ -60,16 +67,20 @@ class OpProfiler(Callback):
             )
         self._start_step = start_step
         self._end_step = end_step
-        self._folder = folder
+        self.folder = folder
         self._console = console
+        self._fabric = fabric
         self._depth = depth
         self._operators = operators
         self._taken: ProfiledSteps | None = None
         self._run: FitStart | None = None
 
     def on_fit_start(self, event: FitStart) -> None:
-        check_folder(self._folder)
-        check_range(self._start_step, self._end_step, event.start_step, event.end_step)
+        leads = self._fabric.rank == 0
+        if leads:
+            check_folder(self.folder)
+        check_range(self._start_step, self._end_step, event.start_step, event.end_step, warn=leads)
+        self._end_step = min(self._end_step, event.end_step)
         self._run = event
         self._begin_before(event.start_step + 1)
 
@@ -78,7 +89,11 @@ class OpProfiler(Callback):
         if self._taken is None and self._start_step <= step <= self._end_step:
             assert self._run is not None, "a run starts before its first step"
             self._taken = ProfiledSteps(
-                self._run.model, self._run.plan, depth=self._depth, operators=self._operators
+                self._run.model,
+                self._run.plan,
+                depth=self._depth,
+                operators=self._operators,
+                rank=self._fabric.rank,
             )
 
     def on_step_end(self, event: StepEnd) -> None:
@@ -87,28 +102,31 @@ class OpProfiler(Callback):
         if self._taken is not None:
             self._taken.add_step(event.step, end - int(1e9 * event.step_s), end)
             if event.step >= self._end_step:
-                self._finish()
+                self._finish(self._fabric)
         self._begin_before(event.step + 1)
 
     def on_fit_end(self) -> None:
-        if self._taken is not None:  # the run ends before the last profiled step
-            self._finish()
+        if self._taken is None:
+            return
+        # The run was stopped or has failed. Other ranks may have ended, so none is asked for its times.
+        if self._fabric.rank != 0 or not self._taken.has_steps:
+            self._taken.close()
+            return
+        if self._fabric.size > 1:
+            logger.warning("the run ends before the last profiled step: the profile is that of rank 0 alone")
+        self._finish(ALONE)
 
-    def _finish(self) -> None:
+    def _finish(self, fabric: Fabric) -> None:
+        """Report the steps so far. All ranks of `fabric` call this."""
         taken, self._taken = self._taken, None
         assert taken is not None, "a profile has begun"
-        taken.close()
-        if not taken.has_steps:
-            return
-        profile = taken.finish()
-        if self._console is not None:
-            self._console.print(table_of(profile))
-        write_profile(self._folder, profile)
-        logger.info("profile: %s", self._folder)
+        report(fabric, taken.finish(), self.folder, self._console)
+        if fabric.rank == 0:
+            logger.info("profile: %s", self.folder)
 
 
 def make_op_profilers(
-    configs: Sequence[OpProfilerConfig], folder: Path, console: Console | None
+    configs: Sequence[OpProfilerConfig], folder: Path, console: Console | None, fabric: Fabric
 ) -> list[Callback]:
     """Return one callback for each profile. If there are several, each has a subfolder named by its steps."""
     return [
@@ -117,21 +135,24 @@ def make_op_profilers(
             config.end_step,
             folder if len(configs) == 1 else folder / f"steps_{config.start_step}_to_{config.end_step}",
             console,
+            fabric=fabric,
             depth=config.depth,
             operators=config.operators,
         )
-        for config in configs
+        # In this order: a profile that ends with a step makes way for one that begins with the next.
+        for config in sorted(configs, key=lambda config: config.start_step)
     ]
 
 
-def check_range(start_step: int, end_step: int, done: int, last: int) -> None:
-    """Check that a run reaches the steps to profile; warn if it ends among them or has done them all.
+def check_range(start_step: int, end_step: int, done: int, last: int, *, warn: bool = True) -> None:
+    """Check that a run reaches the steps to profile; warn if it begins or ends among them, or has done them.
 
     Args:
         start_step: first profiled step.
         end_step: last profiled step.
         done: steps that are done already.
         last: last step of the run.
+        warn: log warnings; false on all ranks but one.
 
     Raises:
         ConfigError: if the run ends before `start_step`.
@@ -143,7 +164,12 @@ def check_range(start_step: int, end_step: int, done: int, last: int) -> None:
             where=_WHERE,
             remedy=f"profile steps up to {last}, or set a larger max_steps",
         )
+    if not warn:
+        return
     if end_step <= done:
         logger.warning("steps %d to %d are not profiled: step %d is done", start_step, end_step, done)
-    elif end_step > last:
+        return
+    if start_step <= done:
+        logger.warning("the profile begins at step %d, not at step %d, which is done", done + 1, start_step)
+    if end_step > last:
         logger.warning("the profile ends with the run at step %d, not at step %d", last, end_step)

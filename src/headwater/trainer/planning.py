@@ -15,13 +15,23 @@ from headwater.config.sections import LoopConfig
 from headwater.core.errors import ConfigError
 from headwater.core.patience import noticed
 from headwater.core.placement import ONE_RANK, Placement
+from headwater.core.precision import usable_precision
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec
 from headwater.core.units import counted
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import NO_UPDATES, OptimizerSpec
 from headwater.plan.budget import make_plan
-from headwater.plan.options import PlanRequest, TraceFor, device_of, optimizer_state_bytes, request_of
+from headwater.plan.division import divisions
+from headwater.plan.options import (
+    DividedTraces,
+    PlanRequest,
+    TraceFor,
+    device_of,
+    optimizer_state_bytes,
+    request_of,
+)
 from headwater.plan.outlook import RunLength
+from headwater.plan.partition import Partition, find_stages
 from headwater.plan.trace import trace_step
 from headwater.plan.types import WHOLE_STORE, Calibration, Plan, StoreShare, Trace
 from headwater.stream.engine import Engine
@@ -136,14 +146,18 @@ def plan_run(
     request = plan_request(init, trainable, work, device_of(init.backend), disk)
     with noticed("planning") as activity:
 
-        def trace_for(size: int) -> Trace:
-            activity.name = f"planning: dry run of {counted(size, 'sample', 'samples')}"
-            return request.trace_for(size)
+        def told(trace_for: TraceFor) -> TraceFor:
+            def run(size: int) -> Trace:
+                activity.name = f"planning: dry run of {counted(size, 'sample', 'samples')}"
+                return trace_for(size)
+
+            return run
 
         plan = make_plan(
             dataclasses.replace(
                 request,
-                trace_for=trace_for,
+                trace_for=told(request.trace_for),
+                divided=lambda: map(told, request.divided()),
                 calibration=calibration,
                 ranks=ranks or placement.size,
                 share=share,
@@ -167,17 +181,19 @@ def plan_request(
     Returns:
         The request.
     """
+    inference = work.optimizer is NO_UPDATES
     request = request_of(
         init.backend,
-        dry_runs(init, trainable, inference=work.optimizer is NO_UPDATES),
+        dry_runs(init, trainable, device=device, inference=inference),
         device=device,
         batch_size=work.batch_size,
-        precision=init.precision.precision,
-        optimizer_state_bytes=optimizer_state_bytes(work.optimizer),
+        precision=usable_precision(init.precision.precision, device),
+        optimizer_state_bytes=optimizer_state_bytes(work.optimizer, stored=init.backend.optimizer_state),
         micro_batch_size=work.micro_batch_size,
         disk=disk,
     )
-    return dataclasses.replace(request, data_workers=work.data_workers)
+    divided = divided_dry_runs(init, trainable, device=device, inference=inference)
+    return dataclasses.replace(request, data_workers=work.data_workers, divided=divided)
 
 
 def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreShare:
@@ -201,20 +217,60 @@ def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreSh
     )
 
 
-def dry_runs(init: SetupConfig, trainable: Trainable, *, inference: bool = False) -> TraceFor:
-    """Return a function that makes a dry run with a given number of samples, once for each number."""
+def dry_runs(
+    init: SetupConfig,
+    trainable: Trainable,
+    *,
+    device: str = "cpu",
+    inference: bool = False,
+    partition: Partition | None = None,
+) -> TraceFor:
+    """Return a function that makes a dry run with a given number of samples, once for each number.
+
+    Args:
+        init: the params.
+        trainable: the model with its loss.
+        device: `cpu` or `cuda`, which decides the precision.
+        inference: run only the forward.
+        partition: the stages; found automatically if not given.
+    """
 
     @functools.cache
     def trace_for(size: int) -> Trace:
         return trace_step(
             trainable.model,
             trainable.example(size),
-            init.precision.precision,
+            usable_precision(init.precision.precision, device),
             loss_function=trainable.loss,
+            partition=partition,
             inference=inference,
         )
 
     return trace_for
+
+
+def divided_dry_runs(
+    init: SetupConfig, trainable: Trainable, *, device: str = "cpu", inference: bool = False
+) -> DividedTraces:
+    """Return a function that returns the dry runs with ever smaller stages. The dry runs are cached.
+
+    Args:
+        init: the params.
+        trainable: the model with its loss.
+        device: `cpu` or `cuda`, which decides the precision.
+        inference: run only the forward.
+    """
+
+    @functools.cache
+    def traces() -> tuple[TraceFor, ...]:
+        precision = usable_precision(init.precision.precision, device)
+        partition = find_stages(trainable.model, precision)
+        finer = divisions(trainable.model, partition)
+        return tuple(
+            dry_runs(init, trainable, device=device, inference=inference, partition=each) for each in finer
+        )
+
+    return traces
 
 
 def make_engine(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from headwater.api.engines import disk_folder
 from headwater.config.run import RunConfig
-from headwater.convert.shards import ShardWriter, plan_shards
+from headwater.core.errors import CheckpointError
+from headwater.core.stage import ParamSpec
 from headwater.optim.loss_scale import LossScale
-from headwater.store.snapshot_load import SavedCheckpoint, load_weights
+from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.trainer.checkpoint import CheckpointManager
 from headwater.trainer.engines import open_engine
 from headwater.trainer.planning import Workload, optimizer_of
@@ -26,15 +28,14 @@ def checkpoint_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.read(name, 0, torch.Size(place.shape).numel()).view(place.shape)
 
 
-def import_weights(config: RunConfig, weights: Iterable[tuple[str, torch.Tensor]], scratch: Path) -> Path:
+def import_weights(config: RunConfig, readers: Mapping[str, Callable[[], torch.Tensor]]) -> Path:
     """Write a checkpoint of step 0 from which a run starts with the given weights.
 
-    With a disk tier in the plan, one tensor or stage is in memory at a time.
+    With a disk tier in the plan, one stage is in memory at a time.
 
     Args:
         config: the run; the caller holds the lock of its model_dir.
-        weights: every parameter by name, in any order.
-        scratch: folder for temporary files of the weights.
+        readers: by name, a function that returns the value of a parameter, for every parameter of the model.
 
     Returns:
         The checkpoint.
@@ -43,14 +44,22 @@ def import_weights(config: RunConfig, weights: Iterable[tuple[str, torch.Tensor]
         CheckpointError: if the weights are not those of the model.
     """
     init, trainable = config.init, zoo_trainable(config.init)
-    layout = {name: (torch.float32, tuple(p.shape)) for name, p in trainable.model.named_parameters()}
-    with ShardWriter(scratch, plan_shards(layout, max_shard_bytes=1 << 62)) as writer:
-        for name, tensor in weights:
-            writer.write(name, tensor)
+
+    def read(spec: ParamSpec) -> torch.Tensor:
+        name = next((name for name in (spec.name, *spec.aliases) if name in readers), None)
+        value = None if name is None else readers[name]()
+        if value is None or tuple(value.shape) != spec.shape:
+            found = "none" if value is None else f"shape {tuple(value.shape)}"
+            raise CheckpointError(
+                f"expected a tensor of shape {spec.shape} for {spec.name} (model's config), got {found}",
+                remedy="check that the model's config belongs to the checkpoint",
+            )
+        return value
+
     work = Workload(1, optimizer_of(init, trainable))
     checkpoints = CheckpointManager(init.model_dir)
-    with open_engine(init, trainable, work, disk_folder(init.backend), blank=True) as engine:
-        load_weights(engine.store, scratch)
+    trainable = dataclasses.replace(trainable, initial=read)
+    with open_engine(init, trainable, work, disk_folder(init.backend), blank=False) as engine:
         state = RunState(0, LossScale.of(init.precision.precision))
         path = checkpoints.save(engine.store, 0, state.to_dict())
         # Within the context: the checkpoint is written from the store, which is closed after it.

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from headwater.core.units import counted, format_bytes
+from headwater.core.units import counted, format_bytes, format_duration
 from headwater.plan.machine import held_bytes
 from headwater.plan.types import Plan
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
@@ -33,6 +33,7 @@ class ProgressBar(Callback):
         self._budget: int | None = None
         self._end_step = 0
         self._rate: float | None = None
+        self._step_s: float | None = None
 
     def on_fit_start(self, event: FitStart) -> None:
         self._budget = _memory_budget(event.plan)
@@ -48,10 +49,14 @@ class ProgressBar(Callback):
         rate, _ = event.rate
         past = rate if self._rate is None else self._rate
         self._rate = _RATE_SMOOTHING * past + (1 - _RATE_SMOOTHING) * rate
+        before = event.step_s if self._step_s is None else self._step_s
+        self._step_s = _RATE_SMOOTHING * before + (1 - _RATE_SMOOTHING) * event.step_s
         if self._bar is not None:
             self._bar.update(self._task, completed=event.step, description=self._text(event))
         elif event.step % self._log_steps == 0 or event.step == self._end_step:
-            self._print(f"step {event.step}/{self._end_step}  {self._text(event)}")
+            left_s = (self._end_step - event.step) * self._step_s
+            left = f"  {format_duration(left_s)} left" if left_s else ""
+            self._print(f"step {event.step}/{self._end_step}  {self._text(event)}{left}")
 
     def on_validate_end(self, event: ValidateEnd) -> None:
         name = f" {event.loader}" if event.loader else ""
@@ -71,6 +76,7 @@ class ProgressBar(Callback):
             f"{self._rate:,.0f} {event.rate[1]}/s",
             f"streamed {format_bytes(event.bytes_in + event.bytes_out)}/step",
             f"memory {format_bytes(held_bytes())}{limit}",
+            *(f"{name} {value:.4g}" for name, value in event.metrics.items()),
         ]
         return "  ".join(parts if event.applied else [*parts, "step skipped, not finite"])
 

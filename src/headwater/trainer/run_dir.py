@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from headwater.config.run import RunConfig
     from headwater.config.user import UserConfig
 
+FACTS_FILE = "run.json"
+"""The name of the file with the last step of a run and its planned memory; see `RunFacts`."""
+
 STATISTICS_FILE = "statistics.json"
 """The name of the file that `headwater data` writes last into a folder of prepared data."""
 
@@ -81,6 +84,11 @@ class RunDir:
         return self.path / "profile"
 
     @property
+    def performance(self) -> Path:
+        """The mean speed of the last process, if the callback SavePerformanceData requests it."""
+        return self.path / "performance.json"
+
+    @property
     def model_config(self) -> Path:
         """The `config.json` of a model of the transformers library. Other runs do not have the file."""
         return self.path / CONFIG_FILE
@@ -100,6 +108,7 @@ class RunDir:
             self.params,
             self.plan,
             self.history,
+            self.path / FACTS_FILE,
             self.loss_curve,
             self.statistics,
             self.model_config,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 
@@ -23,11 +24,11 @@ from headwater.plan.types import Plan
 from headwater.trainer.callback import ValidateEnd
 from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints
 from headwater.trainer.datasets import open_data
-from headwater.trainer.engines import open_engine, trained_model
+from headwater.trainer.engines import open_engine, open_loaded, trained_model
 from headwater.trainer.evaluate import Evaluation, evaluate
 from headwater.trainer.interrupt import Interrupt, interrupts, shielded
 from headwater.trainer.job import Batch, Job, Trainable
-from headwater.trainer.logs import make_callbacks
+from headwater.trainer.logs import STEP_CALLBACKS, make_callbacks
 from headwater.trainer.loop import Trainer
 from headwater.trainer.memory_watch import memory_watch
 from headwater.trainer.planning import Workload, run_length, training_workload
@@ -35,6 +36,9 @@ from headwater.trainer.ranks import check_number, program_and_params
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import Start, find_start
 from headwater.trainer.zoo_job import zoo_job, zoo_trainable
+
+if TYPE_CHECKING:
+    from headwater.stream.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +80,12 @@ def fit(
     fabric = join(cluster.rank_timeout_s, cluster.num_memx)
     if fabric.size > 1:
         check_alike(fabric, program_and_params(config))
-    return fit_job(zoo_job(config, fabric), console=console, fabric=fabric, describe=describe)
+    job = zoo_job(config, fabric)
+    if config.init.harnesses:
+        from headwater.trainer.harness import harness_callbacks
+
+        job = dataclasses.replace(job, callbacks=harness_callbacks(config))
+    return fit_job(job, console=console, fabric=fabric, describe=describe)
 
 
 def fit_job(
@@ -105,36 +114,23 @@ def fit_job(
     with lock:
         if leads:
             run_dir.check()
-        disk = disk_folder(init.backend)
         checkpoints = CheckpointManager(init.model_dir, init.keep_checkpoints)
-        strict = not init.checkpoint.disable_strict_checkpoint_loading
-        # Rank 0 alone: every byte of a checkpoint is read to find damage.
-        start = fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints), Start)
-        resumed = start.state.micro_batch_size if start.state else None
-        blank = strict and start.path is not None
-        if not blank:  # before the plan, which may be refused on a busy machine
-            job.trainable.check_initial()
-        batch_size = job.batch_size // fabric.num_csx
-        work = training_workload(init, job.trainable, batch_size, resumed, data_workers=job.data_workers)
-        done = start.state.step if start.state else 0
 
-        def show(plan: Plan) -> None:
+        def show(plan: Plan, done: int) -> None:
             if leads:
                 run_dir.write_plan(plan)
             if console is not None:
                 console.print(describe(plan, run_length(job.trainable, init.loop, done)))
 
-        with open_engine(
-            init, job.trainable, work, disk, blank=blank, show=show, fabric=fabric, measured=True
-        ) as engine:
+        with _started(job, checkpoints, fabric, show) as (start, engine):
             trainer = Trainer(
                 engine,
                 job,
-                start.enter(engine, checkpoints, names=job.trainable.pretrained_names, strict=strict),
+                start.run_state(engine),
                 checkpoints=checkpoints,
-                callbacks=make_callbacks(init, run_dir, console) if leads else [],
+                callbacks=[*make_callbacks(init, run_dir, console, fabric), *job.callbacks],
                 # Another run's checkpoint is written again, so that this model_dir has the step too.
-                saved_step=done if start.own and start.state else None,
+                saved_step=start.step if start.own and start.state else None,
             )
             # After the start has been loaded: a run that cannot start leaves the files of the run before.
             if leads:
@@ -146,6 +142,49 @@ def fit_job(
             with interrupts() as interrupt, memory_watch(interrupt, limit):
                 trainer.fit(interrupt)
             return _result(trainer, first_step, interrupt, checkpoints)
+
+
+def _started(
+    job: Job, checkpoints: CheckpointManager, fabric: Fabric, show: Callable[[Plan, int], None]
+) -> AbstractContextManager[tuple[Start, Engine]]:
+    """Return a context with the start of a run, and an engine with the weights of the start.
+
+    Args:
+        job: the run.
+        checkpoints: of the run.
+        fabric: the ranks that train together.
+        show: called with the plan, and the steps done before, before anything is allocated.
+    """
+    init, trainable = job.init, job.trainable
+    strict = not init.checkpoint.disable_strict_checkpoint_loading
+
+    def open_for(start: Start) -> AbstractContextManager[Engine]:
+        blank = strict and start.path is not None
+        if not blank:  # before the plan, which may be refused on a busy machine
+            trainable.check_initial()
+        resumed = start.state.micro_batch_size if start.state else None
+        batch_size = job.batch_size // fabric.num_csx
+        work = training_workload(init, trainable, batch_size, resumed, data_workers=job.data_workers)
+        return open_engine(
+            init,
+            trainable,
+            work,
+            disk_folder(init.backend),
+            blank=blank,
+            show=lambda plan: show(plan, start.step),
+            fabric=fabric,
+            measured=True,
+        )
+
+    return open_loaded(
+        lambda: fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints), Start),
+        open_for,
+        lambda engine, start: start.load(
+            engine, checkpoints, names=trainable.pretrained_names, strict=strict
+        ),
+        checkpoints,
+        fabric,
+    )
 
 
 def _announce(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> None:
@@ -197,6 +236,7 @@ def validate(config: RunConfig) -> Iterator[tuple[DataConfig, Evaluation]]:
             where=str(config.source),
             remedy="add trainer.validate.val_dataloader, or trainer.fit.val_dataloader",
         )
+    _warn_of_step_callbacks(config.init)
     checkpoint = None if section is None else section.ckpt_path
     for loader in loaders:
         yield loader, evaluate_checkpoint(config, loader, checkpoint)
@@ -218,10 +258,18 @@ def validate_all(config: RunConfig) -> Iterator[tuple[Path | None, DataConfig, E
             where=str(config.source),
             remedy="add trainer.validate_all.val_dataloaders, or leave --all out",
         )
+    _warn_of_step_callbacks(config.init)
     newest: tuple[Path | None, ...] = (None,)
     for path in section.ckpt_paths or complete_checkpoints(config.init.model_dir) or newest:
         for loader in section.val_dataloaders:
             yield path, loader, evaluate_checkpoint(config, loader, path)
+
+
+def _warn_of_step_callbacks(init: SetupConfig) -> None:
+    """Warn of callbacks of the params that have no effect on an evaluation."""
+    names = [name for name in STEP_CALLBACKS if init.has_callback(name)]
+    if names:
+        logger.warning("%s: without effect here, since an evaluation has no training steps", ", ".join(names))
 
 
 def evaluate_checkpoint(config: RunConfig, loader: DataConfig, checkpoint: Path | None) -> Evaluation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from headwater.config.cluster import ClusterFile, DiskSection, MemorySection
 from headwater.config.run import SetupConfig
@@ -22,9 +23,9 @@ from headwater.plan.cluster.types import (
     StoreHosts,
     place,
 )
-from headwater.plan.options import TraceFor
+from headwater.plan.options import DividedTraces, TraceFor
 from headwater.trainer.job import Trainable
-from headwater.trainer.planning import dry_runs, plan_request, training_workload
+from headwater.trainer.planning import divided_dry_runs, dry_runs, plan_request, training_workload
 
 MOST_CSX = 1024
 """The most CSXs that are simulated by default."""
@@ -112,7 +113,8 @@ def simulate(
     Raises:
         DoesNotFitError: if no number of CSXs has a plan.
     """
-    traces = dry_runs(init, trainable)  # shared by all numbers of CSXs
+    # Shared by all numbers of CSXs.
+    traces = _Traces(dry_runs(init, trainable), divided_dry_runs(init, trainable))
     asked = counts or default_counts(cluster)
     batch_sizes = {number: batch_size * (1 if scaling == "strong" else number) for number in asked}
     points: list[Point] = []
@@ -156,10 +158,17 @@ def _impossible(cluster: Cluster, batch_sizes: Mapping[int, int]) -> dict[int, s
     return refused
 
 
+class _Traces(NamedTuple):
+    """The dry runs of a model, and those with smaller stages; see `PlanRequest`."""
+
+    trace_for: TraceFor
+    divided: DividedTraces
+
+
 def _point(
-    init: SetupConfig, trainable: Trainable, traces: TraceFor, cluster: Cluster, number: int, batch_size: int
+    init: SetupConfig, trainable: Trainable, traces: _Traces, cluster: Cluster, number: int, batch_size: int
 ) -> Point:
     placement = place(cluster, number)
     work = training_workload(init, trainable, batch_size // number)
     request = plan_request(init, trainable, work, placement.device)
-    return simulate_point(dataclasses.replace(request, trace_for=traces), placement)
+    return simulate_point(dataclasses.replace(request, **traces._asdict()), placement)

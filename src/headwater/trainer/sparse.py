@@ -95,7 +95,7 @@ class SparseTraining:
     def _gradient(self, stage: int, index: int) -> Tensor:
         gradient = self._store.gradients.borrow((stage, index))
         assert gradient is not None, "only parameters with a gradient are changed"
-        return gradient
+        return gradient.to("cpu")  # where the weights and masks are
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks as plain data and tensors."""

@@ -37,9 +37,14 @@ class Start:
     own: bool = False
     returned_to: int | None = None
 
-    def enter(
+    @property
+    def step(self) -> int:
+        """Training steps done before."""
+        return self.state.step if self.state else 0
+
+    def load(
         self, engine: Engine, checkpoints: CheckpointManager, *, names: Names, strict: bool = True
-    ) -> RunState:
+    ) -> None:
         """Load the checkpoint, if there is one, into the engine.
 
         Args:
@@ -48,8 +53,8 @@ class Start:
             names: names that a parameter may have in a checkpoint from which only the weights are loaded.
             strict: require that the checkpoint has every parameter and no other.
 
-        Returns:
-            The state of the run.
+        Raises:
+            CorruptError: if bytes are damaged.
         """
         if self.path is not None:
             checkpoints.load(
@@ -60,6 +65,9 @@ class Start:
                 buffers=persistent_buffers(engine.model),
                 names=names,
             )
+
+    def run_state(self, engine: Engine) -> RunState:
+        """Return the state of a run that starts here with an engine."""
         state = self.state or RunState(0, LossScale.of(engine.plan.precision))
         return dataclasses.replace(
             state, micro_batch_size=engine.plan.micro_batch_size, returned_to=self.returned_to
@@ -69,9 +77,9 @@ class Start:
 def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointManager) -> Start:
     """Decide where a training run starts.
 
-    If the run has checkpoints, it starts from its newest undamaged one, so that the same command continues
-    the run. A named checkpoint is used by a run without checkpoints. If it is an earlier checkpoint of this
-    run, the run returns to it once; after that the same command continues from the newest one again.
+    If the run has checkpoints, it starts from the newest one without known damage, so that the same command
+    continues the run. A named checkpoint is used by a run without checkpoints. If it is an earlier checkpoint
+    of this run, the run returns to it once; after that the same command continues from the newest one again.
 
     Args:
         init: the params. With `autoload_last_checkpoint: false` the run starts over.
@@ -85,7 +93,9 @@ def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointMan
         CheckpointError: if the checkpoint does not exist or is not complete.
         CorruptError: if every checkpoint of the run is damaged.
     """
-    own = checkpoints.newest_whole() if init.checkpoint.autoload_last_checkpoint else None
+    # A parameter that a checkpoint may lack keeps its initial value. Loading a damaged one would change it.
+    deep = init.checkpoint.disable_strict_checkpoint_loading
+    own = checkpoints.newest_whole(deep=deep) if init.checkpoint.autoload_last_checkpoint else None
     state = None if own is None else read_state(own)
     if named is None:
         return _start_of_own(own, state)
@@ -113,8 +123,8 @@ def read_state(path: Path) -> RunState:
     return RunState.from_dict(describe(path).state, where=str(path))
 
 
-def find_trained(named: Path | None, checkpoints: CheckpointManager, model_dir: Path) -> Path:
-    """Return the checkpoint to evaluate: the named one, or the newest undamaged one in the model_dir.
+def find_trained(named: Path | None, checkpoints: CheckpointManager, model_dir: Path) -> Start:
+    """Return the checkpoint to evaluate: the named one, or the newest in the model_dir without known damage.
 
     Raises:
         CheckpointError: if there is no checkpoint.
@@ -126,7 +136,7 @@ def find_trained(named: Path | None, checkpoints: CheckpointManager, model_dir: 
             where=str(model_dir),
             remedy="train first with headwater fit, or name a checkpoint with --checkpoint_path",
         )
-    return path
+    return Start(path, own=named is None)
 
 
 def _weights_only(init: SetupConfig) -> bool:

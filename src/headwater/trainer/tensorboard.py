@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,7 @@ class TensorBoard(Callback):
             "stream/slab_hit_rate": event.hit_rate,
             "stream/wait_s": event.wait_s,
             **{f"time/{kind.replace(' ', '_')}_s": seconds for kind, seconds in event.busy_s.items()},
+            **event.metrics,
         })  # fmt: skip
 
     def on_validate_end(self, event: ValidateEnd) -> None:
@@ -60,6 +62,9 @@ class TensorBoard(Callback):
             values["validate/weight_norm"] = event.weight_norm
         values |= {f"validate/{name}{suffix}": value for name, value in event.metrics.items()}
         self._add(EVAL, event.step, values)
+
+    def on_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        self._add(EVAL, step, {f"tasks/{name}": value for name, value in scores.items()})
 
     def on_fit_end(self) -> None:
         for writer in self._writers.values():

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from headwater.config.user import UserConfig
 from headwater.core.batches import num_samples, split_batch
+from headwater.core.errors import ConfigError
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.trainer.base_model import BaseModelLoss, ModelClass, build_base_model
 from headwater.trainer.evaluate import Evaluation
@@ -79,9 +80,16 @@ def user_job(
         fabric: the ranks that train together.
 
     Raises:
-        ConfigError: if `model_class` is not a subclass of PyTorchBaseModel.
+        ConfigError: if `model_class` is not a subclass of PyTorchBaseModel, or the params ask for an
+            evaluation on tasks.
         DataError: if a loader has no batches.
     """
+    if config.init.harnesses:
+        raise ConfigError(
+            "EleutherEvalHarness evaluates only models of params files",
+            where="trainer.init.callbacks",
+            remedy="remove the callback",
+        )
     train = open_loader(config, get_train_dataloader)
     first, parts = train.first(), Parts()
     parts.look_at(first)

@@ -79,7 +79,15 @@ def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
         DataError: if the data are missing, malformed or do not fit the model.
     """
     init, section = config.init, fit_section(config)
-    train = open_data(section.train_dataloader, init.model, seed=init.seed, repeat=True, fabric=fabric)
+    count = init.backend.cluster_config.num_workers_per_csx
+    train = open_data(
+        section.train_dataloader,
+        init.model,
+        seed=init.seed,
+        repeat=True,
+        fabric=fabric,
+        workers_per_csx=count,
+    )
     if fabric.size > 1:
         check_alike(fabric, {"training set": train.fingerprint()})
     evaluations = [

@@ -21,6 +21,9 @@ class LoaderSection(Section):
         num_workers: number of processes that read ahead; with 0 the training process reads.
         prefetch_factor: number of batches that each worker reads ahead.
         persistent_workers: keep the workers between passes.
+        input_workers: addresses host:port of processes `headwater input_worker` that read the samples. With
+            them `prefetch_factor` is the number of batches in flight for each, and `num_workers` has no
+            effect.
         drop_last: drop the last samples of a pass if they do not fill a batch.
     """
 
@@ -30,6 +33,7 @@ class LoaderSection(Section):
     num_workers: int = Field(default=0, ge=0)
     prefetch_factor: int = Field(default=2, ge=1)
     persistent_workers: bool = True
+    input_workers: Annotated[tuple[str, ...], OneOrMore] = ()
     drop_last: bool = True
     micro_batch_size: Annotated[
         Any, NoEffect("the plan chooses it, unless trainer.init.backend.micro_batch_size is set")

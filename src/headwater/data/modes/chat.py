@@ -89,14 +89,15 @@ def _has(message: Any, keys: tuple[str, str]) -> bool:
     return isinstance(message, dict) and all(key in message for key in keys)
 
 
-def render(template: str, messages: list[Message], *, prompt: bool = False, **tokens: str) -> str:
+def render(template: str, messages: list[Message], *, prompt: bool = False, **variables: Any) -> str:
     """Return the text that a chat template makes of a conversation.
 
     Args:
         template: Jinja template, in the format of the transformers library.
         messages: messages of the conversation.
         prompt: add the generation prompt, the text before an answer.
-        tokens: `bos_token` and other variables that the template may refer to.
+        variables: `bos_token` and others that the template may refer to. Without `strftime_now`, a template
+            that asks for the date fails.
 
     Raises:
         DataError: if the template fails for these messages.
@@ -104,7 +105,7 @@ def render(template: str, messages: list[Message], *, prompt: bool = False, **to
     """
     compiled = _compiled(template)
     try:
-        return str(compiled.render(messages=messages, add_generation_prompt=prompt, **tokens))
+        return str(compiled.render(messages=messages, add_generation_prompt=prompt, **variables))
     except Exception as error:  # a template may fail in any way
         raise DataError(
             f"the chat template fails for this conversation: {error}",

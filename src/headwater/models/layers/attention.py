@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from headwater.models.layers.positions import RotaryStyle, rotate
 
 
 class LayerCache:
-    """Cache of the keys and values of one attention layer.
+    """Cache of the keys and values of one sequence in one attention layer.
 
     Args:
         max_length: maximum tokens in the cache; memory is allocated at the first token.
@@ -27,19 +28,20 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values [batch, heads, seq, head_size], and return all of them so far."""
+        """Append keys and values [1, heads, seq, head_size], and return all of them so far."""
         start, self.length = self.length, self.length + key.shape[2]
         assert self.length <= self.max_length, f"cache of {self.max_length} tokens is full"
         if self._keys is None or self._values is None:
-            shape = (*key.shape[:2], self.max_length, key.shape[3])
-            self._keys, self._values = key.new_empty(shape), value.new_empty(shape)
+            self._keys, self._values = (
+                part.new_empty((*part.shape[:2], self.max_length, part.shape[3])) for part in (key, value)
+            )
         self._keys[:, :, start : self.length] = key
         self._values[:, :, start : self.length] = value
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
 
 class KeyValueCache:
-    """Caches of all attention layers of a model.
+    """Caches of all attention layers of a model, for one sequence.
 
     Args:
         num_layers: attention layers of the model.
@@ -54,17 +56,37 @@ class KeyValueCache:
         """Tokens in the cache."""
         return self.layers[0].length
 
+    def skip(self, count: int) -> int:
+        """Count `count` tokens as read without keys and values, for a dry run. Return the number counted."""
+        for layer in self.layers:
+            layer.length += count
+        return count
+
+
+class Part(NamedTuple):
+    """The tokens of one sequence in a layer that reads new tokens of several sequences side by side.
+
+    Attributes:
+        new: number of new tokens.
+        cache: keys and values of the sequence in this layer.
+        mask: see `Seen.mask`, for the new tokens over all tokens of the sequence. `None`: each sees those up
+            to its own.
+    """
+
+    new: int
+    cache: LayerCache
+    mask: Tensor | None = None
+
 
 class Seen(NamedTuple):
     """Mask and rotations of the attention in one forward pass, which several layers use.
 
     Attributes:
         mask: added to the scores (float), or True for visible keys (bool); broadcasts to
-            [batch, heads, queries, keys]. `None`: see `causal`.
+            [batch, heads, queries, keys]. `None`: see `causal`. Not used if the layer gets `Part`s.
         rotations: cosines and sines of the new positions, see `positions.rotations`; `None`:
             without rotary embeddings.
-        causal: without a mask, each query sees the keys up to its own; a single query after cached keys sees
-            all keys. False: each query sees all keys.
+        causal: without a mask, each query sees the keys up to its own. False: each query sees all keys.
     """
 
     mask: Tensor | None = None
@@ -78,20 +100,20 @@ _EVERYTHING_BEFORE = Seen()
 def visible(
     queries: Tensor, keys: Tensor, *, window: int | None = None, sinks: int = 0, causal: bool = True
 ) -> Tensor:
-    """Return a mask, bool [queries, keys], that is True for the keys that a query sees.
+    """Return a mask, bool [..., queries, keys], that is True for the keys that a query sees.
 
     Args:
-        queries: positions of the queries, [queries].
-        keys: positions of the keys, [keys].
+        queries: positions of the queries, [..., queries].
+        keys: positions of the keys, [..., keys].
         window: maximum number of keys that a query sees, itself included (arXiv:2004.05150, section 3.1);
             `None`: no limit.
         sinks: number of first positions that every query sees in addition to its window (arXiv:2309.17453).
         causal: a query sees no later keys.
     """
-    distance = queries[:, None] - keys[None, :]
+    distance = queries[..., :, None] - keys[..., None, :]
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
-        seen &= (distance < window) | (keys < sinks)
+        seen &= (distance < window) | (keys[..., None, :] < sinks)
     return seen
 
 
@@ -148,56 +170,123 @@ class SelfAttention(nn.Module):
         self.dropout = nn.Dropout(output_dropout)
         self.projections = projections
 
-    def forward(self, x: Tensor, seen: Seen = _EVERYTHING_BEFORE, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, seen: Seen = _EVERYTHING_BEFORE, parts: Sequence[Part] | None = None
+    ) -> Tensor:
+        """Return the output of the layer.
+
+        Args:
+            x: the input, [batch, seq, hidden].
+            seen: mask and rotations.
+            parts: if given, `x` [1, seq, hidden] has new tokens of several sequences side by side, and keys
+                and values of the tokens before them are in their caches.
+        """
         query, key, value = (self._split_heads(part) for part in self.qkv(x).split(self.sizes, dim=-1))
         if seen.rotations is not None:
             query, key = (rotate(part, *seen.rotations, self.rotary_style) for part in (query, key))
-        past = 0
-        if cache is not None:
-            past = cache.length
-            key, value = cache.extend(key, value)
-        mask = _mask_after(past, query) if seen.mask is None else seen.mask
-        causal = seen.causal and mask is None and query.shape[2] == key.shape[2]
-        if self.projections is not None:
-            key, value = self.projections(key, value, mask)
-            mask, causal = None, False
-        attended = self._attend(query, key, value, mask, causal=causal)
-        output: Tensor = self.dropout(self.output(attended.transpose(1, 2).flatten(2)))
-        return output
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool
-    ) -> Tensor:
-        dropout = self.attention_dropout if self.training else 0.0
-        if self.softcap is None:
-            return F.scaled_dot_product_attention(
+        if parts is not None:
+            attended = attend_parts(query, key, value, parts, scale=self.scale, softcap=self.softcap)
+        else:
+            mask, causal = seen.mask, seen.causal and seen.mask is None
+            if self.projections is not None:
+                key, value = self.projections(key, value, mask)
+                mask, causal = None, False
+            attended = attend(
                 query,
                 key,
                 value,
-                # torch accepts a mask of numbers only in the dtype of the query.
-                attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
-                dropout_p=dropout,
-                is_causal=causal,
+                mask,
+                causal=causal,
                 scale=self.scale,
-                enable_gqa=key.shape[1] != self.num_heads,
+                softcap=self.softcap,
+                dropout=self.attention_dropout if self.training else 0.0,
             )
-        key, value = (part.repeat_interleave(self.num_heads // part.shape[1], dim=1) for part in (key, value))
-        scores = self.softcap * torch.tanh(query @ key.mT * (self.scale / self.softcap)).float()
-        if causal:
-            positions = torch.arange(key.shape[2], device=key.device)
-            mask = visible(positions, positions)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        return F.dropout(scores.softmax(-1).to(value.dtype), dropout) @ value
+        output: Tensor = self.dropout(self.output(attended.transpose(1, 2).flatten(2)))
+        return output
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.head_size).transpose(1, 2)
 
 
-def _mask_after(past: int, query: Tensor) -> Tensor | None:
-    """Return the mask of new queries over `past` + new keys; `None` if the kernel's own mask is enough."""
-    new = query.shape[2]
-    if past == 0 or new == 1:
-        return None
-    positions = torch.arange(past + new, device=query.device)
-    return visible(positions[past:], positions)
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return the attention of queries over keys and values, [batch, heads, queries, head size].
+
+    Args:
+        query: queries, [batch, heads, queries, head size].
+        key: keys, [batch, heads or fewer, keys, head size].
+        value: values, likewise.
+        mask: see `Seen.mask`.
+        causal: each query sees the keys up to its own; only without a mask.
+        scale: factor on the product of query and key; 1 / √(head size) if not given.
+        softcap: see `SelfAttention`.
+        dropout: dropout rate of the attention weights.
+    """
+    heads = query.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            # torch accepts a mask of numbers only in the dtype of the query.
+            attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=key.shape[1] != heads,
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
+    scores = softcap * torch.tanh(query @ key.mT * (scale / softcap)).float()
+    if causal:
+        positions = torch.arange(key.shape[2], device=key.device)
+        mask = visible(positions, positions)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return F.dropout(scores.softmax(-1).to(value.dtype), dropout) @ value
+
+
+def attend_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: Sequence[Part],
+    *,
+    scale: float | None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Append new keys and values to caches, and return the attention of each sequence over its own tokens.
+
+    Args:
+        query: queries of new tokens of the sequences side by side, [1, heads, tokens, head size].
+        key: their keys, [1, heads or fewer, tokens, head size].
+        value: their values, likewise.
+        parts: the sequences.
+        scale: see `attend`.
+        softcap: see `attend`.
+
+    Returns:
+        [1, heads, tokens, head size].
+    """
+    counts = [part.new for part in parts]
+    attended = []
+    for part, queries, *pair in zip(
+        parts, query.split(counts, 2), key.split(counts, 2), value.split(counts, 2), strict=True
+    ):
+        keys, values = part.cache.extend(*pair)
+        mask = part.mask
+        if mask is None and 1 < part.new < keys.shape[2]:
+            positions = torch.arange(keys.shape[2], device=keys.device)
+            mask = visible(positions[-part.new :], positions)
+        causal = mask is None and part.new > 1
+        attended.append(attend(queries, keys, values, mask, causal=causal, scale=scale, softcap=softcap))
+    return torch.cat(attended, 2)

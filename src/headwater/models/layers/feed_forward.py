@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwater.config.models.common import Nonlinearity
-from headwater.models.layers.linear import Linear
+from headwater.models.layers.linear import Linear, LinearAfter
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -43,6 +44,17 @@ GATED: frozenset[Nonlinearity] = frozenset({"swiglu", "geglu", "geglu_new", "reg
 """Gated nonlinearities (arXiv:2002.05202): a function of a second product, the gate, times the first."""
 
 
+def _gated(function: Callable[[Tensor], Tensor], gate: Tensor, x: Tensor) -> Tensor:
+    return function(gate) * x
+
+
+# One object for each name: dry runs find equal layers by the identity of their functions.
+_FUNCTIONS: dict[Nonlinearity, Callable[..., Tensor]] = {
+    name: functools.partial(_gated, function) if name in GATED else function
+    for name, function in NONLINEARITIES.items()
+}
+
+
 class FeedForward(nn.Module):
     """Linear, nonlinearity, linear, dropout: [..., hidden] -> [..., hidden].
 
@@ -68,15 +80,20 @@ class FeedForward(nn.Module):
         super().__init__()
         self.input = Linear(hidden_size, filter_size, bias=bias)
         self.gate = Linear(hidden_size, filter_size, bias=bias) if nonlinearity in GATED else None
-        self.nonlinearity = NONLINEARITIES[nonlinearity]
+        self.function = _FUNCTIONS[nonlinearity]
         self.inner_dropout = nn.Dropout(inner_dropout)
-        self.output = Linear(filter_size, hidden_size, bias=bias)
+        self.output: Linear = (
+            Linear(filter_size, hidden_size, bias=bias)
+            if inner_dropout
+            else LinearAfter(self.function, filter_size, hidden_size, bias=bias)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            inner = self.nonlinearity(self.input(x))
-        else:
-            inner = self.nonlinearity(self.gate(x)) * self.input(x)
-        output: Tensor = self.dropout(self.output(self.inner_dropout(inner)))
+        inputs = (self.input(x),) if self.gate is None else (self.gate(x), self.input(x))
+        if isinstance(self.output, LinearAfter):
+            given = self.output(*inputs, apply_function=True)
+        else:  # with dropout in between, with adapters, or wrapped by the user
+            given = self.output(self.inner_dropout(self.function(*inputs)))
+        output: Tensor = self.dropout(given)
         return output

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from headwater.core.buffers import large_zeros
 from headwater.models.workspace import is_plain
@@ -17,6 +21,100 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Do nothing: `headwater.models.layers.initializers` sets the weights."""
+
+
+class LinearAfter(Linear):
+    """A linear layer that also takes the inputs of the function before it.
+
+    `layer(x)` is a plain linear layer. `layer(*inputs, apply_function=True)` is this layer on
+    `function(*inputs)`: autograd saves the inputs, and not the value of the function. Backward computes this
+    value again, with the same bits. That takes one pass over the inputs, and saves the memory of the value
+    from forward to backward.
+
+    Args:
+        function: a function of tensors [..., inputs] that returns such a tensor, without random numbers.
+        inputs: width of the function's value.
+        outputs: width of the output.
+        bias: add a bias.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.function = function
+
+    def forward(self, *inputs: Tensor, apply_function: bool = False) -> Tensor:
+        # The default is plain: a wrapper around this layer hides its class, and gets the function's value.
+        if not apply_function:
+            return super().forward(*inputs)
+        if _needs_plain(inputs[0]):
+            return super().forward(self.function(*inputs))
+        autocast = _autocast_dtype(self.weight.device.type)
+        weight = _cast(self.weight, autocast)
+        bias = None if self.bias is None else _cast(self.bias, autocast)
+        return _LinearAfter.apply(self.function, autocast, weight, bias, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _needs_plain(x: Tensor) -> bool:
+    """True if `_LinearAfter` must not be used here."""
+    return (
+        torch.compiler.is_compiling()  # compilers decide themselves what to compute again
+        or torch._C._are_functorch_transforms_active()  # these, and the next, need other derivatives
+        or forward_ad._current_level >= 0
+        or x.dim() < 2  # torch has another kernel for vectors
+    )
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype of autocast; `None` outside of autocast, and on devices without it, such as meta."""
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
+
+
+def _cast(tensor: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """Return a tensor as autocast passes it to a matrix product. Autocast leaves fp64 as it is."""
+    return tensor if autocast is None or tensor.dtype == torch.float64 else tensor.to(autocast)
+
+
+class _LinearAfter(torch.autograd.Function):
+    """Autograd function of `LinearAfter`: bit-identical to the function and `torch.nn.functional.linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        function: Callable[..., Tensor],
+        autocast: torch.dtype | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        *inputs: Tensor,
+    ) -> Tensor:
+        ctx.function, ctx.autocast = function, autocast
+        # Not the parameter object: while its module does not run, a streamed one reads its master instead.
+        ctx.save_for_backward(weight.detach(), *inputs)
+        return F.linear(function(*inputs), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *inputs = ctx.saved_tensors
+        _, _, needs_weight, needs_bias, *needs_inputs = ctx.needs_input_grad
+        leaves = [each.detach().requires_grad_(need) for each, need in zip(inputs, needs_inputs, strict=True)]
+        # Autocast ends before backward, and the function may depend on it.
+        with torch.enable_grad(), _autocast_again(weight.device.type, ctx.autocast):
+            value = _cast(ctx.function(*leaves), ctx.autocast)
+        rows = gradient.flatten(0, -2)
+        grad_weight = rows.t() @ value.detach().flatten(0, -2) if needs_weight else None
+        grad_bias = rows.sum(0) if needs_bias else None
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(value, wanted, (rows @ weight).view_as(value)) if wanted else ())
+        given = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        return None, None, grad_weight, grad_bias, *given
+
+
+def _autocast_again(device: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """Return a context with the autocast of the forward; `None` for a forward outside of autocast."""
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext()
+    return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
 
 class Embedding(nn.Embedding):

@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headwater.core.stage import ParamSpec
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.stand_ins import call_operator
+from headwater.store.layout import stored_dtype
 from headwater.store.rule import UpdateRule
 
 
 def optimizer_state_bytes(optimizer: OptimizerSpec, params: Iterable[ParamSpec]) -> int:
-    """Return the bytes of state that `optimizer` keeps for `params` in the weight store.
+    """Return the bytes of state that the weight store keeps for `params`.
 
     Raises:
         ConfigError: if the optimizer does not accept its arguments.
@@ -26,7 +27,7 @@ def optimizer_state_bytes(optimizer: OptimizerSpec, params: Iterable[ParamSpec])
         for param in params:
             for state in rule.state_layout(param).values():
                 numel = param.numel if state.shape is None else torch.Size(state.shape).numel()
-                total += numel * state.dtype.itemsize
+                total += numel * stored_dtype(param, state).itemsize
     return total
 
 

@@ -79,7 +79,7 @@ class Owners:
         seconds = (
             self._part * self._slowness * self._predictor.update_s(self._predictor.footprint.stages[stage])
         )
-        # All parts occupy the memory: ranks share its rate, so more ranks do not update faster.
+        # Each part also occupies the host's memory. All ranks share its rate: more of them are not faster.
         held: list[tuple[int, ...]] = [(cores, self._memory) for cores in self._cores] or [(self._memory,)]
         return [
             self._timeline.add(Kind.UPDATE, "update", stage, seconds / len(held), resources, after)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from headwater.core.units import MIB
 from headwater.plan.budget import make_plan
-from headwater.plan.cluster.owners import store_tier
 from headwater.plan.cluster.parts import mean_parts
 from headwater.plan.cluster.step import Step, simulate_step
 from headwater.plan.cluster.types import Placement
@@ -70,6 +69,7 @@ def simulate_point(asked: PlanRequest, placement: Placement) -> Point:
         # Given, because the memory of this process says nothing about the simulated hosts.
         base_bytes=_BASE_BYTES,
         share=placement.share,
+        device_tier=False,  # the simulation has the masters on hosts
     )
     plan = make_plan(request)
     footprint = Footprint(
@@ -78,8 +78,6 @@ def simulate_point(asked: PlanRequest, placement: Placement) -> Point:
         base_bytes=_BASE_BYTES,
         share=placement.share,
     )
-    if placement.cluster.store is not None:
-        store_tier(footprint, placement)
     step = simulate_step(plan, Predictor(footprint, placement.rates), placement)
     parts = mean_parts(step.timeline, step.ranks)
     return Point(placement, asked.batch_size * placement.num_csx, plan, step, parts)

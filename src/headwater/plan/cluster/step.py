@@ -17,7 +17,7 @@ from headwater.plan.cluster.timeline import Kind, Timeline
 from headwater.plan.cluster.types import Placement
 from headwater.plan.cluster.weights import WeightsIn
 from headwater.plan.predict import USE_OVERHEAD_S, Predictor
-from headwater.plan.types import Plan
+from headwater.plan.types import Phase, Plan
 
 UPDATES_AHEAD = 4
 """How many uses updates and broadcasts may be ahead of the computation."""
@@ -70,7 +70,7 @@ class _Replay:
 
     def run(self) -> None:
         """Add every task of the step."""
-        total = self._plan.num_micro_batches * len(self._plan.trace.schedule)
+        total = self._plan.num_micro_batches * len(self._plan.schedule)
         for use in range(total + UPDATES_AHEAD):
             if use < total:
                 self._weights.supply(use)
@@ -80,12 +80,13 @@ class _Replay:
 
     def _use(self, use: int) -> None:
         """Add the tasks that compute one use on every rank, and send the gradients that it completes."""
-        schedule, num_forward = self._plan.trace.schedule, len(self._plan.trace.uses)
-        micro_batch, position = divmod(use, len(schedule))
-        stage, forward = schedule[position], position < num_forward
-        place = position if forward else 2 * num_forward - 1 - position
+        visits = self._plan.visits
+        micro_batch, position = divmod(use, len(visits))
+        place, phase = visits[position]
+        stage, forward = self._plan.trace.uses[place], phase is Phase.FORWARD
         # For a stage that is used twice the last use does the work: usually a tied embedding and its head.
-        works = place == self._footprint.last_use[stage]
+        # The seconds of a backward contain those of recomputing the forward.
+        works = place == self._footprint.last_use[stage] and phase is not Phase.AGAIN
         whole = self._seconds[stage].forward if forward else self._seconds[stage].backward
         seconds = USE_OVERHEAD_S + (whole if works else 0.0)
         arrived = self._weights.take(use)
@@ -96,13 +97,12 @@ class _Replay:
             self._read[rank] = self._read_in_place(stage, rank, arrived[rank]) if works else []
             if works and not forward:
                 after += self._activations.bring_back(stage, rank)
-            name = "forward" if forward else "backward"
-            task = self._host.timeline.add(Kind.COMPUTE, name, stage, seconds, (resource,), after)
+            task = self._host.timeline.add(Kind.COMPUTE, phase.value, stage, seconds, (resource,), after)
             if works and forward:
                 self._activations.move_out(stage, rank, task)
             tasks.append(task)
         self._weights.release(tasks)
-        if not forward and place == self._footprint.first_use[stage]:
+        if phase is Phase.BACKWARD and place == self._footprint.first_use[stage]:
             self._gradients.add(micro_batch, stage, tasks)
 
     def _read_in_place(self, stage: int, rank: int, arrived: list[int]) -> list[int]:

@@ -28,7 +28,7 @@ class WeightsIn:
     def __init__(self, plan: Plan, predictor: Predictor, host: HostResources, owners: Owners) -> None:
         self._plan, self._footprint = plan, predictor.footprint
         self._host, self._owners = host, owners
-        self._schedule = plan.trace.schedule
+        self._schedule = plan.schedule
         self._on_disk = frozenset(plan.on_disk)
         self._missed = set(predictor.missed(plan))
         self._freed_by = freed_by(plan) if self._missed else {}
@@ -137,7 +137,7 @@ class WeightsIn:
 
 def freed_by(plan: Plan) -> dict[int, int]:
     """Return, for each use that evicts a stage, how many uses earlier that stage was last used."""
-    schedule, in_place = plan.trace.schedule, plan.read_in_place
+    schedule, in_place = plan.schedule, plan.read_in_place
     sizes = [stage.slab_bytes for stage in plan.trace.stages]
     uses = list(replay(slab_policy(schedule, sizes, plan.slabs, in_place), rounds=2))
     positions = slab_positions(schedule, in_place)

@@ -1,17 +1,91 @@
-"""The thread that adds gradients to sums while the device computes."""
+"""Additions of gradients to sums while the device computes: on a thread, or later on the calling thread."""
 
 from __future__ import annotations
 
+import abc
+import contextlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import final
 
 from headwater.core.recorder import GRADIENT, RECORDER
 
 
+class Additions(abc.ABC):
+    """Interface: runs additions in the order of their submission."""
+
+    @abc.abstractmethod
+    def submit(self, add: Callable[[], None], num_bytes: int) -> None:
+        """Run `add` after all additions submitted before.
+
+        Args:
+            add: the addition.
+            num_bytes: bytes of its gradient.
+        """
+
+    @abc.abstractmethod
+    def drain(self) -> None:
+        """Block until the gradients that wait have no more bytes than the limit."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Block until all additions have ended. Raise what an addition has raised."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Block until all additions have ended, and ignore their errors."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release threads. Additions that have not begun may be dropped."""
+
+
 @final
-class AdditionThread:
+class LaterAdditions(Additions):
+    """Runs additions on the thread that calls `drain` or `finish`.
+
+    Ranks add to their common sums in turns, on the thread that computes. An addition that waits here gives
+    the copy of its gradient time to end.
+
+    Args:
+        limit_bytes: `drain` runs additions while more bytes wait.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
+        self._waiting_bytes = 0
+
+    def submit(self, add: Callable[[], None], num_bytes: int) -> None:
+        self._waiting.append((add, num_bytes))
+        self._waiting_bytes += num_bytes
+
+    def drain(self) -> None:
+        while self._waiting_bytes > self._limit_bytes:
+            self._run_first()
+
+    def finish(self) -> None:
+        while self._waiting:
+            self._run_first()
+
+    def _run_first(self) -> None:
+        add, num_bytes = self._waiting.popleft()
+        self._waiting_bytes -= num_bytes
+        _recorded(add, num_bytes)
+
+    def abandon(self) -> None:
+        while self._waiting:
+            # It runs nevertheless: it waits for a copy, whose memory must live until then.
+            with contextlib.suppress(Exception):
+                self._run_first()
+
+    def close(self) -> None:
+        self.abandon()
+
+
+@final
+class AdditionThread(Additions):
     """Runs additions on a thread, in the order of their submission. Counts the bytes of gradients that wait.
 
     Args:
@@ -25,7 +99,6 @@ class AdditionThread:
         self._waiting_bytes = 0
 
     def submit(self, add: Callable[[], None], num_bytes: int) -> None:
-        """Run `add` on the thread, after all additions submitted before."""
         self._waiting.append((self._thread.submit(_recorded, add, num_bytes), num_bytes))
         self._waiting_bytes += num_bytes
 
@@ -40,23 +113,27 @@ class AdditionThread:
         return self._waiting_bytes > self._limit_bytes
 
     def drain(self) -> None:
-        """Block until `is_backlogged` is false."""
         while self.is_backlogged():
             self._finish_first()
 
     def finish(self) -> None:
-        """Block until all additions have ended."""
         while self._waiting:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        addition, num_bytes = self._waiting.popleft()
-        addition.result()
-        # After `result`: a gradient counts until it is added.
+        addition, num_bytes = self._waiting[0]
+        # Before it is removed: after an interrupt of this wait, the gradient still counts as waiting.
+        wait([addition])
+        self._waiting.popleft()
         self._waiting_bytes -= num_bytes
+        addition.result()
+
+    def abandon(self) -> None:
+        wait([addition for addition, _ in self._waiting])
+        self._waiting.clear()
+        self._waiting_bytes = 0
 
     def close(self) -> None:
-        """End the thread. Additions that have not begun are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 

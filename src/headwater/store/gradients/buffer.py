@@ -1,9 +1,9 @@
-"""Buffers in host memory or on disk, in which one rank's gradients wait for the update of their stage."""
+"""Buffers in memory or on disk, in which one rank's gradients wait for the update of their stage."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import final
 
@@ -16,13 +16,11 @@ from headwater.store.gradients.port import Gradients
 
 
 class GradientBuffer(abc.ABC):
-    """A place in which the gradient sums of each stage wait for the stage's update.
+    """A place in which the gradient sums of each stage wait for the stage's update."""
 
-    Attributes:
-        is_memory: true if `look` returns the very tensors that are held, and not copies.
-    """
-
-    is_memory: bool
+    @abc.abstractmethod
+    def is_memory(self, stage: int) -> bool:
+        """True if `look` returns the very tensors that are held of a stage, and not copies."""
 
     @abc.abstractmethod
     def put(self, stage: int, gradients: Gradients) -> None:
@@ -30,11 +28,11 @@ class GradientBuffer(abc.ABC):
 
     @abc.abstractmethod
     def take(self, stage: int) -> Gradients | None:
-        """Remove and return the gradients of a stage, or `None` if the buffer has none of it."""
+        """Remove and return the gradients of a stage, or `None` if the buffer does not hold any of them."""
 
     @abc.abstractmethod
     def look(self, stage: int) -> Gradients:
-        """Return the gradients of a stage, which stay in the buffer. The list is empty if it has none."""
+        """Return the gradients of a stage, which stay in the buffer. Without gradients the list is empty."""
 
     @abc.abstractmethod
     def drop(self, stage: int, param: int) -> None:
@@ -59,13 +57,14 @@ class GradientBuffer(abc.ABC):
 
 @final
 class MemoryBuffer(GradientBuffer):
-    """A gradient buffer in host memory. It keeps the tensors that autograd made, and copies nothing."""
-
-    is_memory = True
+    """A gradient buffer in memory. It keeps the tensors that autograd made, and copies nothing."""
 
     def __init__(self) -> None:
         self._held: dict[int, Gradients] = {}
         self._kept: dict[int, Gradients] = {}
+
+    def is_memory(self, stage: int) -> bool:
+        return True
 
     def put(self, stage: int, gradients: Gradients) -> None:
         self._held[stage] = gradients
@@ -104,13 +103,11 @@ class DiskBuffer(GradientBuffer):
     Sparse gradients stay in memory: they have a few rows each.
 
     Args:
-        stages: the stages.
+        stages: the stages whose gradients are put here.
         folder: where the files are created.
         dtype_of: returns the dtype in which a gradient is held, from the parameter's wire dtype.
         verify: compare what is read with checksums of what was written.
     """
-
-    is_memory = False
 
     def __init__(
         self,
@@ -120,15 +117,18 @@ class DiskBuffer(GradientBuffer):
         *,
         verify: bool = False,
     ) -> None:
-        self._stages = stages
+        self._stages = {stage.index: stage for stage in stages}
         self._verify = verify
         self._dtype_of = dtype_of
         self._paths = {s.index: folder / f"gradient_{s.index:04d}.bin" for s in stages}
-        self._files = self._open(range(len(stages)))
+        self._files = dict(zip(self._stages, self._open(list(self._stages)), strict=True))
         self._present: dict[int, list[bool]] = {}
         self._sparse: dict[int, dict[int, torch.Tensor]] = {}
         self._kept: dict[int, tuple[BlockFile, list[bool], dict[int, torch.Tensor]]] = {}
         self._spare: dict[int, BlockFile] = {}  # second files of stages, opened when a stage is first kept
+
+    def is_memory(self, stage: int) -> bool:
+        return False
 
     def _open(self, stages: Sequence[int]) -> list[BlockFile]:
         contents = [f"the gradients of stage {self._stages[stage].name!r}" for stage in stages]
@@ -206,5 +206,52 @@ class DiskBuffer(GradientBuffer):
 
     def close(self) -> None:
         self.forget()
-        for file in (*self._files, *self._spare.values()):
+        for file in (*self._files.values(), *self._spare.values()):
             file.close()
+
+
+@final
+class SplitBuffer(GradientBuffer):
+    """A gradient buffer that keeps the gradients of some stages in memory, and those of the others elsewhere.
+
+    Args:
+        stages: indices of the stages whose gradients are kept in memory, on the device where they are.
+        others: the buffer of the other stages.
+    """
+
+    def __init__(self, stages: Collection[int], others: GradientBuffer) -> None:
+        self._stages = stages
+        self._memory = MemoryBuffer()
+        self._others = others
+
+    def _of(self, stage: int) -> GradientBuffer:
+        return self._memory if stage in self._stages else self._others
+
+    def is_memory(self, stage: int) -> bool:
+        return self._of(stage).is_memory(stage)
+
+    def put(self, stage: int, gradients: Gradients) -> None:
+        self._of(stage).put(stage, gradients)
+
+    def take(self, stage: int) -> Gradients | None:
+        return self._of(stage).take(stage)
+
+    def look(self, stage: int) -> Gradients:
+        return self._of(stage).look(stage)
+
+    def drop(self, stage: int, param: int) -> None:
+        self._of(stage).drop(stage, param)
+
+    def keep(self, stage: int) -> None:
+        self._of(stage).keep(stage)
+
+    def restore(self, stage: int) -> None:
+        self._of(stage).restore(stage)
+
+    def forget(self) -> None:
+        self._memory.forget()
+        self._others.forget()
+
+    def close(self) -> None:
+        self._memory.close()
+        self._others.close()

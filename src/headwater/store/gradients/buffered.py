@@ -71,7 +71,7 @@ class BufferedSums:
         return self._buffer.look(stage)
 
     def take(self, stage: int) -> Gradients | None:
-        """Remove and return all sums of a stage, or `None` if the stage has none."""
+        """Remove and return all sums of a stage, or `None` if nothing was added for it."""
         self.settle(stage)
         self._return_lent(stage)
         return self._buffer.take(stage)
@@ -102,7 +102,7 @@ class BufferedSums:
             self.save(stage)
             self.settle(stage)
             held = self._buffer.look(stage)
-            if self._buffer.is_memory:
+            if self._buffer.is_memory(stage):
                 if stage in self._saved:  # the saved tensor must stay as it is
                     held[param] = _copy(held[param])
                 lent = {param: held[param]}
@@ -134,7 +134,7 @@ class BufferedSums:
 
     def _return_lent(self, stage: int) -> None:
         """Write lent copies back to the buffer. A buffer in memory has lent its own tensors, not copies."""
-        if self._buffer.is_memory:
+        if self._buffer.is_memory(stage):
             return
         keys = [(stage, param) for param in range(len(self._stages[stage].params))]
         lent = {key[1]: self._lent.pop(key) for key in keys if key in self._lent}
@@ -180,6 +180,7 @@ class BufferedSums:
     def close(self) -> None:
         """Release memory and files."""
         self._lent.clear()
+        self._open.clear()
         self._buffer.close()
 
 

@@ -47,7 +47,9 @@ class HostGradients(GradientSink):
         self._second: dict[ParamKey, torch.Tensor] = {}  # second gradients of the last micro-batch
         self._multiplied: set[ParamKey] = set()  # sums that were multiplied since they were measured
 
-    def add(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> bool:
+    def add(
+        self, key: ParamKey, gradient: torch.Tensor, *, last: bool, norm: torch.Tensor | None = None
+    ) -> bool:
         if last and self._phase is not Phase.SENDING:
             self._phase = Phase.SENDING
             self._exchange.start(self._ranks.step, self._ranks.sums.turns.micro_batch)

@@ -20,6 +20,8 @@ from headwater.store.sparse import add
 class LocalGradients(EditableGradients):
     """The gradients of a run with one rank: added up as they arrive, in the tensors that autograd made.
 
+    The gradients of a stage are all in host memory, or all on the device; they are added up there.
+
     Args:
         stages: the stages.
         buffer: where sums wait.
@@ -38,18 +40,22 @@ class LocalGradients(EditableGradients):
         self._sums = BufferedSums(stages, buffer)
         self._num_trained = [sum(spec.requires_grad for spec in stage.params) for stage in stages]
 
-    def add(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> bool:
+    def add(
+        self, key: ParamKey, gradient: torch.Tensor, *, last: bool, norm: torch.Tensor | None = None
+    ) -> bool:
         # Plain PyTorch would add it to a gradient that the step has used up.
         if key in self.status.consumed:
             return False
         stage, param = key
         opened = self._sums.open(stage)
-        total = opened.gradients[param] = self._added(key, opened.gradients[param], gradient)
+        before = opened.gradients[param]
+        total = opened.gradients[param] = self._added(key, before, gradient)
         opened.received.add(param)
         self.status.arrive(key, is_sparse=total.is_sparse)
         # Measured while it is in the cache; on disk this saves a read.
         if last:
-            self.status.measure(key, gradient_norm(total))
+            is_whole = before is None and total.dtype == gradient.dtype
+            self.status.measure(key, norm if norm is not None and is_whole else _norm_on_host(total))
         if len(opened.received) == self._num_trained[stage]:
             self._sums.settle(stage)  # on disk this frees the memory of the stage's gradients
         return False
@@ -76,7 +82,7 @@ class LocalGradients(EditableGradients):
         for stage in sorted({stage for stage, _ in missing}):
             for param, total in enumerate(self._sums.look(stage)):
                 if total is not None and (stage, param) in missing:
-                    self.status.measure((stage, param), gradient_norm(total))
+                    self.status.measure((stage, param), _norm_on_host(total))
         return self.status.norm(keys)
 
     def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
@@ -114,7 +120,7 @@ class LocalGradients(EditableGradients):
     def multiply(self, key: ParamKey, factor: Callable[[], torch.Tensor]) -> None:
         total = self.borrow(key)
         if total is not None:
-            total.mul_(factor())
+            total.mul_(factor().to(total.device))
 
     def replace(self, key: ParamKey, gradient: torch.Tensor) -> None:
         stage, param = key
@@ -141,4 +147,10 @@ class LocalGradients(EditableGradients):
         self._sums.forget()
 
     def close(self) -> None:
+        # Norms of a step that failed may be in memory that the device lends.
+        self.status.leave_all()
         self._sums.close()
+
+
+def _norm_on_host(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient_norm(gradient).to("cpu")

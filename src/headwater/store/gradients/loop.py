@@ -38,7 +38,9 @@ class LoopGradients(EditableGradients):
         self._taken: dict[ParamKey, torch.Tensor | None] = {}
         self._before: dict[ParamKey, torch.Tensor] = {}  # copies of the remembered sums
 
-    def add(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> bool:
+    def add(
+        self, key: ParamKey, gradient: torch.Tensor, *, last: bool, norm: torch.Tensor | None = None
+    ) -> bool:
         return key not in self.status.consumed and self._sums.shared.add(key, gradient)
 
     def drain(self) -> None:

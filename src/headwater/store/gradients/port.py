@@ -32,13 +32,14 @@ class GradientSink(abc.ABC):
     is_shared: bool
 
     @abc.abstractmethod
-    def add(self, key: ParamKey, gradient: Tensor, *, last: bool) -> bool:
+    def add(self, key: ParamKey, gradient: Tensor, *, last: bool, norm: Tensor | None = None) -> bool:
         """Add the gradient of one parameter in one micro-batch to the parameter's sum.
 
         Args:
             key: the parameter.
             gradient: it belongs to the sums from now on.
             last: true if this is the step's last micro-batch, as far as is known.
+            norm: the 2-norm of `gradient` in fp32 or wider, if it is known already.
 
         Returns:
             True if too many gradients wait to be added: the caller calls `drain` before it computes more.
@@ -75,7 +76,7 @@ class GradientSink(abc.ABC):
 
     @abc.abstractmethod
     def take(self, stage: int) -> Gradients | None:
-        """Remove and return the gradients that wait for a stage's update, or `None` if it has none."""
+        """Remove and return the gradients that wait for a stage's update, or `None` if nothing waits."""
 
     @abc.abstractmethod
     def put_back(self, stage: int, gradients: Gradients) -> None:

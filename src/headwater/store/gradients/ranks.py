@@ -40,7 +40,9 @@ class RankGradients(GradientSink):
         self._fabric = fabric
         self._committed: set[ParamKey] = set()
 
-    def add(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> bool:
+    def add(
+        self, key: ParamKey, gradient: torch.Tensor, *, last: bool, norm: torch.Tensor | None = None
+    ) -> bool:
         return self.sums.add(key, gradient)
 
     def drain(self) -> None:

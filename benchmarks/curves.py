@@ -1,0 +1,140 @@
+"""Speed and memory over tokens per step and over model size: `python -m benchmarks.curves --over tokens`.
+
+Writes a PNG with two curves: tokens per second relative to plain PyTorch in the same round, and peak memory.
+A point that does not fit in memory, or fails otherwise, is left out of its curve and named in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from benchmarks.runner import Results, Row, System, interleave, print_table, save, table
+from benchmarks.workload import Dtype, Workload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
+
+PLAIN = System("plain PyTorch, allocator tuned", "torch_", ("--tuned",))
+SYSTEMS = [
+    PLAIN,
+    System("Headwater, memory", "headwater_", ("--tier=memory",)),
+    System("Headwater, disk", "headwater_", ("--tier=disk", "--disk={disk}")),
+]
+
+SIZES = {
+    10e6: (4, 256, 4, 26000),
+    30e6: (6, 384, 6, 50257),
+    124e6: (12, 768, 12, 50257),
+    354e6: (24, 1024, 16, 50257),
+    774e6: (36, 1280, 20, 50257),
+    1.3e9: (24, 2048, 16, 50257),
+}
+"""Layers, width, heads and vocabulary, by the approximate number of parameters."""
+
+
+class Point(NamedTuple):
+    """A point of the curves: its place on the horizontal axis, and what is trained there."""
+
+    place: float
+    workload: Workload
+
+
+def token_points(dtype: Dtype, most: float) -> list[Point]:
+    """Return a GPT of 12 blocks of width 768 with 512 to `most` tokens a step."""
+    base = Workload(dtype=dtype, rotate=1, warmup=1)
+    batches = [size for size in (1, 2, 4, 8, 16, 32, 64) if size * base.sequence <= most]
+    return [
+        Point(size * base.sequence, dataclasses.replace(base, batch=size, steps=_num_steps(size * 124e6)))
+        for size in batches
+    ]
+
+
+def size_points(dtype: Dtype, most: float) -> list[Point]:
+    """Return GPTs of 10M to `most` parameters with 2,048 tokens a step."""
+    return [
+        Point(size, Workload(*shape, dtype=dtype, warmup=1, steps=_num_steps(4 * size)))
+        for size, shape in SIZES.items()
+        if size <= most
+    ]
+
+
+def _num_steps(work: float) -> int:
+    """Return the number of counted steps: `work` is parameters times sequences."""
+    return 5 if work < 1e9 else 3 if work < 4e9 else 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--over", choices=["tokens", "size"], default="tokens")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
+    parser.add_argument("--most", type=float, help="largest number of tokens, or of parameters")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="folder of the disk tier")
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
+    points = (
+        token_points(args.dtype, args.most or 32768)
+        if args.over == "tokens"
+        else size_points(args.dtype, args.most or 1.3e9)
+    )
+    measured: dict[float, Results] = {}
+    for point in points:
+        print(f"{args.over}: {point.place:.3g}", flush=True)
+        measured[point.place] = interleave(SYSTEMS, point.workload, args.rounds, args.folder)
+    name = f"curve_{args.over}_{args.dtype}"
+    rows = rows_of(measured)
+    print_table(rows)
+    print(save(name, {place: dataclasses.asdict(results) for place, results in measured.items()}))
+    label = "tokens per step" if args.over == "tokens" else "parameters"
+    draw(rows, label, PICTURES / f"{name}.png")
+    return 1 if any(results.failures for results in measured.values()) else 0
+
+
+def rows_of(measured: Mapping[float, Results]) -> list[Row]:
+    """Return a row for each place and system."""
+    return [
+        {"place": place, **row}
+        for place, results in measured.items()
+        for row in [*table(results.runs, PLAIN.name), *results.failed_rows()]
+    ]
+
+
+def draw(rows: Sequence[Row], label: str, path: Path) -> None:
+    """Draw relative speed and peak memory of every system over `place` as a PNG at `path`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    speed, memory = figure.subplots(1, 2)
+    for system in SYSTEMS:
+        own = [row for row in rows if row["system"] == system.name]
+        _curve(speed, own, "ratio", system.name)
+        _curve(memory, own, "peak_rss_gib", system.name)
+    speed.set(xlabel=label, ylabel="tokens per second, relative to plain PyTorch", ylim=(0, None))
+    memory.set(xlabel=label, ylabel="peak resident memory, GiB", ylim=(0, None))
+    speed.legend()
+    for axes in (speed, memory):
+        axes.set_xscale("log", base=2 if label == "tokens per step" else 10)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def _curve(axes: Axes, rows: Sequence[Row], column: str, name: str) -> None:
+    # A system that failed has no number in this column.
+    places = [float(str(row["place"])) for row in rows if isinstance(row.get(column), float | int)]
+    values = [float(str(row[column])) for row in rows if isinstance(row.get(column), float | int)]
+    axes.plot(places, values, marker="o", label=name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

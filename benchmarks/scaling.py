@@ -1,0 +1,85 @@
+"""A family on whole books: `python -m benchmarks.scaling --books FOLDER --folder DIR`.
+
+Six sizes are trained with 20 tokens per parameter. The power law through the first five predicts the sixth.
+Steps that are done already are not repeated, so the program can be stopped and continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.runner import save
+
+VOCABULARY, LENGTH = 512, 64
+WIDTHS, DEPTH = (16, 32, 48, 64, 80, 96), 2
+PARAMS = """\
+# The base of the family: the size whose learning rate was chosen.
+extends: gpt/tiny
+trainer:
+  init:
+    model: {{vocab_size: {vocabulary}, hidden_size: 32, num_hidden_layers: {depth}, num_heads: 2,
+             max_position_embeddings: {length}}}
+    schedulers:
+    - CosineDecayLR: {{initial_learning_rate: {rate}, end_learning_rate: {final_rate}, total_iters: 100}}
+    loop: {{max_steps: 100}}
+    logging: {{log_steps: 200}}
+    callbacks: []
+  fit:
+    train_dataloader: &train
+      data_dir: {data}/train
+      batch_size: 16
+    val_dataloader: &val
+      <<: *train
+      data_dir: {data}/val
+      batch_size: 256
+      shuffle: false
+  validate:
+    val_dataloader: *val
+"""
+
+
+def headwater(*words: object) -> None:
+    subprocess.run([sys.executable, "-m", "headwater", *map(str, words)], check=True)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--books", type=Path, required=True, help="folder with texts, .txt or .txt.gz")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for data, runs and the law")
+    parser.add_argument("--learning_rate", type=float, default=4e-3, help="rate of the base (%(default)s)")
+    parser.add_argument("--parametrization", default="mup", help="mup or standard (%(default)s)")
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    folder = args.folder.absolute()
+    data, family = folder / "data", folder / f"family_{args.parametrization}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not data.exists():
+        sizes = ("--vocab_size", VOCABULARY, "--sequence_length", LENGTH)
+        headwater("data", *sorted(args.books.glob("*.txt*")), *sizes, "--out", data)
+    if not family.exists():
+        base = folder / "base.yaml"
+        rates = {"rate": args.learning_rate, "final_rate": args.learning_rate / 10}
+        base.write_text(PARAMS.format(data=data, vocabulary=VOCABULARY, length=LENGTH, depth=DEPTH, **rates))
+        shape = ("--widths", *WIDTHS, "--depths", DEPTH, "--parametrization", args.parametrization)
+        headwater("scaling", "write", base, "--out", family, *shape)
+    begin = time.monotonic()
+    headwater("scaling", "run", family)
+    seconds = time.monotonic() - begin
+    headwater("scaling", "fit", family)
+    report = json.loads((family / "scaling.json").read_text())
+    save(
+        f"scaling_{args.parametrization}",
+        {"learning_rate": args.learning_rate, "training_s": round(seconds), **report},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A web page that shows runs and jobs while they happen."""

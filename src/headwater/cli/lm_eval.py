@@ -1,0 +1,118 @@
+"""`headwater lm_eval`: evaluate a language model on the tasks of EleutherAI's lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from headwater.cli.arguments import USAGE, add_model_arguments, read_model
+from headwater.cli.output import open_console
+from headwater.config.document import Document
+from headwater.config.harness import HarnessArguments
+from headwater.config.origins import Origin, Origins
+from headwater.config.run import RunConfig, read_section
+from headwater.core.errors import ConfigError
+from headwater.trainer.harness import evaluate_tasks, load_tasks
+from headwater.trainer.inference import Inference, model_codec
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `headwater lm_eval`."""
+    parser.description = (
+        "Evaluate a checkpoint on tasks of EleutherAI's lm-evaluation-harness. PARAMS may also be a folder "
+        "of the transformers library, with config.json and weights."
+    )
+    parser.usage = f"headwater lm_eval [-h] {USAGE} --tasks TASK[,TASK ...]"
+    add_model_arguments(parser)
+    group = parser.add_argument_group("options of the harness")
+    for name, kind, help_text in _OPTIONS:
+        dashes = [f"--{name}", *_SHORT.get(name, ())]
+        if kind is bool:
+            group.add_argument(*dashes, action="store_true", default=None, dest=name, help=help_text)
+        else:
+            group.add_argument(*dashes, type=kind, dest=name, metavar="VALUE", help=help_text)
+    parser.add_argument("--keep_data_dir", action="store_true", help=argparse.SUPPRESS)
+
+
+_SHORT = {
+    "tasks": ("-t",),
+    "num_fewshot": ("-f",),
+    "limit": ("-L",),
+    "write_out": ("-w",),
+    "log_samples": ("-s",),
+    "predict_only": ("-x",),
+}
+
+_OPTIONS: tuple[tuple[str, type, str], ...] = (
+    ("tasks", str, "tasks or groups of tasks with commas between them, or YAML files of tasks"),
+    ("num_fewshot", int, "solved examples before each question"),
+    ("output_path", str, "a .json file for the results, or a folder for results and samples"),
+    ("limit", float, "largest number of questions of each task; below 1: fraction of them"),
+    ("use_cache", str, "path of a database of answers, for later evaluations of the same weights"),
+    ("cache_requests", str, "true, refresh or delete: keep the prompts of the tasks on disk"),
+    ("check_integrity", bool, "run the harness's checks of the tasks"),
+    ("write_out", bool, "print the first prompts of each task"),
+    ("log_samples", bool, "write every question and answer beside the results; needs --output_path"),
+    ("system_instruction", str, "system message before each prompt"),
+    ("apply_chat_template", bool, "write prompts as conversations"),
+    ("fewshot_as_multiturn", bool, "write each solved example as separate messages"),
+    ("show_config", bool, "print the results with the settings of all tasks as JSON"),
+    ("include_path", str, "folder with more task files"),
+    ("predict_only", bool, "write answers without metrics; needs --output_path"),
+    ("seed", str, "seeds of random, numpy, torch and the choice of examples (0,1234,1234,1234)"),
+    ("trust_remote_code", bool, "not supported"),
+    ("max_tokens", int, "most tokens to generate"),
+    ("temperature", float, "of generated tokens; 0: the most likely ones"),
+    ("top_k", int, "generate only among the k most likely tokens"),
+    ("top_p", float, "generate only among the most likely tokens whose probability reaches this"),
+    (
+        "truncate",
+        bool,
+        "shorten prompts that are too long, from their beginning, instead of ending with an error",
+    ),
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate a model, print the results and write them; return the exit code."""
+    config = read_model(args)
+    arguments = harness_arguments(args, config)
+    open_console(config)
+    tasks = load_tasks(arguments)
+    codec = model_codec(config, args.tokenizer, args.eos_id)
+    inference = Inference(args.batch_size, args.max_sequence_length, args.checkpoint_path, tasks.generates)
+    results = evaluate_tasks(config, arguments, inference, codec, tasks)
+    from headwater.evaluation.tasks import as_json, tables, write_results
+
+    if arguments.show_config:
+        print(as_json(results))
+    print(tables(results))
+    if arguments.output_path is not None:
+        print(f"results: {write_results(results, Path(arguments.output_path))}")
+    return 0
+
+
+def harness_arguments(args: argparse.Namespace, config: RunConfig) -> HarnessArguments:
+    """Return the arguments of the harness: those of the params' callback, replaced by options.
+
+    Raises:
+        ConfigError: if tasks are missing, or an option is not valid.
+    """
+    section = next(iter(config.init.harnesses), None)
+    given = {} if section is None else section.eeh_args.model_dump(mode="json", exclude_unset=True)
+    options = {name: getattr(args, name) for name, _, _ in _OPTIONS}
+    tree = given | {name: value for name, value in options.items() if value is not None}
+    place = Origins(Origin("options of lm_eval", ()))
+    arguments, _ = read_section(HarnessArguments, Document({"eeh_args": tree}, place), ("eeh_args",))
+    for problem, remedy in _problems(arguments):
+        raise ConfigError(problem, where="headwater lm_eval", remedy=remedy)
+    return arguments
+
+
+def _problems(arguments: HarnessArguments) -> Iterator[tuple[str, str]]:
+    """Yield what is missing, each with its remedy."""
+    if not arguments.names:
+        yield "there are no tasks", "add --tasks, such as --tasks lambada_openai,hellaswag"
+    if (arguments.log_samples or arguments.predict_only) and arguments.output_path is None:
+        yield "samples have no place", "add --output_path with a folder"

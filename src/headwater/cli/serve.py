@@ -1,0 +1,184 @@
+"""`headwater serve`: answer requests to language models over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from headwater.cli.arguments import add_override_options, read_folder
+from headwater.core.errors import ConfigError
+from headwater.serving.process import Address, listen, serve
+from headwater.serving.service import Service
+from headwater.serving.worker import Worker
+from headwater.serving.writing import ServedModel
+from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.inference import PASS_TOKENS, Inference, model_codec, open_batcher
+
+_MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk"})
+_OWN = frozenset({"model_dir", "model", "batch_size", "checkpoint_path"})
+TOKEN = "HEADWATER_TOKEN"
+"""Environment variable with the token of a server."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `headwater serve`."""
+    parser.description = (
+        "Answer requests in the JSON of OpenAI's API (/v1/completions, /v1/chat/completions) and of the "
+        "Cerebras-GPT model card (/score). A small chat page is at /."
+    )
+    parser.usage = "headwater serve [-h] [NAME=]FOLDER ... [--option VALUE ...]"
+    add_served_models(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0: a free one (%(default)s)")
+    parser.add_argument(
+        "--token_file",
+        type=Path,
+        metavar="PATH",
+        help=f"file with the token that requests must send (the variable {TOKEN}); needed for any --host but "
+        "a loopback address",
+    )
+    parser.add_argument(
+        "--drain_seconds",
+        type=int,
+        default=60,
+        metavar="N",
+        help="at SIGTERM, wait this long for requests that have begun (%(default)s)",
+    )
+
+
+def add_served_models(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name models and their memory."""
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="[NAME=]FOLDER",
+        help="model_dir of a run, or a folder of the transformers library; the first is the default model",
+    )
+    parser.add_argument(
+        "--model_dir", action="append", default=[], metavar="[NAME=]FOLDER", help="the same as [NAME=]FOLDER"
+    )
+    parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to use (the newest)")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer.json, or a folder with a tokenizer (the one in the folder of the model)",
+    )
+    parser.add_argument("--eos_id", type=int, metavar="ID", help="end-of-text token (found in the tokenizer)")
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="texts of full length whose keys and values fit into memory at once; shorter ones are more, up "
+        "to four times as many (%(default)s)",
+    )
+    parser.add_argument(
+        "--pass_tokens",
+        type=int,
+        default=PASS_TOKENS,
+        metavar="N",
+        help="most tokens that are read in one pass over the weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--max_sequence_length", type=int, metavar="N", help="most tokens of a text (the model's positions)"
+    )
+    add_override_options(parser, _MACHINE, without=_OWN)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT arrives; return the exit code."""
+    check_packages()
+    address = Address(args.host, args.port, _token(args.token_file))
+    with listen(address) as listener:
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        place = f"http://{host}:{listener.getsockname()[1]}"
+        with open_service(args) as service:
+            print(f"serving {', '.join(service.models)} at {place}", flush=True)
+            serve(service, listener, address.token, args.drain_seconds)
+    print("the server has stopped", flush=True)
+    return 0
+
+
+def check_packages() -> None:
+    """Check that the packages of the extra `serve` are installed.
+
+    Raises:
+        ConfigError: if one is missing.
+    """
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"serving needs the package {package}, which is not installed",
+                remedy="pip install 'headwater[serve]'",
+            )
+
+
+@contextmanager
+def open_service(args: argparse.Namespace) -> Iterator[Service]:
+    """Open the models that the arguments name."""
+    named = models_by_name([*args.models, *args.model_dir])
+    if len(named) > 1 and (args.checkpoint_path or args.tokenizer or args.eos_id is not None):
+        raise ConfigError(
+            f"--checkpoint_path, --tokenizer and --eos_id belong to one model, got {len(named)} models",
+            remedy="leave these options out, or serve one model",
+        )
+    for option in ("batch_size", "pass_tokens"):
+        if getattr(args, option) < 1:
+            found = getattr(args, option)
+            raise ConfigError(
+                f"expected at least 1, got {found}", where=f"--{option}", remedy="use 1 or more"
+            )
+    inference = Inference(args.batch_size, args.max_sequence_length, args.checkpoint_path)
+    with ExitStack() as opened:
+        models = {}
+        for name, folder in named.items():
+            config = read_folder(folder, args.overrides)
+            codec = model_codec(config, args.tokenizer, args.eos_id)
+            model, batcher = opened.enter_context(open_batcher(config, inference, args.pass_tokens))
+            worker = Worker(batcher, f"headwater-serve-{name}")
+            # Before the engine closes: the thread uses it.
+            opened.callback(worker.close)
+            checkpoint = args.checkpoint_path or CheckpointManager(config.init.model_dir).newest_whole()
+            source = f"{folder.resolve()}, checkpoint {checkpoint and checkpoint.resolve()}"
+            models[name] = ServedModel(name, codec, model.vocab_size, worker, int(time.time()), source)
+        yield Service(models)
+
+
+def models_by_name(words: list[str]) -> dict[str, Path]:
+    """Return the folders of models by name. A word without `NAME=` has the name of its folder.
+
+    Raises:
+        ConfigError: if no model is named, or two have the same name.
+    """
+    if not words:
+        raise ConfigError("expected a model", where="headwater serve", remedy="name the model_dir of a run")
+    found: dict[str, Path] = {}
+    for word in words:
+        name, equals, path = word.rpartition("=")
+        folder = Path(path).expanduser()
+        name = name if equals else folder.resolve().name
+        if not name or name in found:
+            raise ConfigError(
+                f"expected a different name for each model, got {name!r} for {folder}",
+                where="headwater serve",
+                remedy="write NAME=FOLDER",
+            )
+        found[name] = folder
+    return found
+
+
+def _token(path: Path | None) -> str | None:
+    if path is None:
+        return os.environ.get(TOKEN) or None
+    try:
+        return path.expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the token cannot be read: {error}", where=str(path), remedy="write a token into this file"
+        ) from error

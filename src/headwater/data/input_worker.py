@@ -1,0 +1,126 @@
+"""An input worker: a process that reads samples and sends batches to ranks, also on other hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, final
+
+import safetensors.torch
+import torch
+
+from headwater.core.errors import DataError, HeadwaterError
+from headwater.data.source import Samples
+from headwater.fabric.connection import Connection
+from headwater.fabric.handshake import StrangerError, examine, purpose_digest
+
+logger = logging.getLogger(__name__)
+
+BATCH, FACTS, PROBLEM = b"b", b"f", b"p"
+"""First byte of a reply: a batch, facts of the data set in JSON, or an error in JSON."""
+NUMBER = 0
+"""Number of every input worker in the handshake, and of every rank that connects to one."""
+_HANDSHAKE_S = 10.0
+_IDLE_S = 7 * 86400.0
+_CLOSED = {errno.EBADF, errno.EINVAL}
+_PAUSE_S = 0.05
+_MAX_STRANGERS = 64
+"""The most connections that are authenticated at a time."""
+
+
+@final
+class InputWorker:
+    """Answers requests for batches. Each connection has a thread, and sends one batch for each request.
+
+    Args:
+        data: purpose -> data set. Ranks name the purpose when they connect.
+        listener: a listening socket; closed by `close`.
+        secret: shared with the ranks.
+    """
+
+    def __init__(self, data: Mapping[str, Samples], listener: socket.socket, secret: bytes) -> None:
+        self._data = {purpose_digest(purpose): samples for purpose, samples in data.items()}
+        self._listener = listener
+        self._secret = secret
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+
+    def serve(self) -> None:
+        """Accept connections until `close`."""
+        while True:
+            try:
+                connection, place = self._listener.accept()
+            except ConnectionError:
+                continue  # the rank has gone
+            except OSError as error:
+                if self._listener.fileno() < 0 or error.errno in _CLOSED:
+                    return
+                time.sleep(_PAUSE_S)  # for example no file descriptors are left for now
+                continue
+            if not self._strangers.acquire(blocking=False):
+                connection.close()  # a rank tries again
+                continue
+            threading.Thread(target=self._serve, args=(connection, place), daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no further connections."""
+        with contextlib.suppress(OSError):
+            # This ends `accept`; `close` alone would not.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _serve(self, connection: socket.socket, place: Any) -> None:
+        try:
+            keys, _, purpose = examine(connection, self._secret, NUMBER, _HANDSHAKE_S)
+        except (StrangerError, OSError) as error:
+            logger.warning("refused a connection from %s: %s", place[0], error)
+            connection.close()
+            return
+        finally:
+            self._strangers.release()
+        samples = self._data.get(purpose)
+        # Suppressed: the rank has gone, or has been restarted.
+        with (
+            contextlib.closing(Connection(connection, keys, NUMBER, _IDLE_S)) as found,
+            contextlib.suppress(OSError, HeadwaterError),
+        ):
+            while True:
+                found.send_message(answer(samples, bytes(found.receive_message()))).result()
+
+
+def answer(samples: Samples | None, request: bytes) -> bytes:
+    """Return the reply to a request.
+
+    Args:
+        samples: the data set that the rank named; `None` if this worker does not have it.
+        request: draws as a list in JSON, or null for the facts of the data set.
+    """
+    if samples is None:
+        remedy = "start the worker with the params of the run, and with the same options"
+        return problem(DataError("the input worker was started for other data", remedy=remedy))
+    draws = json.loads(request)
+    if draws is None:
+        facts = {"num_samples": len(samples), "sequence_length": samples.sequence_length}
+        return FACTS + json.dumps(facts).encode()
+    batch = samples.__getitems__(draws)
+    return problem(batch) if isinstance(batch, DataError) else BATCH + pack(batch)
+
+
+def pack(batch: Mapping[str, torch.Tensor]) -> bytes:
+    """Return the bytes of a batch."""
+    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in batch.items()})
+
+
+def unpack(data: bytes) -> dict[str, torch.Tensor]:
+    """Return the batch that `pack` has packed."""
+    return safetensors.torch.load(data)
+
+
+def problem(error: DataError) -> bytes:
+    """Return the reply that reports an error."""
+    return PROBLEM + json.dumps({"what": error.what, "where": error.where, "remedy": error.remedy}).encode()

@@ -1,0 +1,1 @@
+"""Text generation: tokens for many requests at once, with few passes over the weights."""

@@ -1,0 +1,361 @@
+"""Answers to requests: texts of a model in OpenAI's JSON and in the card's."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, final
+
+from headwater.core.errors import HeadwaterError
+from headwater.core.seeding import derive_seed
+from headwater.generation.batcher import FinishReason
+from headwater.generation.sampling import Chosen, Sampling
+from headwater.serving.schemas import CardRequest, ChatRequest, CompletionRequest, TextSettings
+from headwater.serving.text import UNFINISHED
+from headwater.serving.writing import Delta, ServedModel, Text, TextRequest, Writing, whole
+
+Json = dict[str, Any]
+
+
+class Answer(abc.ABC):
+    """An answer that a model is writing.
+
+    Args:
+        model: the model.
+        requests: the texts to write.
+        prompts: token ids of the prompts. Several texts may have the same one.
+
+    Attributes:
+        model: the model.
+        prompt_tokens: tokens of all prompts.
+        writings: the texts.
+    """
+
+    def __init__(
+        self, model: ServedModel, requests: Sequence[TextRequest], prompts: Sequence[Sequence[int]]
+    ) -> None:
+        self.model = model
+        self.prompt_tokens = sum(map(len, prompts))
+        self.writings: list[Writing] = []
+        try:
+            for request in requests:
+                self.writings.append(Writing(model, request))
+        except BaseException:
+            # Whatever it is, also an interrupt: the client never gets the texts that have begun.
+            self.cancel()
+            raise
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens so far."""
+        return sum(writing.num_tokens for writing in self.writings)
+
+    def cancel(self) -> None:
+        """Stop writing."""
+        for writing in self.writings:
+            writing.cancel()
+
+    async def texts(self) -> list[Text]:
+        """Return the whole texts. If the task is cancelled, the model stops writing."""
+        try:
+            return list(await asyncio.gather(*map(whole, self.writings)))
+        finally:
+            self.cancel()
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Delta | None]]:
+        """Yield the pieces of all texts as they are written, each with the number of the text.
+
+        `None` follows the last piece of a text.
+
+        Raises:
+            HeadwaterError: if the model fails.
+        """
+        queue: asyncio.Queue[tuple[int, Delta | HeadwaterError | None]] = asyncio.Queue()
+
+        async def collect(number: int, writing: Writing) -> None:
+            try:
+                async for delta in writing.deltas():
+                    queue.put_nowait((number, delta))
+            except HeadwaterError as error:
+                queue.put_nowait((number, error))
+            queue.put_nowait((number, None))
+
+        tasks = [asyncio.create_task(collect(*each)) for each in enumerate(self.writings)]
+        left = len(tasks)
+        try:
+            while left:
+                number, item = await queue.get()
+                if isinstance(item, HeadwaterError):
+                    raise item
+                left -= item is None
+                yield number, item
+        finally:
+            self.cancel()
+            for task in tasks:
+                task.cancel()
+
+    @abc.abstractmethod
+    async def body(self) -> Any:
+        """Return the whole answer as JSON."""
+
+
+class OpenAIAnswer(Answer):
+    """An answer of OpenAI's API.
+
+    Args:
+        model: the model.
+        requests: the texts to write.
+        prompts: token ids of the prompts.
+        settings: the body of the request.
+
+    Attributes:
+        id: identifies the answer.
+        streams: True if the client wants the answer in pieces.
+    """
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(
+        self,
+        model: ServedModel,
+        requests: Sequence[TextRequest],
+        prompts: Sequence[Sequence[int]],
+        settings: TextSettings,
+    ) -> None:
+        super().__init__(model, requests, prompts)
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.streams = bool(settings.stream)
+        self._created = int(time.time())
+        options = settings.stream_options
+        self._reports_usage = options is not None and options.include_usage
+
+    @final
+    async def body(self) -> Json:
+        texts = await self.texts()
+        choices = [self.choice(number, text) for number, text in enumerate(texts)]
+        return self._frame(self.kind) | {"choices": choices, "usage": self._usage()}
+
+    @final
+    async def chunks(self) -> AsyncIterator[Json]:
+        """Yield the answer in pieces, for server-sent events."""
+        frame = self._frame(self.chunk_kind) | ({"usage": None} if self._reports_usage else {})
+        for number in range(len(self.writings)):
+            for first in self.first_choices(number):
+                yield frame | {"choices": [first]}
+        async for number, delta in self.pieces():
+            reason = self.writings[number].reason if delta is None else None
+            choice = self.chunk_choice(number, delta or Delta(""), reason)
+            if choice is not None:
+                yield frame | {"choices": [choice]}
+        if self._reports_usage:
+            yield frame | {"choices": [], "usage": self._usage()}
+
+    @abc.abstractmethod
+    def choice(self, number: int, text: Text) -> Json:
+        """Return a whole text as JSON."""
+
+    def first_choices(self, number: int) -> Sequence[Json]:
+        """Return what is sent of a text before it is written."""
+        return ()
+
+    @abc.abstractmethod
+    def chunk_choice(self, number: int, delta: Delta, reason: FinishReason | None) -> Json | None:
+        """Return a piece of a text as JSON; `None` if there is nothing to send."""
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a single token."""
+        # After another token: some tokenizers drop the space at the beginning of a text.
+        once = self.model.codec.decode([token])
+        return self.model.codec.decode([token, token])[len(once) :] or once
+
+    def _frame(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self.model.name}
+
+    def _usage(self) -> Json:
+        counts = self.prompt_tokens, self.num_tokens
+        return {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
+
+
+@final
+class Completion(OpenAIAnswer):
+    """An answer of `/v1/completions`."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: ServedModel, body: CompletionRequest) -> None:
+        prompts = [
+            model.codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts
+        ]
+        self._n = body.n or 1
+        self._offsets: dict[int, int] = {}
+        requests = [
+            TextRequest(tuple(prompt), body.max_tokens, sampling, body.stops, body.logprobs)
+            for prompt in prompts
+            for sampling in samplings(body, self._n)
+        ]
+        super().__init__(model, requests, prompts, body)
+        # After the ids were checked: the tokenizer cannot decode an id of more than 32 bits.
+        self._echoes = (
+            [prompt if isinstance(prompt, str) else model.codec.decode(prompt) for prompt in body.prompts]
+            if body.echo
+            else []
+        )
+
+    def choice(self, number: int, text: Text) -> Json:
+        return {
+            "index": number,
+            "text": self._echo(number) + text.text,
+            "logprobs": self._log_probabilities(number, text.chosen),
+            "finish_reason": text.reason,
+        }
+
+    def first_choices(self, number: int) -> Sequence[Json]:
+        echo = self._echo(number)
+        return [{"index": number, "text": echo, "logprobs": None, "finish_reason": None}] if echo else ()
+
+    def chunk_choice(self, number: int, delta: Delta, reason: FinishReason | None) -> Json | None:
+        chosen = () if delta.chosen is None else (delta.chosen,)
+        log_probabilities = self._log_probabilities(number, chosen)
+        if not (delta.text or log_probabilities or reason):
+            return None
+        return {
+            "index": number,
+            "text": delta.text,
+            "logprobs": log_probabilities,
+            "finish_reason": reason,
+        }
+
+    def _echo(self, number: int) -> str:
+        return self._echoes[number // self._n] if self._echoes else ""
+
+    def _log_probabilities(self, number: int, chosen: Sequence[Chosen]) -> Json | None:
+        if self.writings[number].request.top_log_probabilities is None or not chosen:
+            return None
+        tokens = [self.token_text(each.token) for each in chosen]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets.get(number, len(self._echo(number))))
+            self._offsets[number] = offsets[-1] + len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [each.log_probability for each in chosen],
+            "top_logprobs": [
+                # In reverse: of several tokens with the same text, the most likely one counts.
+                {self.token_text(token): value for token, value in reversed(each.top)}
+                for each in chosen
+            ],
+            "text_offset": offsets,
+        }
+
+
+@final
+class Chat(OpenAIAnswer):
+    """An answer of `/v1/chat/completions`."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: ServedModel, body: ChatRequest) -> None:
+        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        prompt = tuple(model.codec.answer_prompt(messages))
+        limit = body.max_completion_tokens or body.max_tokens
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        requests = [
+            TextRequest(prompt, limit, sampling, body.stops, top) for sampling in samplings(body, body.n or 1)
+        ]
+        super().__init__(model, requests, [prompt], body)
+
+    def choice(self, number: int, text: Text) -> Json:
+        return {
+            "index": number,
+            "message": {"role": "assistant", "content": text.text, "refusal": None},
+            "logprobs": self._log_probabilities(number, text.chosen),
+            "finish_reason": text.reason,
+        }
+
+    def first_choices(self, number: int) -> Sequence[Json]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+    def chunk_choice(self, number: int, delta: Delta, reason: FinishReason | None) -> Json | None:
+        chosen = () if delta.chosen is None else (delta.chosen,)
+        log_probabilities = self._log_probabilities(number, chosen)
+        if not (delta.text or log_probabilities or reason):
+            return None
+        content = {"content": delta.text} if delta.text or log_probabilities else {}
+        return {"index": number, "delta": content, "logprobs": log_probabilities, "finish_reason": reason}
+
+    def _log_probabilities(self, number: int, chosen: Sequence[Chosen]) -> Json | None:
+        if self.writings[number].request.top_log_probabilities is None or not chosen:
+            return None
+        return {
+            "content": [
+                self._entry(each.token, each.log_probability)
+                | {"top_logprobs": [self._entry(*pair) for pair in each.top]}
+                for each in chosen
+            ],
+            "refusal": None,
+        }
+
+    def _entry(self, token: int, log_probability: float | None) -> Json:
+        text = self.token_text(token)
+        # A token may be a part of a character, which the tokenizer cannot give as bytes.
+        known = UNFINISHED not in text
+        return {"token": text, "logprob": log_probability, "bytes": list(text.encode()) if known else None}
+
+
+@final
+class CardAnswer(Answer):
+    """A list of texts, the answer to the card's JSON."""
+
+    def __init__(self, model: ServedModel, body: CardRequest) -> None:
+        params = body.params
+        self._beginnings = body.input_data if params.return_full_text else [""] * len(body.input_data)
+        seed = _seed(params.seed)
+        prompts = [tuple(model.codec.encode(text)) for text in body.input_data]
+        requests = [
+            TextRequest(
+                prompt,
+                params.max_new_tokens,
+                Sampling(
+                    params.temperature if params.do_sample else 0.0,
+                    params.top_k or None,
+                    params.top_p,
+                    seed if number == 0 else derive_seed(seed, number),
+                    params.no_repeat_ngram_size,
+                ),
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        super().__init__(model, requests, prompts)
+
+    async def body(self) -> list[str]:
+        texts = await self.texts()
+        return [first + text.text for first, text in zip(self._beginnings, texts, strict=True)]
+
+
+def samplings(body: TextSettings, count: int) -> list[Sampling]:
+    """Return how each of `count` texts of a prompt is sampled. The first one has the seed of the request."""
+    seed = _seed(body.seed)
+    first = Sampling(
+        1.0 if body.temperature is None else body.temperature,
+        None if body.top_k is None or body.top_k <= 0 else body.top_k,
+        body.top_p,
+        seed,
+        body.no_repeat_ngram_size,
+    )
+    others = [
+        Sampling(
+            first.temperature, first.top_k, first.top_p, derive_seed(seed, number), first.no_repeat_ngram_size
+        )
+        for number in range(1, count)
+    ]
+    return [first, *others]
+
+
+def _seed(asked: int | None) -> int:
+    return secrets.randbits(63) if asked is None else asked

@@ -1,0 +1,127 @@
+"""The process of a server: its socket, and its end. Needs the packages starlette and uvicorn."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from headwater.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headwater.serving.service import Service
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """The address on which a server listens, and the token of its users.
+
+    Attributes:
+        host: address or name of this machine.
+        port: port; 0: a free one.
+        token: what requests must send; needed unless the address is a loopback address.
+
+    Raises:
+        ConfigError: if a token is missing, or too short to be a secret.
+    """
+
+    host: str
+    port: int
+    token: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(
+                f"expected a port from 0 to 65535, got {self.port}",
+                where="--port",
+                remedy="use, for example, 8000",
+            )
+        if self.token is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"anybody who reaches {self.host} could use the server",
+                where="--host",
+                remedy="set a token with --token_file, or listen on 127.0.0.1",
+            )
+        if self.token is not None and (len(self.token) < 16 or not self.token.isascii()):
+            raise ConfigError(
+                "expected a token of at least 16 ASCII characters",
+                where="--token_file",
+                remedy="write one with: openssl rand -hex 32",
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """True if only processes of this machine can connect to an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(address: Address) -> socket.socket:
+    """Return a socket that is bound to an address.
+
+    Raises:
+        ConfigError: if the port is in use, or the address is not one of this machine.
+    """
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(place)
+            # Now, not when the models are open: a second server on this port must fail before it loads them.
+            found.listen(2048)
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {address.host} port {address.port}: {error.strerror}",
+            where="--port",
+            remedy="end the other server, or name another port with --port; 0 takes a free one",
+        ) from error
+    return found
+
+
+def serve(service: Service, listener: socket.socket, token: str | None, drain_seconds: int) -> None:
+    """Answer requests until SIGTERM or SIGINT arrives. Then finish the requests that have begun.
+
+    Args:
+        service: answers requests.
+        listener: a bound socket.
+        token: see `Server`.
+        drain_seconds: after this time, unfinished requests are cancelled.
+    """
+    import uvicorn
+
+    from headwater.serving.app import Server
+
+    config = uvicorn.Config(
+        Server(service, token).app(),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=drain_seconds,
+    )
+    # uvicorn raises the signal again when it has ended. It must not kill the process then.
+    with _ignored(signal.SIGTERM, signal.SIGINT):
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+@contextmanager
+def _ignored(*signals: signal.Signals) -> Iterator[None]:
+    before = {each: signal.signal(each, lambda *_: None) for each in signals}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,71 @@
+"""Settings of torch that decide the bits of results on a GPU. They are set for a context and then restored.
+
+In a loop of the user the settings are the user's, as in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+
+_DETERMINISTIC: Any = torch.utils.deterministic
+_MATMUL: Any = torch.backends.cuda.matmul
+_CUDNN: Any = torch.backends.cudnn
+_BENCHMARK = (_CUDNN, "benchmark")
+_TF32 = ((_MATMUL, "allow_tf32"), (_CUDNN, "allow_tf32"))
+_NARROW_SUMS = (
+    (_MATMUL, "allow_bf16_reduced_precision_reduction"),
+    (_MATMUL, "allow_fp16_reduced_precision_reduction"),
+)
+
+
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """Enter a context in which equal inputs give equal bits, and products are as exact as their dtypes.
+
+    All kernels are deterministic. Without this, the backward of attention adds in another order in each run;
+    with warnings instead of errors, too. Products and convolutions in fp32 use no TF32, and products in 16
+    bits are summed in fp32.
+
+    Raises:
+        RuntimeError: by torch, if an operator has no deterministic kernel; see `device_errors`.
+    """
+    deterministic, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fill = _DETERMINISTIC.fill_uninitialized_memory
+    # Not `warn_only`: torch's attention then computes its backward with the faster kernel, and only warns.
+    torch.use_deterministic_algorithms(True)
+    # Otherwise torch would write every new tensor once more. No result depends on it.
+    _DETERMINISTIC.fill_uninitialized_memory = False
+    try:
+        with _set((*_TF32, *_NARROW_SUMS, _BENCHMARK), False):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        _DETERMINISTIC.fill_uninitialized_memory = fill
+
+
+@contextmanager
+def fast_arithmetic() -> Iterator[None]:
+    """Enter a context in which products and convolutions in fp32 use TF32, with a mantissa of 10 bits."""
+    with _set(_TF32, True):
+        yield
+
+
+@contextmanager
+def _set(switches: tuple[tuple[Any, str], ...], value: bool) -> Iterator[None]:
+    """Set switches of torch inside the context."""
+    before = [getattr(owner, name) for owner, name in switches]
+    try:
+        for owner, name in switches:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name), value_before in zip(switches, before, strict=True):
+            setattr(owner, name, value_before)

@@ -1,0 +1,113 @@
+"""Gradients on their way from the device to the store: copied on a stream, and added after the copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from headwater.core.cleanup import on_failure
+from headwater.core.stage import ParamKey
+from headwater.store.gradients.additions import Additions, AdditionThread, LaterAdditions
+from headwater.store.gradients.norms import gradient_norm
+from headwater.stream.device import Device
+from headwater.stream.host_arena import HostArena, InFlight
+
+if TYPE_CHECKING:
+    from headwater.store.store import WeightStore
+
+
+@final
+class GradientCopies:
+    """Copies gradients to page-locked memory beside the computation, and adds them to the store on a thread.
+
+    Gradients of stages on the device stay there; the thread adds them, and only their norms are copied.
+    With several ranks gradients are added on autograd's thread, when their copies have had time to end.
+    Autograd's thread queues a copy and continues. It blocks only if more bytes wait to be added than the
+    gradients of the largest stage have: each of these is on the device, perhaps beside its sum. Every use of
+    `store.gradients` first waits for the gradients that are on their way; see `WeightStore.gradients`.
+
+    Args:
+        store: the weight store.
+        device: the device on which gradients are computed.
+        arena: host memory for gradients until their update.
+    """
+
+    def __init__(self, store: WeightStore, device: Device, arena: HostArena) -> None:
+        self._store = store
+        self._device = device
+        self._arena = arena
+        self._stream = device.new_stream()
+        most = max(sum(p.wire_bytes for p in stage.params) for stage in store.stages)
+        self._is_alone = store.fabric.size == 1
+        self._additions: Additions = AdditionThread(most) if self._is_alone else LaterAdditions(most)
+        self._adding = InFlight(most)
+        self._staying = {s.index for s in store.stages if store.tier.on_device(s.index) is not None}
+        store.await_gradients = self.finish
+
+    def send(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> None:
+        """Queue the copy of a dense gradient, and its addition to the store; see `WeightStore.add_gradient`.
+
+        Args:
+            key: the parameter.
+            gradient: on the device; not changed any more.
+            last: true if this is the step's last micro-batch, as far as is known.
+        """
+        # On the device, where it takes a fraction of the time; the store uses it if this is the whole sum.
+        sent = [gradient, gradient_norm(gradient)] if last and self._is_alone else [gradient]
+        stays = key[0] in self._staying
+        received = [source if stays and source is gradient else self._host_memory(source) for source in sent]
+        self._stream.wait(self._device.compute.record())
+        for target, source in zip(received, sent, strict=True):
+            if target is not source:
+                self._stream.copy(target, source)
+        copied = self._stream.record()
+
+        def add() -> None:
+            copied.synchronize()
+            # Only now may the memory on the device be used again.
+            sent.clear()
+            gradient, *norms = received
+            # The list would keep a gradient on the device beside the sum.
+            received.clear()
+            self._store.add_gradient(*key, gradient, last=last, norm=norms[0] if norms else None)
+            if stays:
+                # The addition may still read the gradient when this function returns.
+                self._adding.add(self._device.compute.record(), gradient)
+
+        self._additions.submit(add, gradient.nbytes)
+        del gradient
+        with on_failure(self._additions.abandon):
+            self._additions.drain()
+
+    def _host_memory(self, like: torch.Tensor) -> torch.Tensor:
+        """Return page-locked memory for a copy of a dense tensor, with its shape, strides and dtype."""
+        flat = self._arena.lend(like.nbytes).view(like.dtype)
+        return flat.as_strided(like.shape, like.stride())
+
+    def end_micro_batch(self) -> None:
+        """Tell the store, after all gradients sent before, that no more of this micro-batch come."""
+        self._additions.submit(self._store.end_micro_batch, 0)
+        if not self._is_alone:
+            # Other ranks wait for the gradients of this one.
+            self.finish()
+
+    def finish(self) -> None:
+        """Block until all gradients that were sent have been added. Raise what an addition has raised."""
+        # The step has failed: none of its other gradients may arrive in the next step.
+        with on_failure(self._additions.abandon):
+            self._additions.finish()
+        self._adding.finish()
+
+    def close(self) -> None:
+        """End the thread and forget the store. Gradients on their way are added; raise as `finish`."""
+        self._store.await_gradients = _nothing
+        try:
+            self.finish()
+        finally:
+            # Every copy is done by now: an addition that is dropped would free the memory of its copy.
+            self._additions.close()
+
+
+def _nothing() -> None:
+    pass

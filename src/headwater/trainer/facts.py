@@ -1,0 +1,66 @@
+"""Facts of the newest process of a run, for programs that watch the run: its last step and its plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+from headwater.core.files import replace_file
+from headwater.trainer.callback import Callback, FitStart
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """Facts of the newest process of a run.
+
+    Attributes:
+        start_step: steps done before the process.
+        end_step: the last step of the run.
+        started: time at which the training began, in seconds since 1970.
+        device: `cpu` or `cuda`.
+        memory_budget: the most bytes of host memory that the run may hold; `None`: no limit.
+        memory_planned: peak of the resident host memory that the plan predicts, in bytes; `None` if unknown.
+        step_s_planned: seconds of a step that the plan predicts; `None` if unknown.
+    """
+
+    start_step: int
+    end_step: int
+    started: float
+    device: str
+    memory_budget: int | None = None
+    memory_planned: int | None = None
+    step_s_planned: float | None = None
+
+
+class FactsFile(Callback):
+    """Writes the facts of the run to a file when training begins.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_fit_start(self, event: FitStart) -> None:
+        plan, predicted = event.plan, event.plan.prediction
+        facts = RunFacts(
+            start_step=event.start_step,
+            end_step=event.end_step,
+            started=time.time(),
+            device=plan.device,
+            memory_budget=None if plan.budget is None else plan.budget.host_memory,
+            memory_planned=None if predicted is None else predicted.host_bytes,
+            step_s_planned=None if predicted is None else predicted.step_s,
+        )
+        replace_file(self._path, json.dumps(dataclasses.asdict(facts)).encode())
+
+
+def read_facts(path: Path) -> RunFacts | None:
+    """Return the facts in a file; `None` if it is missing or damaged."""
+    try:
+        return RunFacts(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None

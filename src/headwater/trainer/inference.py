@@ -1,0 +1,185 @@
+"""Opens trained language models for evaluation, with a plan for their largest pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from headwater.api.engines import disk_folder
+from headwater.config.models.huggingface import HuggingFaceConfig
+from headwater.config.models.preference import DPOConfig
+from headwater.config.run import RunConfig
+from headwater.core.errors import CheckpointError
+from headwater.core.loss_function import LossFunction
+from headwater.data.codec import Codec, open_codec
+from headwater.evaluation.scorer import Scorer, check_length, largest_pass
+from headwater.generation.batcher import ACTIVE_PER_ROW, Batcher, Limits
+from headwater.models.sequences import LanguageModel, read_largest
+from headwater.stream.engine import Engine
+from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.engines import open_engine, trained_model
+from headwater.trainer.huggingface import weights_folder
+from headwater.trainer.planning import Workload
+from headwater.trainer.run_dir import RunDir
+from headwater.trainer.zoo_job import language_model, policy_names, zoo_trainable
+
+PASS_TOKENS = 512
+"""Most new tokens of one pass over the weights, if the user sets no other number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inference:
+    """Settings for the evaluation of a language model.
+
+    Attributes:
+        batch_size: most sequences of full length that are computed at once. The plan may choose fewer.
+        max_length: most tokens that the model may read at once; its positions if not given.
+        checkpoint: the checkpoint; the newest in the model_dir if not given. A transformers model without one
+            has the weights in its folder.
+        generates: True if the model generates text, which needs memory for keys and values.
+    """
+
+    batch_size: int
+    max_length: int | None = None
+    checkpoint: Path | None = None
+    generates: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A language model that is open for inference.
+
+    Attributes:
+        engine: has the model, in eval mode, with a plan for its largest pass.
+        vocab_size: tokens in the model's vocabulary.
+        length: most tokens that the model may read at once.
+    """
+
+    engine: Engine
+    vocab_size: int
+    length: int
+
+
+@contextmanager
+def open_scorer(config: RunConfig, inference: Inference) -> Iterator[Scorer]:
+    """Open the language model of a run with the weights of a checkpoint.
+
+    Args:
+        config: the run.
+        inference: how the model is evaluated.
+
+    Yields:
+        The model, as a scorer.
+
+    Raises:
+        ConfigError: if the model does not continue texts.
+        CheckpointError: if the weights are missing.
+        DoesNotFitError: if not even one sequence fits into the memory of the params.
+    """
+    with _opened(config, inference, functools.partial(largest_pass, generates=inference.generates)) as model:
+        size = model.engine.plan.micro_batch_size
+        yield make_scorer(model.engine, model.vocab_size, model.length, size)
+
+
+@contextmanager
+def open_batcher(
+    config: RunConfig, inference: Inference, pass_tokens: int = PASS_TOKENS
+) -> Iterator[tuple[Opened, Batcher]]:
+    """Open the language model of a run for generation.
+
+    Args:
+        config: the run.
+        inference: the model and its memory: keys and values of `batch_size` sequences of full length.
+        pass_tokens: most new tokens that are read in one pass over the weights.
+
+    Yields:
+        The model, and what generates with it.
+
+    Raises:
+        ConfigError: if the model does not continue texts.
+        CheckpointError: if the weights are missing.
+        DoesNotFitError: if not even one sequence fits into the memory of the params.
+    """
+
+    def largest(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        input_ids = batch["input_ids"].long()
+        return read_largest(cast(LanguageModel, model), input_ids, pass_tokens, ACTIVE_PER_ROW)
+
+    with _opened(config, inference, largest) as model:
+        engine, rows = model.engine, model.engine.plan.micro_batch_size
+        active = min(ACTIVE_PER_ROW * rows, pass_tokens)
+        limits = Limits(rows * model.length, pass_tokens, active, model.length)
+        yield (
+            model,
+            Batcher(cast(LanguageModel, engine.model), engine.plan.device, limits, engine.inference),
+        )
+
+
+@contextmanager
+def _opened(config: RunConfig, inference: Inference, largest: LossFunction) -> Iterator[Opened]:
+    """Open a language model with a plan for the pass that `largest` runs."""
+    model = language_model(config)
+    length = check_length(model.max_position_embeddings, inference.max_length)
+    init = config.init.model_copy(update={"model": model})
+    trainable = dataclasses.replace(zoo_trainable(init, length), loss=largest)
+    work = Workload(inference.batch_size, micro_batch_size=config.init.backend.micro_batch_size)
+    if _has_library_weights(config, inference.checkpoint):
+        trainable.check_initial()
+        opened = open_engine(init, trainable, work, disk_folder(init.backend), blank=False)
+    else:
+        names = policy_names if isinstance(config.init.model, DPOConfig) else None
+        opened = trained_model(init, trainable, work, inference.checkpoint, names=names)
+    with opened as engine:
+        engine.model.eval()
+        yield Opened(engine, model.vocab_size, length)
+
+
+def make_scorer(engine: Engine, vocab_size: int, max_length: int, batch_size: int) -> Scorer:
+    """Return a scorer of an engine whose plan allows `batch_size` sequences of `max_length` tokens."""
+    return Scorer(engine, vocab_size, max_length, batch_size * max_length)
+
+
+def _has_library_weights(config: RunConfig, checkpoint: Path | None) -> bool:
+    """True if the weights are those in the folder of a transformers model, because the run has no checkpoint.
+
+    Raises:
+        CheckpointError: if such a folder has no weights.
+    """
+    model = config.init.model
+    if not isinstance(model, HuggingFaceConfig) or checkpoint is not None:
+        return False
+    if CheckpointManager(config.init.model_dir).newest_whole() is not None:
+        return False
+    if weights_folder(model) is None:
+        raise CheckpointError(
+            "the folder of the model has no weights",
+            where=str(model.hf),
+            remedy="save the model there with save_pretrained, or name a checkpoint with --checkpoint_path",
+        )
+    return True
+
+
+def model_codec(config: RunConfig, tokenizer: Path | None, end: int | str | None = None) -> Codec:
+    """Return the tokenizer of a run's model.
+
+    Args:
+        config: the run.
+        tokenizer: the tokenizer's file or folder; that in the run's folder if not given, or else that in the
+            folder of a transformers model.
+        end: the end token or its id; found in the tokenizer's files if not given.
+
+    Raises:
+        DataError: if the tokenizer is missing.
+    """
+    run_dir, model = RunDir(config.init.model_dir), config.init.model
+    path = tokenizer
+    if path is None and isinstance(model, HuggingFaceConfig) and not run_dir.tokenizer.is_file():
+        path = model.hf
+    prepared = run_dir.prepared_data()
+    return open_codec(path or run_dir.tokenizer, end, () if prepared is None else (prepared.end_of_text_id,))

@@ -1,0 +1,106 @@
+"""The measurements on a GPU: every part runs with tiny models on the CPU, and keeps its rows."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from benchmarks.gpu import parts
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.parts import Options
+from benchmarks.gpu.rows import Rows
+from benchmarks.gpu.shapes import SHAPES, Load
+from benchmarks.gpu.train import RESULT
+
+from headwater.models.registry import build_model
+
+
+def rows_of(part, folder, monkeypatch):
+    arguments = ["gpu", "--part", part, "--dry-run", "--out", str(folder), "--disk", str(folder)]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert main() == 0
+    return {row["row"]: row for row in json.loads((folder / f"gpu_{part}_dry_run.json").read_text())["rows"]}
+
+
+@pytest.mark.slow
+@pytest.mark.real_start
+def test_the_tests_are_rows(tmp_path, monkeypatch):
+    rows = rows_of("a", tmp_path, monkeypatch)
+    assert rows["all tests"]["exit_code"] == 0
+    assert [row["outcome"] for row in rows.values() if "outcome" in row] == ["passed"] * 3
+
+
+def test_rates(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu.rates.calibrate", lambda *args, **kwargs: None)
+    rows = rows_of("b", tmp_path, monkeypatch)
+    assert rows["copies both ways at once"]["gb_per_s"] > 0
+    assert len(rows) == 11
+
+
+@pytest.mark.slow
+def test_peers(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.compile", lambda model: model)  # a minute, without a GPU
+    rows = rows_of("c", tmp_path, monkeypatch)
+    for size in ("1.3B, 4 x 4096", "8B, 64 x 1024"):
+        assert rows[f"headwater, {size}"]["tokens_per_s"] > 0
+        dtype = "pure_bf16" if "8B" in size else "bf16"
+        assert rows[f"fsdp2, {dtype}, {size}"]["tokens_per_s"] > 0
+        assert "is not installed here" in rows[f"megatrain, {dtype}, {size}"]["left_out"]
+
+
+def test_large_models(tmp_path, monkeypatch):
+    rows = rows_of("d", tmp_path, monkeypatch)
+    assert all(row["predicted"]["host_bytes"] > 0 for row in rows.values())
+    assert list(rows) == ["headwater, 14B", "headwater, 20B"]
+
+
+def test_loss_curves(tmp_path, monkeypatch):
+    rows = rows_of("e", tmp_path, monkeypatch)
+    assert rows["comparison"]["two_tiers"]["equal_bits"]
+    assert rows["comparison"]["device_and_cpu"]["largest_relative_difference"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.real_start
+def test_a_system_in_its_own_process_prints_its_row():
+    load = Load("tiny", sequence=8, batch=1, steps=1, warmup=0, device="cpu")
+    command = [sys.executable, "-m", "benchmarks.gpu.train", "--system", "plain", *load.options()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=parts.ROOT, env=parts._environment())
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout.split(RESULT)[-1])
+    assert row["tokens_per_s"] > 0 and len(row["losses"]) == 1
+
+
+def test_rows_stay_and_a_row_without_time_says_so(tmp_path):
+    path, measured = tmp_path / "rows.json", []
+
+    def run():
+        measured.append(len(measured))
+        return {"value": measured[-1]}
+
+    def fail():
+        raise ValueError("no memory")
+
+    rows = Rows(path, 60, "cpu")
+    rows.measure("first", run)
+    rows.measure("failed", fail)
+    rows.measure("large", run, least_s=1000)
+    again = Rows(path, 60, "cpu")
+    again.measure("first", run)
+    again.measure("large", run)
+    found = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
+    assert found["first"]["value"] == 0 and found["large"]["value"] == 1
+    assert found["failed"]["failed"] == "ValueError: no memory"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_parameters_of_their_names(name):
+    model = build_model(SHAPES[name].config(64), device="meta")
+    count = sum(param.numel() for param in model.parameters())
+    assert abs(count / SHAPES[name].parameters - 1) < 0.01
+    if name != "tiny":
+        assert abs(count / 1e9 / float(name.removesuffix("B")) - 1) < 0.06
+
+
+def test_a_dry_run_is_tiny():
+    assert Options(dry_run=True, disk=None).load("20B", steps=20).tokens_per_step == 32

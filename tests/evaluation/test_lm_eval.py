@@ -1,0 +1,85 @@
+"""`headwater lm_eval` compared with the harness's own `hf` model on the same weights."""
+
+import json
+
+import pytest
+
+from headwater.cli.main import main
+
+SAMPLES = 200
+TASKS = ("arc_easy", "winogrande", "mmlu", "lambada", "rolling", "triviaqa")
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def theirs(library, tasks):
+    """Evaluates tasks with the harness's own model."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model = HFLM(pretrained=str(library), batch_size=16, device="cpu", dtype="float32")
+    manager = TaskManager(include_path=str(tasks))
+
+    def evaluate(task, limit=SAMPLES):
+        return lm_eval.simple_evaluate(
+            model, tasks=[f"local_{task}"], limit=limit, task_manager=manager, bootstrap_iters=0
+        )
+
+    return evaluate
+
+
+def ours(model, tasks, out, *options, names=TASKS):
+    """Run the command line, and return the results with their samples."""
+    listed = ",".join(f"local_{name}" for name in names)
+    words = [
+        "--tasks",
+        listed,
+        "--include_path",
+        tasks,
+        "--output_path",
+        out,
+        "--log_samples",
+        "--limit",
+        SAMPLES,
+    ]
+    assert main(["lm_eval", *map(str, (model, *words, *options))]) == 0
+    results = json.loads((out / "results.json").read_text())
+    files = {f"local_{name}": out / f"local_{name}.json" for name in names}
+    return results | {"samples": {name: json.loads(file.read_text()) for name, file in files.items()}}
+
+
+def answers(samples):
+    """Return what the model answered to each request of each question."""
+    return [sample["resps"] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
+
+
+def numbers(value):
+    if isinstance(value, list | tuple):
+        return [each for item in value for each in numbers(item)]
+    return [value]
+
+
+def assert_same(results, expected, task):
+    name = f"local_{task}"
+    for metric, value in expected["results"][name].items():
+        if isinstance(value, float):
+            assert results["results"][name][metric] == pytest.approx(value, rel=TOLERANCE), metric
+    pairs = zip(answers(results["samples"][name]), answers(expected["samples"][name]), strict=True)
+    for found, wanted in pairs:
+        for one, other in zip(numbers(found), numbers(wanted), strict=True):
+            # Samples in JSON hold numbers as text.
+            if isinstance(other, float):
+                assert float(one) == pytest.approx(other, rel=TOLERANCE, abs=TOLERANCE)
+            else:
+                assert str(one) == str(other)
+
+
+@pytest.mark.slow
+def test_every_kind_of_task_equals_the_harness_own_model(library, trained, tasks, theirs, tmp_path):
+    from_library = ours(library, tasks, tmp_path / "library", "--truncate")
+    from_run = ours(trained, tasks, tmp_path / "run", "--truncate", "--batch_size", "3")
+    for task in TASKS:
+        expected = theirs(task)
+        assert_same(from_library, expected, task)
+        assert_same(from_run, expected, task)

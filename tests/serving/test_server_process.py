@@ -1,0 +1,122 @@
+"""Processes of servers: tokens, ports, the end by a signal, and models that cannot be opened."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+from serving_samples import ServerProcess
+
+from headwater.cli.main import main
+from headwater.core.errors import ConfigError
+from headwater.serving.process import Address, is_loopback
+
+LONG = {"prompt": "The", "max_tokens": 1500, "temperature": 0}
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+def ask(url, **settings):
+    return httpx.post(f"{url}/v1/completions", json={**LONG, **settings}, timeout=60)
+
+
+def wait_for_work(url, count=1):
+    while f'active_sequences{{model="long"}} {count}' not in httpx.get(f"{url}/metrics").text:
+        time.sleep(0.01)
+
+
+def test_sigterm_finishes_requests_that_have_begun(folders):
+    with ServerProcess(folders["long"]) as server:
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(ask(server.url)))
+        thread.start()
+        wait_for_work(server.url)
+        code, error = server.stop()
+        thread.join()
+        with pytest.raises(httpx.ConnectError):
+            ask(server.url)
+    assert (code, error) == (0, "")
+    assert answers[0].status_code == 200
+    assert answers[0].json()["usage"]["completion_tokens"] > 0
+
+
+def test_clients_of_a_killed_server_get_an_error_and_do_not_hang(folders):
+    with ServerProcess(folders["long"]) as server:
+        errors = []
+
+        def stream():
+            body = {**LONG, "stream": True}
+            try:
+                with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as each:
+                    each.read()
+            except httpx.HTTPError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=stream)
+        thread.start()
+        wait_for_work(server.url)
+        server.stop(signal.SIGKILL)
+        thread.join(30)
+    assert len(errors) == 1
+
+
+def test_a_server_with_a_token_answers_only_those_who_send_it(folders):
+    with ServerProcess(folders["small"], "--host", "0.0.0.0", token=TOKEN) as server:
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
+            refused = httpx.get(f"{url}/v1/models", headers=headers)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        given = httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert [model["id"] for model in given.json()["data"]] == ["small"]
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/metrics").status_code == 401
+        assert "Headwater chat" in httpx.get(url).text
+
+
+def test_addresses():
+    assert is_loopback("localhost") and is_loopback("127.0.0.9") and is_loopback("::1")
+    assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
+    with pytest.raises(ConfigError, match="anybody who reaches"):
+        Address("0.0.0.0", 80)
+    with pytest.raises(ConfigError, match="at least 16 ASCII characters"):
+        Address("0.0.0.0", 80, "short")
+    with pytest.raises(ConfigError, match="port from 0 to 65535"):
+        Address("localhost", 70_000)
+
+
+def failed(capsys, *words):
+    """Return the error of a command line."""
+    assert main([str(word) for word in ("serve", *words)]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_port_in_use_is_an_error_before_the_model_is_opened(server, folders, capsys):
+    port = server.url.rpartition(":")[2]
+    error = failed(capsys, folders["small"], "--port", port)
+    assert f"cannot listen on 127.0.0.1 port {port}" in error
+    assert "name another port with --port" in error
+
+
+def test_models_that_cannot_be_served(folders, tmp_path, capsys):
+    assert "expected a model" in failed(capsys, "--port", 0)
+    assert "a different name" in failed(capsys, folders["small"], folders["small"], "--port", 0)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "remedy" in failed(capsys, empty, "--port", 0)
+    (empty / "config.json").write_bytes((folders["small"] / "config.json").read_bytes())
+    (empty / "tokenizer.json").write_bytes((folders["small"] / "tokenizer.json").read_bytes())
+    assert "the folder of the model has no weights" in failed(capsys, empty, "--port", 0)
+    assert "the token cannot be read" in failed(capsys, empty, "--token_file", tmp_path / "none")
+
+
+def test_a_missing_package_is_named(folders):
+    code = (
+        "import sys; sys.modules['uvicorn'] = None; from headwater.cli.main import main; "
+        f"sys.exit(main(['serve', {str(folders['small'])!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pip install 'headwater[serve]'" in done.stderr
