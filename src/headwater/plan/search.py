@@ -375,9 +375,10 @@ def _few_on_device(
     for plan in _some_choices(frame, ladder, request, fewest=True):
         mixes = _mixes_on_device(footprint, plan)
         most = _fitting(footprint, mixes, "device", budgets.device_memory) - 1
-        # At least one: a stage on the device has no slab, so it may need less there than the plan without.
-        fewest = max(bisect_left(mixes, x=True, key=others_fit), 1)
-        for count in sorted({most, fewest} & set(range(1, len(mixes)))):
+        fewest = bisect_left(mixes, x=True, key=others_fit)
+        # The first stages on the device may need more host memory, for copies of them in checkpoints, and
+        # less device memory, since they have no slab. Only from the third on does each need less of the host.
+        for count in sorted({1, 2, fewest, most} & set(range(1, len(mixes)))):
             for mix in fillings(mixes[count]):
                 yield dataclasses.replace(mix, prediction=predictor.predict(mix))
 
