@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.gpu.shapes import Load
 from benchmarks.systems.deepspeed_ import set_environment
-from benchmarks.systems.headwater_ import batch_of
+from benchmarks.systems.headwater_ import batch_of, traces
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
 from headwater.models.registry import build_model
@@ -23,8 +23,7 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
 from headwater.plan.options import Fixed, PlanRequest
-from headwater.plan.trace import trace_step
-from headwater.plan.types import Plan, Resources, Trace
+from headwater.plan.types import Plan, Resources
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 
@@ -81,14 +80,9 @@ def headwater(load: Load, stack: ExitStack, tier: str | None, disk: Path | None)
 def _plan(load: Load, model: nn.Module, tier: Any, disk: Path | None) -> Plan:
     precision = Precision("fp32" if load.dtype == "fp32" else "bf16")
 
-    @functools.cache
-    def trace_for(size: int) -> Trace:
-        tokens = torch.zeros(size, load.sequence + 1, dtype=torch.long)
-        return trace_step(model, batch_of(tokens), precision)
-
     return make_plan(
         PlanRequest(
-            trace_for,
+            traces(model, load.sequence, precision),
             batch_size=load.batch,
             precision=precision,
             optimizer_state_bytes=8,

@@ -18,7 +18,7 @@ from headwater.models.registry import build_model, init_parameter
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
-from headwater.plan.options import Fixed, PlanRequest
+from headwater.plan.options import Fixed, PlanRequest, TraceFor
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan, Resources, Trace
 from headwater.store.update import Update
@@ -50,19 +50,25 @@ def batch_of(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def traces(model: torch.nn.Module, sequence: int, precision: Precision) -> TraceFor:
+    """Return a function that traces a step of a micro-batch size, for a model of token ids."""
+
+    @functools.cache
+    def trace_for(size: int) -> Trace:
+        tokens = torch.zeros(size, sequence + 1, dtype=torch.long)
+        return trace_step(model, batch_of(tokens), precision)
+
+    return trace_for
+
+
 def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module) -> Plan:
     """Return the plan for the budgets in the options."""
     precision = Precision(workload.dtype)
     disk = Path(args.disk) if args.disk else None
 
-    @functools.cache
-    def trace_for(size: int) -> Trace:
-        tokens = torch.zeros(size, workload.sequence + 1, dtype=torch.long)
-        return trace_step(model, batch_of(tokens), precision)
-
     return make_plan(
         PlanRequest(
-            trace_for,
+            traces(model, workload.sequence, precision),
             batch_size=workload.batch,
             precision=precision,
             optimizer_state_bytes=4 if args.optimizer_state == "bf16" else 8,

@@ -1,26 +1,18 @@
 """Small data, and the command line in this process."""
 
-import gzip
 import re
 
 import pytest
 from run_samples import write_params
 
+from book_samples import book_samples
 from headwater.cli.main import main
-from headwater.data.assets import sample_text
-from headwater.data.prepare import prepare
-from headwater.data.settings import PrepareSettings
-from headwater.data.tokenizer import TrainBPE
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Samples of 16 tokens from a vocabulary of 300."""
-    folder = tmp_path_factory.mktemp("data")
-    text = folder / "text.txt"
-    text.write_text(gzip.decompress(sample_text().read_bytes()).decode()[:20_000])
-    prepare([text], folder / "samples", PrepareSettings(TrainBPE(300), 16, val_fraction=0.1))
-    return folder / "samples"
+    return book_samples(tmp_path_factory.mktemp("data"), val_fraction=0.1)
 
 
 @pytest.fixture

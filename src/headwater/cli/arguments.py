@@ -49,10 +49,8 @@ def add_params_arguments(
     add_override_options(parser, shown, without=without)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of commands that evaluate a language model."""
-    own = {"batch_size", "checkpoint_path", "seed"}
-    add_params_arguments(parser, EVALUATION - own, without=own)
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name the checkpoint and the tokenizer of a language model."""
     parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to use (the newest)")
     parser.add_argument(
         "--tokenizer",
@@ -62,6 +60,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenizer.json, or a folder with a tokenizer (the one in the folder of the run or model)",
     )
     parser.add_argument("--eos_id", type=int, metavar="ID", help="end-of-text token (found in the tokenizer)")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of commands that evaluate a language model."""
+    own = {"batch_size", "checkpoint_path", "seed"}
+    add_params_arguments(parser, EVALUATION - own, without=own)
+    add_checkpoint_arguments(parser)
     parser.add_argument(
         "--batch_size",
         type=_positive,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from headwater.cli.arguments import add_override_options, read_folder
+from headwater.cli.arguments import add_checkpoint_arguments, add_override_options, read_folder
 from headwater.core.errors import ConfigError
 from headwater.serving.process import Address, listen, serve
 from headwater.serving.service import Service
@@ -62,14 +62,7 @@ def add_served_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model_dir", action="append", default=[], metavar="[NAME=]FOLDER", help="the same as [NAME=]FOLDER"
     )
-    parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to use (the newest)")
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="PATH",
-        help="tokenizer.json, or a folder with a tokenizer (the one in the folder of the model)",
-    )
-    parser.add_argument("--eos_id", type=int, metavar="ID", help="end-of-text token (found in the tokenizer)")
+    add_checkpoint_arguments(parser)
     parser.add_argument(
         "--batch_size",
         type=int,
