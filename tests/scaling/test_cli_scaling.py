@@ -1,12 +1,14 @@
 """`headwater scaling`: a family from its params files to the prediction of its largest size."""
 
 import json
+import signal
 
 import pytest
 
 from headwater.appliance.open import open_queue
 from headwater.scaling.results import read_loss
 from headwater.scaling.sizes import read_family
+from headwater.trainer.interrupt import EXIT_CODE
 
 CARD = """\
 name,flops,loss
@@ -61,6 +63,47 @@ def test_a_size_is_trained_on_the_ranks_of_its_params(base, tmp_path, headwater)
     (size,) = read_family(folder)
     assert read_loss(size) is not None
     assert "2 CSXs" in (size.model_dir / "plan.txt").read_text()
+
+
+@pytest.fixture
+def size(base, tmp_path, headwater):
+    """A small size, without a run."""
+    words = ("--widths", 8, "--depths", 1, "--tokens_per_parameter", 2)
+    assert headwater("scaling", "write", base, "--out", tmp_path / "one", *words)[0] == 0
+    return read_family(tmp_path / "one")[0]
+
+
+def evaluations(size):
+    """The steps of the evaluations in a size's history."""
+    lines = (size.model_dir / "history.jsonl").read_text().splitlines()
+    return [each["step"] for each in map(json.loads, lines) if each["kind"] == "validate"]
+
+
+def test_an_interrupted_last_evaluation_is_made_again(size, headwater, monkeypatch):
+    evaluated = []
+
+    def interrupt(*words, stop, **options):
+        evaluated.append(True)
+        signal.raise_signal(signal.SIGINT)
+        assert stop()
+
+    monkeypatch.setattr("headwater.trainer.loop.evaluate", interrupt)
+    folder = size.params.parent
+    assert headwater("scaling", "run", folder)[0] == EXIT_CODE
+    assert evaluated and evaluations(size) == []
+    monkeypatch.undo()
+    code, _, err = headwater("scaling", "fit", folder)
+    assert code == 2 and "continues an interrupted evaluation" in err
+    code, out, err = headwater("scaling", "run", folder)
+    assert code == 0 and "all sizes have ended" in out, err
+    assert evaluations(size) == [size.steps] and read_loss(size) is not None
+
+
+def test_run_that_makes_no_evaluation_ends_with_an_error(size, headwater):
+    text = size.params.read_text()
+    size.params.write_text(text.replace("eval_frequency: 1.0", "eval_frequency: 0"))
+    code, _, err = headwater("scaling", "run", size.params.parent)
+    assert code == 2 and "expected an evaluation at the last step" in err
 
 
 def test_law_prediction_and_picture_of_finished_runs(family, headwater):

@@ -106,6 +106,15 @@ def test_folder_with_params_files_is_not_overwritten(base, tmp_path):
         write_family(family(base), tmp_path / "out")
 
 
+def test_base_without_validation_data_is_refused(base, tmp_path):
+    text = base.read_text()
+    base.write_text(text[: text.index("    val_dataloader")] + "    val_dataloader: []\n")
+    with pytest.raises(ConfigError, match="found no val_dataloader") as caught:
+        write_family(family(base), tmp_path / "out")
+    assert "fit.val_dataloader" in caught.value.remedy and str(base) in caught.value.where
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [

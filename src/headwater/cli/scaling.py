@@ -27,7 +27,7 @@ from headwater.core.units import format_count
 from headwater.scaling.family import Family, Parametrization, write_family
 from headwater.scaling.law import LEVEL, Estimate
 from headwater.scaling.picture import describe_law, draw_report
-from headwater.scaling.results import Report, make_report, read_loss, read_results, read_table
+from headwater.scaling.results import Report, has_ended, make_report, read_loss, read_results, read_table
 from headwater.scaling.sizes import Size, read_family, read_sizes
 
 REPORT, PICTURE = "scaling.json", "scaling.png"
@@ -142,7 +142,7 @@ def run_show(args: argparse.Namespace) -> int:
 def run_run(args: argparse.Namespace) -> int:
     """Train the sizes that have not ended; return the exit code."""
     for size in read_family(args.family):
-        if read_loss(size) is not None:
+        if has_ended(size):
             continue
         print(f"{size.name}: {format_count(size.parameters)} parameters, {size.steps} steps", flush=True)
         config = load_params(size.params)
@@ -151,6 +151,7 @@ def run_run(args: argparse.Namespace) -> int:
             exit_code = train(config)
         if exit_code:
             return exit_code
+        read_loss(size)  # an error if the params of this size lead to no evaluation
     print(f"all sizes have ended; to fit the law, run: headwater scaling fit {args.family}")
     return 0
 
@@ -163,7 +164,7 @@ def run_submit(args: argparse.Namespace) -> int:
     submitted, refused = 0, 0
     queue = open_queue(args.queue, args.queue_dir)
     for size in read_family(args.family):
-        if read_loss(size) is not None:
+        if has_ended(size):
             continue
         submission = Submission(
             # For `-P` see [Note: planted modules].

@@ -55,7 +55,8 @@ def write_family(family: Family, folder: Path) -> list[Path]:
     """Write a params file for each size and return their paths. Runs work in folders beside the files.
 
     Raises:
-        ConfigError: if the settings do not fit together, or the folder has params files already.
+        ConfigError: if the settings do not fit together, the base has no data for the evaluation at the end
+            of a run, or the folder has params files already.
     """
     if any(folder.glob("*.yaml")):
         raise ConfigError(
@@ -65,6 +66,7 @@ def write_family(family: Family, folder: Path) -> list[Path]:
         )
     base = load_params(find_params(family.base))
     training_flops(decoder_of(base), 1, 1)  # refuses models without a formula before anything is written
+    _check_evaluation(base)
     trees = {
         f"w{width}_d{depth}": _params(family, base, width, depth, folder) for width, depth in _shapes(family)
     }
@@ -98,6 +100,16 @@ def transferred_rate(family: Family, base: DecoderConfig, model: DecoderConfig, 
         return rate
     ours, theirs = _compute(family, model), _compute(family, base)
     return rate * float((ours / theirs) ** _RATE_EXPONENT)
+
+
+def _check_evaluation(base: RunConfig) -> None:
+    """Raise if runs of the base cannot evaluate their last step, from which the law gets their losses."""
+    if not fit_section(base).val_dataloader:
+        raise ConfigError(
+            "expected data for an evaluation at the end of each run, found no val_dataloader",
+            where=f"{base.source}: trainer.fit",
+            remedy="add fit.val_dataloader: data_dir and batch_size of samples that are not trained on",
+        )
 
 
 def _shapes(family: Family) -> list[tuple[int, int]]:

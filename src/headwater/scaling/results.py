@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,24 +70,35 @@ def read_loss(size: Size) -> float | None:
     """Return the loss of the evaluation at the end of a size's run; `None` if the run has not ended.
 
     Raises:
-        DataError: if the run has ended without an evaluation.
+        DataError: if the run has made its last step, but not the evaluation after it.
     """
     history = RunDir(size.model_dir).history
     records = list(read_history(history))
     if all(record["step"] < size.steps for record in records if record["kind"] == "train"):
         return None
-    losses = [
-        float(record["loss"])
-        for record in records
-        if record["kind"] == "validate" and record["step"] == size.steps and record.get("loader", 0) == 0
-    ]
+    losses = _last_losses(size, records)
     if not losses:
         raise DataError(
             f"expected an evaluation at the last step {size.steps}, found none",
             where=str(history),
-            remedy="write loop.eval_frequency: 1.0 and fit.val_dataloader, and train again",
+            remedy="run headwater scaling run, which continues an interrupted evaluation; it needs "
+            "loop.eval_frequency: 1.0 and fit.val_dataloader in the params",
         )
     return losses[-1]
+
+
+def has_ended(size: Size) -> bool:
+    """Return true if a size's run has ended: if it has made its last step and the evaluation after it."""
+    return bool(_last_losses(size, read_history(RunDir(size.model_dir).history)))
+
+
+def _last_losses(size: Size, records: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Return the losses of the evaluations after the last step."""
+    return [
+        float(record["loss"])
+        for record in records
+        if record["kind"] == "validate" and record["step"] == size.steps and record.get("loader", 0) == 0
+    ]
 
 
 def read_results(sizes: Sequence[Size]) -> list[tuple[str, float, float | None]]:
