@@ -89,6 +89,8 @@ def test_generate_prints_the_continuation_alone_and_repeats_nothing(headwater, t
 
 
 def test_generate_refuses_what_does_not_fit(headwater, trained):
+    words = ("generate", "--model_dir", trained, "--prompt", "Pip", "--max_new_tokens", 0)
+    assert headwater(*words)[:2] == (0, "Pip\n")
     code, _, err = headwater("generate", "--model_dir", trained, "--prompt", "Pip", "--max_new_tokens", 99)
     assert code == 2 and "request at most" in err
 

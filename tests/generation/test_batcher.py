@@ -110,8 +110,21 @@ def test_requests_that_can_never_fit_are_refused():
         batcher.add(request(51, 1))
     with pytest.raises(DataError, match="empty"):
         batcher.add(request(0, 1))
-    with pytest.raises(DataError, match="at least 1 new token"):
-        batcher.add(request(3, 0))
+    with pytest.raises(DataError, match="at least 0, got -1"):
+        batcher.add(request(3, -1))
+
+
+def test_a_request_for_no_tokens_ends_without_a_pass():
+    model = CountingModel()
+    batcher = Batcher(model, "cpu", Limits(50, 20, 4))
+    ended = batcher.add(request(3, 0))
+    batcher.run()
+    assert (ended.output, ended.reason, model.passes) == ([], "length", [])
+    worker, reasons, done = Worker(batcher, "test"), [], threading.Event()
+    worker.submit(request(3, 0), lambda generation, error: (reasons.append(generation.reason), done.set()))
+    assert done.wait(60)
+    worker.close()
+    assert (reasons, model.passes) == (["length"], [])
 
 
 def test_requests_that_have_not_reached_the_batcher_wait_too():

@@ -32,6 +32,11 @@ def test_greedy_equals_a_loop_without_cache(model, prompt):
     assert torch.equal(generate(model, prompt, 15, temperature=0), without_cache(model, prompt, 15))
 
 
+def test_no_new_tokens_return_the_prompt(model, prompt):
+    assert torch.equal(generate(model, prompt, 0), prompt)
+    assert generate(model, prompt[:0], 3).shape == (0, 6)
+
+
 def test_greedy_equals_transformers(tmp_path, model, prompt):
     transformers = pytest.importorskip("transformers")
     from headwater.convert.checkpoint import export_hf

@@ -165,6 +165,15 @@ def test_the_prompt_is_repeated_on_request(client):
     assert plain == client.completions.create(prompt=_ids("The mill"), **settings).choices[0].text
 
 
+def test_no_new_tokens_are_an_empty_text(server, client):
+    settings = {"model": "small", "prompt": "The mill", "max_tokens": 0}
+    assert client.completions.create(**settings, echo=True).choices[0].text == "The mill"
+    streamed = list(client.completions.create(**settings, echo=True, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == "The mill"
+    request = {"input_data": ["The mill"], "params": {"max_new_tokens": 0}}
+    assert httpx.post(f"{server.url}/score", json=request).json() == ["The mill"]
+
+
 def _ids(text):
     from serving_samples import TEXT
 

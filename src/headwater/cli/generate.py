@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=100,
         metavar="N",
-        help="largest number of tokens to generate (%(default)s)",
+        help="largest number of tokens to generate; 0 prints the prompt (%(default)s)",
     )
     _add_sampling(parser)
     parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to use (the newest)")

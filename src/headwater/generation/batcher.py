@@ -45,7 +45,7 @@ class GenerationRequest:
 
     Attributes:
         prompt: token ids; at least one.
-        max_new_tokens: most tokens to generate; at least one.
+        max_new_tokens: most tokens to generate; 0: none, and the generation has ended before its first pass.
         sampling: how tokens are chosen.
         ends: ids of the tokens that end the text.
         receive: called with each token; returns True to end the text after it.
@@ -79,7 +79,7 @@ class Generation:
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self.output: list[int] = []
-        self.reason: FinishReason | None = None
+        self.reason: FinishReason | None = None if request.max_new_tokens else "length"
         self.error: HeadwaterError | None = None
 
     @property
@@ -175,9 +175,9 @@ class Batcher:
         room = max(self.max_length - prompt + 1, 0)  # + 1: the model never reads the last new token
         if prompt == 0:
             raise DataError("the prompt is empty", remedy="begin it with at least one token")
-        if max_new_tokens < 1:
-            what = f"expected at least 1 new token, got {max_new_tokens}"
-            raise DataError(what, where="max_new_tokens", remedy="request 1 or more")
+        if max_new_tokens < 0:
+            what = f"expected max_new_tokens of at least 0, got {max_new_tokens}"
+            raise DataError(what, where="max_new_tokens", remedy="request 0 (only the prompt) or more")
         if max_new_tokens > room:
             raise DataError(
                 f"a prompt of {prompt} tokens and {max_new_tokens} new tokens do not fit into"
@@ -207,8 +207,9 @@ class Batcher:
         return Generation(request)
 
     def enter(self, generation: Generation) -> None:
-        """Put a prepared generation into the queue."""
-        self._waiting.append(generation)
+        """Put a prepared generation into the queue, unless it has ended already."""
+        if generation.reason is None:
+            self._waiting.append(generation)
 
     def cancel(self, generation: Generation) -> None:
         """End a generation, and release its memory. A generation that has ended is not changed."""

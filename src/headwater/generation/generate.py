@@ -29,7 +29,7 @@ def generate(
     Args:
         model: the model, in eval mode.
         input_ids: prompts of the same length, [batch, seq].
-        max_new_tokens: maximum number of new tokens.
+        max_new_tokens: maximum number of new tokens; 0 returns the prompts.
         temperature: divisor of the logits; 0: always take the most likely token.
         top_k: sample only among the k most likely tokens.
         top_p: sample only among the smallest set of most likely tokens whose probability reaches `top_p`.
@@ -52,7 +52,7 @@ def generate(
         own = Sampling(temperature, top_k, top_p, derive_seed(seed, row))
         found.append(batcher.add(GenerationRequest(tuple(prompt), max_new_tokens, own, frozenset(ends))))
     batcher.run()
-    longest = max(len(each.output) for each in found)
+    longest = max((len(each.output) for each in found), default=0)
     padded = [each.output + [*ends[:1]] * (longest - len(each.output)) for each in found]
     new = torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)
-    return torch.cat([input_ids, new], dim=1)
+    return torch.cat([input_ids, new.reshape(rows, longest)], dim=1)

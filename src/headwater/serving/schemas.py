@@ -16,6 +16,8 @@ from pydantic import (
 Probability = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Count = Annotated[int, Field(ge=1)]
+NewTokens = Annotated[int, Field(ge=0)]
+"""Most tokens of a text; 0: only the prompt, or an empty text."""
 Token = Annotated[int, Field(ge=0)]
 NgramSize = Annotated[int, Field(ge=0, le=100)]
 MOST_KEYS = 100
@@ -92,7 +94,7 @@ class CompletionRequest(TextSettings):
     """The body of `/v1/completions`."""
 
     prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
-    max_tokens: Count | None = 16
+    max_tokens: NewTokens | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Count | None = None
@@ -176,7 +178,7 @@ class ChatRequest(TextSettings):
 class CardSettings(Section):
     """The key `params` of the card's JSON."""
 
-    max_new_tokens: Count = 100
+    max_new_tokens: NewTokens = 100
     do_sample: bool = False
     temperature: Temperature = 1.0
     top_p: Probability = 1.0
