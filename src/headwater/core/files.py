@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headwater.core.errors import DiskFullError, RunError, StoreError
+from headwater.core.errors import CorruptError, DiskFullError, RunError, StoreError
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a file or folder that is still being written, or that is being deleted."""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_BAD_BYTES = {errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
 _WRONG_KIND = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
 _MAKE_WAY = "move it away, or name another folder"
 _MAKE_WRITABLE = "give this user the right to write there, or name another folder"
@@ -37,6 +38,15 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise _explained(error, path) from error
+
+
+def is_damage(error: StoreError) -> bool:
+    """Return true if a read failed because the bytes on disk are damaged.
+
+    Return false if the system refused the read, for example because too many files are open.
+    """
+    cause = error.__cause__
+    return isinstance(error, CorruptError) or (isinstance(cause, OSError) and cause.errno in _BAD_BYTES)
 
 
 def _explained(error: OSError, path: Path) -> StoreError:

@@ -11,7 +11,7 @@ import json
 import math
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,7 @@ Run = tuple[TensorFile, str, int, int]
 """A run of elements of a tensor in a file: the file, the tensor's name, the first element, their number."""
 
 
-def read_runs(runs: Iterable[Run]) -> Iterator[torch.Tensor]:
+def read_runs(runs: Iterable[Run]) -> Generator[torch.Tensor, None, None]:
     """Yield runs in their order, 1-D, while threads read the next ones. Each is valid until the next.
 
     Raises:

@@ -7,15 +7,18 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import final
 
 import torch
 
 from headwater.core.checked_files import FileBytes
-from headwater.core.errors import CheckpointError, CorruptError, StoreError
+from headwater.core.errors import CheckpointError, CorruptError, HeadwaterError, StoreError
+from headwater.core.files import is_damage
 from headwater.core.safetensors import Run, TensorFile, read_runs
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.fabric.fabric import Fabric
 from headwater.store.layout import Scalars
 from headwater.store.pieces import PieceState
 from headwater.store.saved_weights import Buffers, Names, SavedWeights
@@ -132,6 +135,7 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: if model or optimizer are not those of the checkpoint; nothing is changed then.
             CorruptError: if bytes are damaged; then the store must be filled again before it is used.
+            StoreError: if the system refuses a read, or the store fails; the same holds then.
         """
         buffers = buffers or {}
         weights = SavedWeights(self.weights(), store.stages, buffers, exact=True, strict=strict)
@@ -250,43 +254,61 @@ def _indexed(index: Path) -> set[str]:
 
 @final
 class _SavedValues:
-    """Values of saved tensors, which are used in the order of their runs. After damage, no more are read.
+    """Values of saved tensors, which are used in the order of their runs. After a failure, no more are read.
 
     Args:
         runs: where the values lie.
 
     Attributes:
-        damage: the damage, if there is any.
+        failure: the error of a read; `CorruptError` if the files are damaged.
     """
 
     def __init__(self, runs: Iterator[Run]) -> None:
         self._values = read_runs(runs)
-        self.damage: CorruptError | None = None
+        self.failure: StoreError | None = None
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Copy the values of the next run to `target`, unless there was damage before."""
-        if self.damage is not None:
+        """Copy the values of the next run to `target`, unless a read has failed."""
+        if self.failure is not None:
             return
         try:
             values = next(self._values)
         except CorruptError as error:
-            self.damage = error
+            self.failure = error
         except StoreError as error:
-            self.damage = CorruptError(error.what, where=error.where, remedy=error.remedy)
+            kind = CorruptError if is_damage(error) else StoreError
+            self.failure = kind(error.what, where=error.where, remedy=error.remedy)
         else:
             target.copy_(values.view(target.shape))
 
+    def close(self) -> None:
+        """End the reads that are under way."""
+        self._values.close()
+
 
 def _fill(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _States) -> None:
+    """Load all values. All ranks call this together, and all raise an error if one of them fails to read."""
     buffers = {name: buffer for name, buffer in buffers.items() if name in weights}
-    values = _SavedValues(_runs(store, weights, buffers, states))
-    for buffer in buffers.values():
-        values.copy_to(buffer)
-    # Also after damage: all ranks replace a stage together, and other ranks may have found none.
-    for stage in store.stages:
-        _fill_stage(store, stage, weights, states, values)
-    if values.damage is not None:
-        raise values.damage
+    with closing(_SavedValues(_runs(store, weights, buffers, states))) as values:
+        for buffer in buffers.values():
+            values.copy_to(buffer)
+        for stage in store.stages:
+            # All ranks replace a stage together. So all must stop before the same one.
+            if any(store.fabric.gather(float(values.failure is not None))):
+                break
+            try:
+                _fill_stage(store, stage, weights, states, values)
+            except CorruptError as error:
+                # Bytes of the store's own files. A caller must not take this for a damaged checkpoint.
+                raise StoreError(error.what, where=error.where, remedy=error.remedy) from error
+    _raise_failure(store.fabric, values.failure)
+
+
+def _raise_failure(fabric: Fabric, failure: StoreError | None) -> None:
+    """Raise the error of this rank, or else the first error of another rank; return if there is none."""
+    for each in [failure, *fabric.gather_objects(failure, HeadwaterError | None)]:
+        if each is not None:
+            raise each
 
 
 def _runs(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _States) -> Iterator[Run]:

@@ -30,7 +30,7 @@ from headwater.core.errors import (
     ModelDirBusyError,
     StoreError,
 )
-from headwater.core.files import check_place, disk_errors, make_folder
+from headwater.core.files import check_place, disk_errors, is_damage, make_folder
 from headwater.store.checkpoint_folder import recover, retire
 from headwater.store.saved_weights import Buffers, Names
 from headwater.store.snapshot import Snapshot
@@ -158,11 +158,15 @@ class CheckpointManager:
         Raises:
             CorruptError: if all checkpoints are damaged.
             CheckpointError: if a newer version of Headwater wrote one.
+            StoreError: if the system refuses to read one.
         """
         paths = complete_checkpoints(self.model_dir)
         for path in reversed(paths):
             damage = None if path in self._damaged else find_damage(path, deep=deep)
             if damage is not None:
+                # Passing over an intact checkpoint would discard the steps since the one before it.
+                if isinstance(damage, StoreError) and not is_damage(damage):
+                    raise damage
                 self.skip(path, damage)
             if path not in self._damaged:
                 return path
