@@ -18,9 +18,9 @@ from headwater.core.units import GIB
 from headwater.optim import OptimizerSpec
 from headwater.plan.estimate import estimated_traces
 from headwater.plan.options import Fixed, TraceFor, optimizer_state_bytes
-from headwater.plan.search import Budgets, Request, best_plan
+from headwater.plan.search import Request, best_plan
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Calibration, Plan, Trace
+from headwater.plan.types import Budgets, Calibration, Plan, Trace
 from headwater.trainer.zoo_job import zoo_trainable
 
 USABLE = 0.9

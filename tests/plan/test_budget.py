@@ -16,8 +16,8 @@ from headwater.plan.budget import make_plan
 from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.predict import NOMINAL
 from headwater.plan.refusal import UNLIMITED, enough, other_settings
-from headwater.plan.search import Budgets, Request, best_plan, fits, micro_batch_sizes
-from headwater.plan.types import Activations, Resources, StoreShare
+from headwater.plan.search import Request, best_plan, fits, micro_batch_sizes
+from headwater.plan.types import Activations, Budgets, Resources, StoreShare
 
 SMALL = {"fp32": gpt(precision="fp32"), "bf16": gpt(), "fp16": gpt(precision="fp16", tied=False)}
 

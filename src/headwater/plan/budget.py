@@ -17,8 +17,8 @@ from headwater.plan.machine import (
 )
 from headwater.plan.options import PlanRequest, TraceFor
 from headwater.plan.refusal import UNLIMITED, refusal
-from headwater.plan.search import Budgets, Request, best_plan, micro_batch_sizes
-from headwater.plan.types import Activations, Plan, Resources
+from headwater.plan.search import Request, best_plan, micro_batch_sizes
+from headwater.plan.types import Activations, Budgets, Plan, Resources
 
 _SLACK_BYTES = 24 * MIB
 

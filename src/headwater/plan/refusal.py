@@ -11,8 +11,8 @@ from typing import Any
 
 from headwater.core.errors import DoesNotFitError
 from headwater.core.units import GIB, MIB, format_bytes, parse_bytes
-from headwater.plan.search import Budgets, Request, best_plan, candidates, micro_batch_sizes, usage
-from headwater.plan.types import Plan
+from headwater.plan.search import Request, best_plan, candidates, micro_batch_sizes, usage
+from headwater.plan.types import Budgets, Plan
 
 UNLIMITED = 1 << 62
 

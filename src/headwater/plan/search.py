@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from headwater.core.precision import Precision
-from headwater.plan.footprint import Footprint, minimum_slabs, recomputable
+from headwater.plan.footprint import Footprint, minimum_slabs
+from headwater.plan.ladder import Rung, activation_ladder
 from headwater.plan.machine import NO_GROUP, GroupMemory
+from headwater.plan.mixes import (
+    filled_device,
+    filled_memory,
+    first_to_memory,
+    smallest_in_memory,
+    smallest_on_device,
+)
 from headwater.plan.options import Fixed, TraceFor
 from headwater.plan.predict import Predictor
 from headwater.plan.types import (
     WHOLE_STORE,
     Activations,
+    Budgets,
     Calibration,
     Plan,
     Prediction,
@@ -32,17 +40,6 @@ _SLAB_CHOICES, _RUNGS = slice(0, 12, 4), 6
 
 _FRUGAL_TIME = 1.03
 """Time of a plan with less memory that is chosen for the disk tier, as a multiple of the shortest time."""
-
-
-_Kind = Literal["device", "host", "disk"]
-
-
-class Budgets(NamedTuple):
-    """Limits in bytes: of device memory, host memory and disk. Fields have the names of the params."""
-
-    device_memory: int
-    host_memory: int
-    disk_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,11 +197,7 @@ def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterat
             for step in steps:
                 plan = dataclasses.replace(with_slabs, activations=ladder[step].activations)
                 yield dataclasses.replace(plan, prediction=predictor.predict(plan))
-        mixes = _small_mixes if smallest else _mixes
-        yield from mixes(predictor, frame, ladder, request)
-        if request.chooses_device_tier and not trace.inference:
-            with_stages_on_device = _few_on_device if smallest else _with_stages_on_device
-            yield from with_stages_on_device(predictor, frame, ladder, request)
+        yield from _mixes(predictor, frame, ladder, request, smallest=smallest)
 
 
 def _footprint(trace: Trace, request: Request) -> Footprint:
@@ -224,7 +217,7 @@ def _frames(request: Request, footprint: Footprint, size: int) -> Iterator[Plan]
     tiers: tuple[Tier, ...] = ("memory", "disk") if request.disk else ("memory",)
     trace = footprint.trace
     keep = (Activations.KEEP,) * len(trace.stages)
-    order = _first_to_memory(footprint)
+    order = first_to_memory(footprint)
     on_device = order[: request.fixed.stages_on_device or 0]
     # At least one stage stays on disk: otherwise this would be the memory tier.
     most = max(len(trace.stages) - len(on_device) - 1, 0)
@@ -266,231 +259,42 @@ def _slab_counts(request: Request, frame: Plan) -> Sequence[int]:
     return [*counts[:-1], max(counts[-1], len(frame.trace.stages))]
 
 
-def _mixes(predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: Request) -> Iterator[Plan]:
-    """Yield plans with some stages in host memory and the others on disk, each with as many as fit there.
+def _mixes(
+    predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: Request, *, smallest: bool
+) -> Iterator[Plan]:
+    """Yield plans with some stages in device memory, in host memory and on disk.
 
     A byte of a stage in memory saves more disk traffic than a byte of a slab: weights, masters and optimizer
     state are all read and written in each step. So there are fewer numbers of slabs to try than without
     stages in memory. Which policies are tried does not depend on the budgets: with a larger budget the same
     plans fit, so no plan gets slower.
+
+    Args:
+        predictor: of the trace.
+        frame: the tiers of stages that have no other place.
+        ladder: the activation policies.
+        request: what to plan for.
+        smallest: yield the plans that exceed a single budget least, with the fewest slabs.
     """
-    if not _may_mix(frame, request):
+    if frame.trace.inference:
         return
-    for plan in _some_choices(frame, ladder, request):
-        mix = _filled_memory(predictor.footprint, plan, request)
-        # Without a stage in memory: `candidates` yields such plans itself.
-        if mix is not None and mix.in_memory:
-            yield dataclasses.replace(mix, prediction=predictor.predict(mix))
-
-
-def _small_mixes(
-    predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: Request
-) -> Iterator[Plan]:
-    """Yield plans with some stages in host memory that exceed only one budget, and that one the least."""
-    if not _may_mix(frame, request):
-        return
-    for plan in _some_choices(frame, ladder, request, fewest=True):
-        for mix in _smallest_fillings(predictor.footprint, plan, request):
-            if mix.in_memory:
+    fill: list[Callable[[Footprint, Plan, Budgets], list[Plan]]] = []
+    if frame.tier == "disk" and request.fixed.tier is None:
+        fill.append(smallest_in_memory if smallest else filled_memory)
+    if request.chooses_device_tier:
+        fill.append(smallest_on_device if smallest else filled_device)
+    for plan in _some_choices(frame, ladder, request, fewest=smallest):
+        for mix in (mix for filled in fill for mix in filled(predictor.footprint, plan, request.budgets)):
+            if mix != plan:  # `candidates` yields the plan itself
                 yield dataclasses.replace(mix, prediction=predictor.predict(mix))
 
 
-def _may_mix(frame: Plan, request: Request) -> bool:
-    """True if the plan decides which stages of the disk tier stay in host memory."""
-    return frame.tier == "disk" and not frame.trace.inference and request.fixed.tier is None
-
-
-def _some_choices(
-    frame: Plan, ladder: Sequence[Rung], request: Request, *, fewest: bool = False
-) -> Iterator[Plan]:
+def _some_choices(frame: Plan, ladder: Sequence[Rung], request: Request, *, fewest: bool) -> Iterator[Plan]:
     """Yield plans with some of the numbers of slabs, or the fewest, and some of the activation policies."""
     for slabs in _slab_counts(request, frame)[slice(1) if fewest else _SLAB_CHOICES]:
         # The last rung needs the least memory, and the stride may skip it.
         for rung in [*ladder[:: -(-len(ladder) // _RUNGS)], ladder[-1]]:
             yield dataclasses.replace(frame, slabs=slabs, activations=rung.activations)
-
-
-def _filled_memory(footprint: Footprint, plan: Plan, request: Request) -> Plan | None:
-    """Return `plan` with as many stages of its disk tier in host memory as fit; `None` if it does not fit."""
-    mixes = _mixes_in_memory(footprint, plan)
-    fitting = _fitting(footprint, mixes, "host", request.budgets.host_memory)
-    return mixes[fitting - 1] if fitting else None
-
-
-def _smallest_fillings(footprint: Footprint, plan: Plan, request: Request) -> list[Plan]:
-    """Return `plan` with the stages in memory that need the least disk, and those that need the least memory.
-
-    The first has as many stages in memory as fit there, the second as few as the disk allows.
-    """
-    filled = _filled_memory(footprint, plan, request)
-    mixes = _mixes_in_memory(footprint, plan)
-    fewest = mixes[_first_within(footprint, mixes, "disk", request.budgets.disk_bytes) :][:1]
-    return [*([] if filled is None else [filled]), *fewest]
-
-
-def _mixes_in_memory(footprint: Footprint, plan: Plan) -> list[Plan]:
-    """Return `plan`, of the disk tier, with each number of stages in memory: from none to all but one."""
-    order = [stage for stage in _first_to_memory(footprint) if stage not in plan.on_device]
-    # At least one stage stays on disk: otherwise this would be the memory tier.
-    return [dataclasses.replace(plan, in_memory=tuple(sorted(order[:count]))) for count in range(len(order))]
-
-
-def _with_stages_on_device(
-    predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: Request
-) -> Iterator[Plan]:
-    """Yield plans with as many stages in device memory as fit beside the rest of a step, or fewer.
-
-    The others are in host memory, or in host memory and on disk. Fewer are faster where the host updates the
-    others while the device computes.
-    """
-    footprint = predictor.footprint
-    for plan in _some_choices(frame, ladder, request):
-        mixes = _mixes_on_device(footprint, plan)
-        fitting = _fitting(footprint, mixes, "device", request.budgets.device_memory)
-        counts = {*(len(mixes) * part // 4 for part in range(1, 4)), fitting - 1}
-        for count in sorted(counts & set(range(1, fitting))):
-            mix: Plan | None = mixes[count]
-            if frame.tier == "disk":
-                mix = _filled_memory(footprint, mixes[count], request)
-            if mix is not None:
-                yield dataclasses.replace(mix, prediction=predictor.predict(mix))
-
-
-def _few_on_device(
-    predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: Request
-) -> Iterator[Plan]:
-    """Yield plans with stages in device memory that exceed only one budget, and that one the least."""
-    footprint, budgets = predictor.footprint, request.budgets
-
-    def fillings(mix: Plan) -> list[Plan]:
-        return _smallest_fillings(footprint, mix, request) if frame.tier == "disk" else [mix]
-
-    def others_fit(mix: Plan) -> bool:
-        return any(
-            _used(footprint, filled, "host") <= budgets.host_memory
-            and _used(footprint, filled, "disk") <= budgets.disk_bytes
-            for filled in fillings(mix)
-        )
-
-    for plan in _some_choices(frame, ladder, request, fewest=True):
-        mixes = _mixes_on_device(footprint, plan)
-        most = _fitting(footprint, mixes, "device", budgets.device_memory) - 1
-        fewest = bisect_left(mixes, x=True, key=others_fit)
-        # The first stages on the device may need more host memory, for copies of them in checkpoints, and
-        # less device memory, since they have no slab. Only from the third on does each need less of the host.
-        for count in sorted({1, 2, fewest, most} & set(range(1, len(mixes)))):
-            for mix in fillings(mixes[count]):
-                yield dataclasses.replace(mix, prediction=predictor.predict(mix))
-
-
-def _mixes_on_device(footprint: Footprint, plan: Plan) -> list[Plan]:
-    """Return `plan` with each number of stages in device memory, from none to all."""
-    order = _first_to_memory(footprint)
-    return [
-        dataclasses.replace(plan, on_device=tuple(sorted(order[:count]))) for count in range(len(order) + 1)
-    ]
-
-
-def _fitting(footprint: Footprint, mixes: Sequence[Plan], kind: _Kind, limit: int) -> int:
-    """Return how many of these plans, each of which needs more of a kind of memory, fit within a limit."""
-    return bisect_right(mixes, limit, key=lambda mix: _used(footprint, mix, kind))
-
-
-def _first_within(footprint: Footprint, mixes: Sequence[Plan], kind: _Kind, limit: int) -> int:
-    """Return the index of the first of these plans, each of which needs less, that fits; or their number."""
-    return bisect_left(mixes, -limit, key=lambda mix: -_used(footprint, mix, kind))
-
-
-def _used(footprint: Footprint, plan: Plan, kind: _Kind) -> int:
-    """Return the peak bytes of a plan in a kind of memory."""
-    return sum(getattr(footprint.memory(plan), kind).values())
-
-
-def _first_to_memory(footprint: Footprint) -> list[int]:
-    """Return the stages in the order in which they move from disk to memory: most saved traffic first.
-
-    Stages that save equally much follow each other at large distances, so that the disk transfers that remain
-    are spread over the step.
-    """
-
-    def saved(stage: int) -> float:
-        held = footprint.stages[stage]
-        # Forward and backward each read the weights; an update reads and writes everything.
-        moved = 2 * held.slab + (held.slab + 2 * held.state if held.trained else 0)
-        # Rounded, so that stages that differ by a few bytes count as equal and are spread.
-        return round(moved / held.stored, 3) if held.stored else 0.0
-
-    return sorted(range(len(footprint.stages)), key=lambda stage: (-saved(stage), _spread(stage)))
-
-
-def _spread(number: int) -> float:
-    """Return a place between 0 and 1, far from the places of smaller numbers: the van der Corput sequence."""
-    place, weight = 0.0, 0.5
-    while number:
-        place += weight * (number % 2)
-        number, weight = number // 2, weight / 2
-    return place
-
-
-class Rung(NamedTuple):
-    """An activation policy for each stage, and the peak bytes of activations and gradients of all stages."""
-
-    activations: tuple[Activations, ...]
-    peak_bytes: int
-
-
-def activation_ladder(footprint: Footprint, frame: Plan, *, fixed: Activations | None = None) -> list[Rung]:
-    """Return choices of a policy for each stage; each needs less memory than the one before, and more time.
-
-    Stages are recomputed one after the other, those first that free the most bytes for a FLOP. Stages that
-    cannot be recomputed are offloaded next, and finally all stages.
-    """
-    ladder: list[Rung] = []
-    for activations in _policies(frame) if fixed is None else (_uniform(frame.trace, fixed),):
-        peak = footprint.peak(dataclasses.replace(frame, activations=activations)).total
-        # `_promising` bisects the ladder, so the peaks must fall.
-        if not ladder or peak < ladder[-1].peak_bytes:
-            ladder.append(Rung(activations, peak))
-    return ladder
-
-
-def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
-    costs = frame.trace.costs
-    policies = [Activations.KEEP] * len(costs)
-    yield tuple(policies)
-    if frame.trace.inference:  # nothing is saved
-        return
-    worth = [stage for stage, can_be in enumerate(recomputable(frame.trace)) if can_be]
-    # Among equal stages the earliest comes first: recomputing the last ones frees nothing at the turn from
-    # forward to backward, when memory use is highest.
-    blocks, members = frame.trace.blocks, frame.trace.members
-
-    def flops_per_byte(block: int) -> float:
-        whole = [costs[stage] for stage in members.get(block, (block,))]
-        return sum(cost.flops for cost in whole) / sum(cost.saved_bytes for cost in whole)
-
-    for block in sorted({blocks[stage] for stage in worth}, key=lambda block: (flops_per_byte(block), block)):
-        for stage in members.get(block, (block,)):
-            policies[stage] = Activations.RECOMPUTE
-        yield tuple(policies)
-    if frame.device != "cpu" or frame.disk is not None:
-        for stage in set(range(len(costs))) - set(worth):
-            policies[stage] = Activations.OFFLOAD
-        yield tuple(policies)
-        # On a CPU the plans of models without divided blocks stay as they were.
-        if members or frame.device != "cpu":
-            # Parts of a divided block have no inputs that wait; those of the block belong to its own stage.
-            for block in {blocks[stage] for stage in worth}:
-                policies[block] = Activations.RECOMPUTE_FROM_HOST
-            yield tuple(policies)
-        yield (Activations.OFFLOAD,) * len(costs)
-
-
-def _uniform(trace: Trace, policy: Activations) -> tuple[Activations, ...]:
-    """Return `policy` for every stage. A stage that cannot be recomputed keeps its activations instead."""
-    if policy is Activations.RECOMPUTE:
-        return tuple(policy if can_be else Activations.KEEP for can_be in recomputable(trace))
-    return (policy,) * len(trace.stages)
 
 
 def _promising(footprint: Footprint, frame: Plan, ladder: Sequence[Rung], request: Request) -> list[int]:

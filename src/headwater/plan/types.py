@@ -154,6 +154,14 @@ class Resources:
     disk_bytes: int | None = None
 
 
+class Budgets(NamedTuple):
+    """Limits in bytes: of device memory, host memory and disk. Fields have the names of the params."""
+
+    device_memory: int
+    host_memory: int
+    disk_bytes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Calibration:
     """Rates at which one machine computes and moves bytes; each is the best of a few short runs.

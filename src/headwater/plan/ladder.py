@@ -1,0 +1,71 @@
+"""Activation policies for the stages of a plan, from the fastest to the smallest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from headwater.plan.footprint import Footprint, recomputable
+from headwater.plan.types import Activations, Plan, Trace
+
+
+class Rung(NamedTuple):
+    """An activation policy for each stage, and the peak bytes of activations and gradients of all stages."""
+
+    activations: tuple[Activations, ...]
+    peak_bytes: int
+
+
+def activation_ladder(footprint: Footprint, frame: Plan, *, fixed: Activations | None = None) -> list[Rung]:
+    """Return choices of a policy for each stage; each needs less memory than the one before, and more time.
+
+    Stages are recomputed one after the other, those first that free the most bytes for a FLOP. Stages that
+    cannot be recomputed are offloaded next, and finally all stages.
+    """
+    ladder: list[Rung] = []
+    for activations in _policies(frame) if fixed is None else (_uniform(frame.trace, fixed),):
+        peak = footprint.peak(dataclasses.replace(frame, activations=activations)).total
+        # `_promising` bisects the ladder, so the peaks must fall.
+        if not ladder or peak < ladder[-1].peak_bytes:
+            ladder.append(Rung(activations, peak))
+    return ladder
+
+
+def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
+    costs = frame.trace.costs
+    policies = [Activations.KEEP] * len(costs)
+    yield tuple(policies)
+    if frame.trace.inference:  # nothing is saved
+        return
+    worth = [stage for stage, can_be in enumerate(recomputable(frame.trace)) if can_be]
+    # Among equal stages the earliest comes first: recomputing the last ones frees nothing at the turn from
+    # forward to backward, when memory use is highest.
+    blocks, members = frame.trace.blocks, frame.trace.members
+
+    def flops_per_byte(block: int) -> float:
+        whole = [costs[stage] for stage in members.get(block, (block,))]
+        return sum(cost.flops for cost in whole) / sum(cost.saved_bytes for cost in whole)
+
+    for block in sorted({blocks[stage] for stage in worth}, key=lambda block: (flops_per_byte(block), block)):
+        for stage in members.get(block, (block,)):
+            policies[stage] = Activations.RECOMPUTE
+        yield tuple(policies)
+    if frame.device != "cpu" or frame.disk is not None:
+        for stage in set(range(len(costs))) - set(worth):
+            policies[stage] = Activations.OFFLOAD
+        yield tuple(policies)
+        # On a CPU the plans of models without divided blocks stay as they were.
+        if members or frame.device != "cpu":
+            # Parts of a divided block have no inputs that wait; those of the block belong to its own stage.
+            for block in {blocks[stage] for stage in worth}:
+                policies[block] = Activations.RECOMPUTE_FROM_HOST
+            yield tuple(policies)
+        yield (Activations.OFFLOAD,) * len(costs)
+
+
+def _uniform(trace: Trace, policy: Activations) -> tuple[Activations, ...]:
+    """Return `policy` for every stage. A stage that cannot be recomputed keeps its activations instead."""
+    if policy is Activations.RECOMPUTE:
+        return tuple(policy if can_be else Activations.KEEP for can_be in recomputable(trace))
+    return (policy,) * len(trace.stages)
