@@ -20,7 +20,7 @@ def filled_memory(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Pl
 
 
 def smallest_in_memory(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Plan]:
-    """Return `plan`, of the disk tier, with the stages in host memory that exceed a single budget least.
+    """Return `plan`, which has a disk tier, with the stages in host memory that exceed a single budget least.
 
     As many as fit in host memory need the least disk. As few as the disk allows need the least memory.
     """
@@ -82,12 +82,12 @@ def _mixes_on_device(footprint: Footprint, plan: Plan) -> list[Plan]:
 
 
 def _fitting(footprint: Footprint, mixes: Sequence[Plan], kind: _Kind, limit: int) -> int:
-    """Return how many of these plans, each of which needs more of a kind of memory, fit within a limit."""
+    """Return how many of these plans fit. Each needs more of a kind of memory than the last."""
     return bisect_right(mixes, limit, key=lambda mix: _used(footprint, mix, kind))
 
 
 def _first_within(footprint: Footprint, mixes: Sequence[Plan], kind: _Kind, limit: int) -> int:
-    """Return the index of the first of these plans, each of which needs less, that fits; or their number."""
+    """Return the index of the first of these plans that fits, or their number. Each needs less."""
     return bisect_left(mixes, -limit, key=lambda mix: -_used(footprint, mix, kind))
 
 
