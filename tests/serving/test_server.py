@@ -288,6 +288,11 @@ def test_a_list_of_wrong_values_is_few_errors(schema, body):
 def test_prompts_that_do_not_fit(client):
     with pytest.raises(openai.BadRequestError, match="shorten the prompt to at most 96 tokens"):
         client.completions.create(model="small", prompt="mill " * 200, max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="at most 24576 characters, got 100000; remedy: shorten"):
+        client.completions.create(model="small", prompt=["The", "x" * 100_000])
+    with pytest.raises(openai.BadRequestError, match="at most 24576 characters, got 30000"):
+        messages = [{"role": "user", "content": "x" * 10_000}] * 3
+        client.chat.completions.create(model="small", messages=messages)
     with pytest.raises(openai.BadRequestError, match=r"request at most 9\d new tokens"):
         client.completions.create(model="small", prompt="The", max_tokens=200)
     with pytest.raises(openai.NotFoundError, match="the model 'other' does not exist"):

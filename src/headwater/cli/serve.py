@@ -140,7 +140,9 @@ def open_service(args: argparse.Namespace) -> Iterator[Service]:
             checkpoint = args.checkpoint_path or CheckpointManager(config.init.model_dir).newest_whole()
             source = f"{folder.resolve()}, checkpoint {checkpoint and checkpoint.resolve()}"
             models[name] = ServedModel(name, codec, model.vocab_size, worker, int(time.time()), source)
-        yield Service(models)
+        service = Service(models)
+        opened.callback(service.close)
+        yield service
 
 
 def models_by_name(words: list[str]) -> dict[str, Path]:

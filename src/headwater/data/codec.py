@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+_LONG = 10_000
+"""Characters or tokens that take the tokenizer some milliseconds."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Codec:
     """Encodes and decodes texts for one model.
@@ -41,11 +45,16 @@ class Codec:
         """
         if special is None:
             special = not text.startswith(str(self.tokenizer.id_to_token(self.prefix)))
-        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        if len(text) < _LONG:
+            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        # `encode` would hold the lock of the interpreter, and all other threads would stop.
+        return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        return str(self.tokenizer.decode(tokens))
+        if len(tokens) < _LONG:
+            return str(self.tokenizer.decode(tokens))
+        return str(self.tokenizer.decode_batch([tokens])[0])  # releases the lock of the interpreter
 
     @property
     def chat_template(self) -> str:

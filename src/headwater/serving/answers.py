@@ -15,34 +15,58 @@ from headwater.generation.batcher import FinishReason
 from headwater.generation.sampling import Chosen, Sampling
 from headwater.serving.schemas import CardRequest, ChatRequest, CompletionRequest, TextSettings
 from headwater.serving.text import UNFINISHED
-from headwater.serving.writing import Delta, ServedModel, Text, TextRequest, Writing, whole
+from headwater.serving.writing import (
+    Delta,
+    ServedModel,
+    Text,
+    TextRequest,
+    Writing,
+    check_ids,
+    check_length,
+    encoded,
+    whole,
+)
 
 Json = dict[str, Any]
 
 
 class Answer(abc.ABC):
-    """An answer that a model is writing.
+    """An answer that a model writes. Any thread may make an answer; `begin` starts the texts.
 
     Args:
         model: the model.
         requests: the texts to write.
         prompts: token ids of the prompts. Several texts may have the same one.
 
+    Raises:
+        DataError: if a token id is not one of the model's.
+
     Attributes:
         model: the model.
         prompt_tokens: tokens of all prompts.
-        writings: the texts.
+        writings: the texts that have begun.
     """
 
     def __init__(
         self, model: ServedModel, requests: Sequence[TextRequest], prompts: Sequence[Sequence[int]]
     ) -> None:
         self.model = model
+        self.requests = requests
         self.prompt_tokens = sum(map(len, prompts))
         self.writings: list[Writing] = []
+        for prompt in prompts:
+            check_ids(prompt, model.vocab_size)
+
+    def begin(self) -> None:
+        """Begin to write. Call this in the asyncio loop that reads the answer.
+
+        Raises:
+            DataError: if a request does not fit the model.
+            HeadwaterError: if the model cannot be used any more.
+        """
         try:
-            for request in requests:
-                self.writings.append(Writing(model, request))
+            for request in self.requests:
+                self.writings.append(Writing(self.model, request))
         except BaseException:
             # Whatever it is, also an interrupt: the client never gets the texts that have begun.
             self.cancel()
@@ -188,9 +212,7 @@ class Completion(OpenAIAnswer):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: ServedModel, body: CompletionRequest) -> None:
-        prompts = [
-            model.codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts
-        ]
+        prompts = [encoded(model, prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
         self._n = body.n or 1
         self._offsets: dict[int, int] = {}
         requests = [
@@ -260,6 +282,7 @@ class Chat(OpenAIAnswer):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, model: ServedModel, body: ChatRequest) -> None:
+        check_length(model, sum(len(message.text) for message in body.messages))
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         prompt = tuple(model.codec.answer_prompt(messages))
         limit = body.max_completion_tokens or body.max_tokens
@@ -316,7 +339,7 @@ class CardAnswer(Answer):
         params = body.params
         self._beginnings = body.input_data if params.return_full_text else [""] * len(body.input_data)
         seed = _seed(params.seed)
-        prompts = [tuple(model.codec.encode(text)) for text in body.input_data]
+        prompts = [tuple(encoded(model, text)) for text in body.input_data]
         requests = [
             TextRequest(
                 prompt,

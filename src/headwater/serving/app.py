@@ -103,7 +103,7 @@ class Server:
             )
 
     async def _generate(self, path: str, request: Request, start: float) -> Response:
-        answer = self._service.answer(path, await _body(request))
+        answer = await self._service.answer(path, await _body(request))
         if isinstance(answer, OpenAIAnswer) and answer.streams:
             return StreamingResponse(
                 self._events(path, answer, start),

@@ -200,7 +200,7 @@ async def _begun(service: Service, path: str, raw: bytes | str) -> Answer:
     """
     while True:
         try:
-            return service.answer(path, raw)
+            return await service.answer(path, raw)
         except ApiError as error:
             if isinstance(error.__cause__, HeadwaterError) and error.status >= 500:
                 raise error.__cause__ from error

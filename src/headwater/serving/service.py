@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
 from pydantic import ValidationError
@@ -23,6 +25,8 @@ _SCHEMAS: dict[str, type[CompletionRequest] | type[ChatRequest] | type[CardReque
     CARD: CardRequest,
 }
 
+_SMALL_BODY = 2**15
+"""Most bytes of a request that is read in the asyncio loop, which takes a few milliseconds."""
 _MOST_WAITING = 4096
 """Texts that may wait for a model; at least those of one request."""
 
@@ -37,9 +41,12 @@ class Service:
 
     def __init__(self, models: Mapping[str, ServedModel]) -> None:
         self.models = models
+        self._readers = ThreadPoolExecutor(2, "headwater-serve-read")
 
-    def answer(self, path: str, raw: bytes | str) -> Answer:
-        """Begin to answer a request. Call this in the asyncio loop that reads the answer.
+    async def answer(self, path: str, raw: bytes | str) -> Answer:
+        """Begin to answer a request, in the asyncio loop that reads the answer.
+
+        Another thread reads and tokenizes a large request, so that it does not delay the others.
 
         Args:
             path: path of the request, one of those above.
@@ -49,18 +56,26 @@ class Service:
             ApiError: if the path is unknown, the request is malformed or does not fit the model, or the model
                 has failed.
         """
+        try:
+            if len(raw) <= _SMALL_BODY:
+                answer = self._read(path, raw)
+            else:
+                loop = asyncio.get_running_loop()
+                answer = await loop.run_in_executor(self._readers, self._read, path, raw)
+                _check_queue(answer.model, len(answer.requests))  # the queue may be longer now
+            answer.begin()
+        except HeadwaterError as error:
+            raise of_project(error) from error
+        return answer
+
+    def _read(self, path: str, raw: bytes | str) -> Answer:
+        """Return an answer that has not begun. Any thread may call this."""
         if path not in _SCHEMAS:
             raise ApiError(404, f"there is nothing at {path[:200]}; remedy: use one of {', '.join(_SCHEMAS)}")
         try:
             body = _SCHEMAS[path].model_validate(parsed(raw))
         except ValidationError as error:
             raise of_validation(error) from error
-        try:
-            return self._begin(body)
-        except HeadwaterError as error:
-            raise of_project(error) from error
-
-    def _begin(self, body: CompletionRequest | ChatRequest | CardRequest) -> Answer:
         model = self.model(body.model)
         _check_count(body.count)
         _check_queue(model, body.count)
@@ -87,9 +102,8 @@ class Service:
         return self.models[name]
 
     def close(self) -> None:
-        """Cancel all texts, and end the threads of the models."""
-        for model in self.models.values():
-            model.worker.close()
+        """End the threads that read large requests."""
+        self._readers.shutdown(cancel_futures=True)
 
 
 def parsed(raw: bytes | str) -> dict[str, Any]:
@@ -99,9 +113,11 @@ def parsed(raw: bytes | str) -> dict[str, Any]:
         ApiError: if it is not a JSON object.
     """
     try:
-        body = json.loads(raw)
+        text = raw if isinstance(raw, str) else raw.decode("utf-8-sig")
+        body = json.loads(text)
         # Half a surrogate pair is valid JSON, but it is not text.
-        json.dumps(body, ensure_ascii=False).encode()
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"expected a JSON object as the body: {error}", code="invalid_json") from error
     if not isinstance(body, dict):

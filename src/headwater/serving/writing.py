@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, final
 
 from headwater.core.errors import DataError, HeadwaterError
@@ -14,6 +14,9 @@ from headwater.generation.batcher import FinishReason, Generation, GenerationReq
 from headwater.generation.sampling import Chosen, Sampling
 from headwater.serving.text import TextStream
 from headwater.serving.worker import Worker
+
+LONGEST_TOKEN = 256
+"""Characters of a long token. A prompt with more characters for each position of the model is refused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +99,6 @@ class Writing:
         self._queue: asyncio.Queue[Delta | Generation | HeadwaterError] = asyncio.Queue()
         self._ends = frozenset(model.codec.ends)
         self._stream = TextStream(model.codec.decode, request.prompt, request.stops)
-        largest = max(request.prompt, default=0)
-        if largest >= model.vocab_size or min(request.prompt, default=0) < 0:
-            raise DataError(
-                f"expected token ids from 0 to {model.vocab_size - 1}, got {largest}",
-                where="prompt",
-                remedy="use the tokenizer of the model",
-            )
         prompt = len(request.prompt)
         room = max(1, model.worker.batcher.max_length - prompt + 1)
         self._generation = model.worker.submit(
@@ -154,6 +150,46 @@ class Writing:
     def _put(self, item: Delta | Generation | HeadwaterError) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, so no task waits
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+
+def encoded(model: ServedModel, text: str) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Raises:
+        DataError: see `check_length`.
+    """
+    check_length(model, len(text))
+    return model.codec.encode(text)
+
+
+def check_length(model: ServedModel, characters: int) -> None:
+    """Check that a prompt can fit into a model, before the tokenizer takes time and memory for it.
+
+    Raises:
+        DataError: if it has too many characters.
+    """
+    most = LONGEST_TOKEN * model.worker.batcher.max_length
+    if characters > most:
+        raise DataError(
+            f"expected a prompt of at most {most} characters, got {characters}",
+            where="prompt",
+            remedy=f"shorten the prompt: the model reads at most {model.worker.batcher.max_length} tokens",
+        )
+
+
+def check_ids(prompt: Sequence[int], vocab_size: int) -> None:
+    """Check that a model has the tokens of a prompt.
+
+    Raises:
+        DataError: if a token id is outside of the vocabulary.
+    """
+    least, largest = min(prompt, default=0), max(prompt, default=0)
+    if largest >= vocab_size or least < 0:
+        raise DataError(
+            f"expected token ids from 0 to {vocab_size - 1}, got {largest if least >= 0 else least}",
+            where="prompt",
+            remedy="use the tokenizer of the model",
+        )
 
 
 class Text(NamedTuple):

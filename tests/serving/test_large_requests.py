@@ -1,0 +1,86 @@
+"""Large requests: another thread reads them, and the asyncio loop goes on."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+from serving_samples import LLAMA, TEXT
+
+from headwater.config.models.decoder import DecoderConfig
+from headwater.data.codec import Codec
+from headwater.data.tokenizer import TrainBPE
+from headwater.generation.batcher import Batcher, Limits
+from headwater.models.decoder import Decoder
+from headwater.serving.errors import ApiError
+from headwater.serving.service import CARD, CHAT, COMPLETIONS, Service
+from headwater.serving.worker import Worker
+from headwater.serving.writing import ServedModel
+
+LONG = TEXT * 40
+BODIES = {
+    COMPLETIONS: {"prompt": LONG, "max_tokens": 0, "echo": True},
+    CARD: {"input_data": [LONG], "params": {"max_new_tokens": 0}},
+    CHAT: {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1},
+}
+
+
+class WaitingCodec:
+    """A tokenizer that waits until the asyncio loop has done something else."""
+
+    ends = (0,)
+
+    def __init__(self):
+        self.loop_is_free = threading.Event()
+
+    def encode(self, text):
+        assert self.loop_is_free.wait(20), "the asyncio loop waits for the tokenizer"
+        return [1] * (len(text) // 4)
+
+    def answer_prompt(self, messages):
+        return self.encode(messages[0]["content"])
+
+    def decode(self, tokens):
+        return "a" * len(tokens)
+
+
+@pytest.fixture
+def service():
+    config = DecoderConfig.model_validate({**LLAMA, "vocab_size": 400, "max_position_embeddings": 20_000})
+    worker = Worker(Batcher(Decoder(config).eval(), "cpu", Limits(30_000, 512, 4)), "test")
+    found = Service({"model": ServedModel("model", WaitingCodec(), 400, worker, 0, "")})
+    yield found
+    worker.close()
+    found.close()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_loop_continues_while_a_large_request_is_tokenized(service, path):
+    async def ask():
+        begun = asyncio.create_task(service.answer(path, json.dumps(BODIES[path])))
+        await asyncio.sleep(0.01)
+        service.models["model"].codec.loop_is_free.set()
+        answer = await begun
+        answer.cancel()
+        return answer
+
+    assert asyncio.run(ask()).prompt_tokens == len(LONG) // 4
+
+
+def test_errors_of_large_requests_are_those_of_small_ones(service):
+    service.models["model"].codec.loop_is_free.set()
+    bodies = {"vocabulary": [1] * 20_000 + [400], "positions": LONG * 2, "characters": LONG * 100}
+    messages = "ids from 0 to 399, got 400", "at most 20000 tokens", "at most 5120000 characters"
+    for prompt, message in zip(bodies.values(), messages, strict=True):
+        with pytest.raises(ApiError) as found:
+            asyncio.run(service.answer(COMPLETIONS, json.dumps({"prompt": prompt})))
+        assert found.value.status == 400 and message in str(found.value)
+
+
+@pytest.mark.parametrize("special", [True, False, None])
+def test_long_texts_are_the_tokens_of_the_tokenizer(tmp_path, special):
+    tokenizer = TrainBPE(400).train([TEXT])
+    codec = Codec(tokenizer, tmp_path, (0,), 0)
+    expected = tokenizer.encode(LONG, add_special_tokens=special is not False).ids
+    assert codec.encode(LONG, special=special) == expected
+    assert codec.decode(expected * 2) == tokenizer.decode(expected * 2)
