@@ -88,6 +88,15 @@ def test_generate_prints_the_continuation_alone_and_repeats_nothing(headwater, t
     assert headwater(*words, "--temperature", 0)[1] == full
 
 
+def test_generate_searches_with_beams(headwater, trained):
+    words = ("generate", "--model_dir", trained, "--prompt", "Pip", "--max_new_tokens", 8, "--num_beams", 3)
+    code, out, _ = headwater(*words, "--early_stopping", "--no_repeat_ngram_size", 2)
+    assert code == 0 and out.startswith("Pip")
+    assert headwater(*words, "--early_stopping", "--no_repeat_ngram_size", 2, "--seed", 5)[1] == out
+    code, _, err = headwater(*words[:-1], 0)
+    assert code == 2 and "num_beams from 2 to 256, got 0" in err
+
+
 def test_generate_refuses_what_does_not_fit(headwater, trained):
     words = ("generate", "--model_dir", trained, "--prompt", "Pip", "--max_new_tokens", 0)
     assert headwater(*words)[:2] == (0, "Pip\n")

@@ -131,8 +131,7 @@ def test_log_probabilities_equal_transformers(client, theirs):
     entries = chat.choices[0].logprobs.content
     assert all(len(entry.top_logprobs) == 2 for entry in entries)
     named = [each for entry in entries for each in (entry, *entry.top_logprobs)]
-    # A token that is a part of a character has no bytes here.
-    assert all(bytes(each.bytes or ()).decode() == each.token.replace("\ufffd", "") for each in named)
+    assert all(bytes(each.bytes).decode(errors="replace") == each.token for each in named)
 
 
 def test_stop_strings_end_a_text(client):
@@ -196,6 +195,20 @@ def test_no_sequence_is_repeated(client, theirs):
     assert answer.choices[0].text == expected
 
 
+def test_beam_search_equals_transformers(server, client, theirs):
+    model, tokenizer = theirs["long"]
+    ids = tokenizer("the mill", return_tensors="pt").input_ids
+    settings = {"num_beams": 3, "early_stopping": True, "no_repeat_ngram_size": 2}
+    expected = tokenizer.decode(written(model, ids, 12, **settings), skip_special_tokens=True)
+    answer = client.completions.create(model="long", prompt="the mill", max_tokens=12, extra_body=settings)
+    assert answer.choices[0].text == expected
+    request = {"input_data": ["the mill"], "params": {"max_new_tokens": 12, **settings}, "model": "long"}
+    assert httpx.post(f"{server.url}/score", json=request).json() == [f"the mill{expected}"]
+    request["params"]["do_sample"] = True
+    refused = httpx.post(f"{server.url}/score", json=request)
+    assert refused.status_code == 400 and "does not support do_sample" in refused.text
+
+
 def test_two_dozen_clients_get_their_own_answers(server, client):
     def ask(number):
         answer = client.completions.create(
@@ -253,6 +266,10 @@ BAD = {
     "echo and logprobs": (b'{"prompt": "a", "echo": true, "logprobs": 1}', 400, "remove one"),
     "best of": (b'{"prompt": "a", "n": 2, "best_of": 3}', 400, "best_of to be 1 or n (2), got 3"),
     "keys": (b"{" + b",".join(b'"%d": 1' % each for each in range(101)) + b"}", 400, "at most 100 keys"),
+    "beams and samples": (b'{"prompt": "a", "num_beams": 2, "temperature": 1}', 400, "support temperature"),
+    "beams and n": (b'{"prompt": "a", "num_beams": 2, "n": 2}', 400, "does not support n"),
+    "beams and logprobs": (b'{"prompt": "a", "num_beams": 2, "logprobs": 0}', 400, "support logprobs"),
+    "many beams": (b'{"prompt": "a", "num_beams": 99}', 400, "use at most"),
     "ngrams": (b'{"prompt": "a", "no_repeat_ngram_size": 101}', 400, "no_repeat_ngram_size"),
     "model": (b'{"prompt": "a", "model": "gpt-5"}', 404, "use one of small, long"),
     "surrogate": (b'{"prompt": "\\ud800"}', 400, "JSON object"),

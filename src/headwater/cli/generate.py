@@ -10,6 +10,7 @@ from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.evaluation.passes import check_ids
 from headwater.generation.batcher import GenerationRequest
+from headwater.generation.beams import BeamSearch
 from headwater.generation.sampling import Sampling
 from headwater.trainer.inference import Inference, model_codec, open_batcher
 from headwater.trainer.run_dir import RunDir
@@ -81,6 +82,26 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         help="never write a sequence of N tokens twice; 0: no limit (%(default)s)",
     )
     parser.add_argument(
+        "--num_beams",
+        type=int,
+        default=1,
+        metavar="N",
+        help="search with N beams, which draws no tokens; 1: no beam search (%(default)s)",
+    )
+    parser.add_argument(
+        "--early_stopping",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="end a beam search as soon as N texts have ended",
+    )
+    parser.add_argument(
+        "--length_penalty",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="divide the score of a beam by its length to this power (%(default)s)",
+    )
+    parser.add_argument(
         "--return_full_text",
         action=argparse.BooleanOptionalAction,
         help="print the prompt before its continuation (default unless it is a message)",
@@ -113,11 +134,20 @@ def continued(config: RunConfig, args: argparse.Namespace) -> str:
     temperature = args.temperature if args.do_sample else 0.0
     sampling = Sampling(temperature, args.top_k, args.top_p, args.seed, args.no_repeat_ngram_size)
     is_full = not is_message if args.return_full_text is None else args.return_full_text
-    request = GenerationRequest(tuple(prompt), args.max_new_tokens, sampling, frozenset(codec.ends))
-    with open_batcher(config, Inference(1, checkpoint=args.checkpoint_path)) as (_, batcher):
+    request = GenerationRequest(
+        tuple(prompt), args.max_new_tokens, sampling, frozenset(codec.ends), beams=_beams(args)
+    )
+    with open_batcher(config, Inference(request.num_rows, checkpoint=args.checkpoint_path)) as (_, batcher):
         generation = batcher.add(request)
         batcher.run()
     return codec.decode([*prompt, *generation.output] if is_full else generation.output)
+
+
+def _beams(args: argparse.Namespace) -> BeamSearch | None:
+    """Return the settings of the beam search, or `None` without one."""
+    if args.num_beams == 1:
+        return None
+    return BeamSearch(args.num_beams, args.early_stopping, args.length_penalty, args.no_repeat_ngram_size)
 
 
 def _is_message(run_dir: RunDir, args: argparse.Namespace) -> bool:

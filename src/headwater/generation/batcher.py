@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from headwater.core.errors import DataError, HeadwaterError, NonFiniteError
-from headwater.generation.sampling import Chooser, Chosen, Sampling
-from headwater.models.sequences import LanguageModel, Piece, SequenceCache
+from headwater.generation.beams import BeamSearch
+from headwater.generation.rows import Active, ActiveBeams, ActiveText, Row
+from headwater.generation.sampling import Chosen, Sampling
+from headwater.models.sequences import LanguageModel, Piece
 
 ACTIVE_PER_ROW = 4
 """Sequences that are computed at once for each sequence of full length that has memory."""
@@ -50,6 +52,8 @@ class GenerationRequest:
         ends: ids of the tokens that end the text.
         receive: called with each token; returns True to end the text after it.
         top_log_probabilities: see `Chooser`.
+        beams: search with beams instead of choosing tokens by `sampling`; `receive` gets the tokens at the
+            end of the search, without log-probabilities.
     """
 
     prompt: tuple[int, ...]
@@ -58,11 +62,22 @@ class GenerationRequest:
     ends: frozenset[int] = frozenset()
     receive: Callable[[Chosen], bool] = lambda chosen: False
     top_log_probabilities: int | None = None
+    beams: BeamSearch | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that are computed at once."""
+        return 1 if self.beams is None else self.beams.num_beams
+
+    @property
+    def row_tokens(self) -> int:
+        """Most tokens of a sequence whose keys and values are kept. The last new token is never read."""
+        return len(self.prompt) + self.max_new_tokens - 1
 
     @property
     def cache_tokens(self) -> int:
-        """Most tokens whose keys and values are kept. The model never reads the last new token."""
-        return len(self.prompt) + self.max_new_tokens - 1
+        """Most tokens of all sequences whose keys and values are kept."""
+        return self.num_rows * self.row_tokens
 
 
 @final
@@ -87,30 +102,6 @@ class Generation:
         """The generated tokens without the end token."""
         ended = self.output and self.output[-1] in self.request.ends
         return self.output[:-1] if ended else self.output
-
-
-@final
-class _Active:
-    """A sequence with keys and values in memory."""
-
-    def __init__(self, generation: Generation, cache: SequenceCache) -> None:
-        request = generation.request
-        self.generation = generation
-        self.cache = cache
-        self.unread: Sequence[int] = request.prompt
-        self.chooser = Chooser(request.sampling, request.top_log_probabilities)
-
-    def take(self, chosen: Chosen) -> None:
-        """Append a token, and end the generation if it is the last one."""
-        generation, request = self.generation, self.generation.request
-        generation.output.append(chosen.token)
-        self.unread = (chosen.token,)
-        ended = request.receive(chosen) or chosen.token in request.ends
-        if generation.reason is None:  # the receiver may have cancelled it
-            if ended:
-                generation.reason = "stop"
-            elif len(generation.output) == request.max_new_tokens:
-                generation.reason = "length"
 
 
 @final
@@ -139,7 +130,7 @@ class Batcher:
         self._device = torch.device(device)
         self._computing = computing
         self._waiting: deque[Generation] = deque()
-        self._active: list[_Active] = []
+        self._active: list[Active] = []
 
     @property
     def waiting(self) -> int:
@@ -149,7 +140,7 @@ class Batcher:
     @property
     def active(self) -> int:
         """Number of sequences that are computed."""
-        return len(self._active)
+        return sum(each.generation.request.num_rows for each in self._active)
 
     @property
     def used_cache_tokens(self) -> int:
@@ -162,16 +153,14 @@ class Batcher:
         limits = self.limits
         return min(self._model.max_length, limits.cache_tokens, limits.length or self._model.max_length)
 
-    def check(self, prompt: int, max_new_tokens: int) -> None:
+    def check(self, request: GenerationRequest) -> None:
         """Check that a request fits into the model.
 
-        Args:
-            prompt: tokens of the prompt.
-            max_new_tokens: most tokens to generate.
-
         Raises:
-            DataError: if the prompt is empty, or it does not fit together with the new tokens.
+            DataError: if the prompt is empty, it does not fit together with the new tokens, or there are more
+                beams than sequences that may be computed at once.
         """
+        prompt, max_new_tokens = len(request.prompt), request.max_new_tokens
         room = max(self.max_length - prompt + 1, 0)  # + 1: the model never reads the last new token
         if prompt == 0:
             raise DataError("the prompt is empty", remedy="begin it with at least one token")
@@ -185,6 +174,13 @@ class Batcher:
                 remedy=f"request at most {room} new tokens, or shorten the prompt"
                 if room
                 else f"shorten the prompt to at most {self.max_length} tokens",
+            )
+        fitting = min(self.limits.active, self.limits.cache_tokens // max(request.row_tokens, 1))
+        if request.num_rows > fitting:
+            raise DataError(
+                f"the keys and values of {request.num_rows} beams of {request.row_tokens} tokens do not fit",
+                where="num_beams",
+                remedy=f"use at most {fitting} beams, fewer tokens, or a larger batch size",
             )
 
     def add(self, request: GenerationRequest) -> Generation:
@@ -203,7 +199,7 @@ class Batcher:
         Raises:
             DataError: see `check`.
         """
-        self.check(len(request.prompt), request.max_new_tokens)
+        self.check(request)
         return Generation(request)
 
     def enter(self, generation: Generation) -> None:
@@ -225,16 +221,17 @@ class Batcher:
         self._admit()
         if not self._active:
             return
-        counts = divided([len(each.unread) for each in self._active], self.limits.pass_tokens)
-        chosen = [(each, count) for each, count in zip(self._active, counts, strict=True) if count]
+        rows = [row for each in self._active for row in each.rows]
+        counts = divided([len(row.unread) for row in rows], self.limits.pass_tokens)
+        chosen = [(row, count) for row, count in zip(rows, counts, strict=True) if count]
         with self._computing():
-            logits = self._model.next_logits([self._piece(each, count) for each, count in chosen])
-        complete = []
-        for row, (each, count) in enumerate(chosen):
-            each.unread = each.unread[count:]
-            if not each.unread:
-                complete.append((row, each))
-        self._take(complete, logits)
+            logits = self._model.next_logits([self._piece(row, count) for row, count in chosen])
+        for row, count in chosen:
+            row.unread = row.unread[count:]
+        places = {row: place for place, (row, _) in enumerate(chosen)}
+        # Rows of beams have one unread token each, so a pass reads all of them.
+        complete = [each for each in self._active if not any(row.unread for row in each.rows)]
+        self._take([(each, [places[row] for row in each.rows]) for each in complete], logits)
         self._release()
 
     def run(self, done: Callable[[int], None] = lambda ended: None) -> None:
@@ -257,35 +254,34 @@ class Batcher:
     def _admit(self) -> None:
         """Begin as many of the first waiting requests as have memory."""
         free = self.limits.cache_tokens - self.used_cache_tokens
-        while self._waiting and self.active < self.limits.active:
-            size = self._waiting[0].request.cache_tokens
-            if size > free:
+        while self._waiting:
+            request = self._waiting[0].request
+            if request.cache_tokens > free or self.active + request.num_rows > self.limits.active:
                 break
-            free -= size
-            self._active.append(_Active(self._waiting.popleft(), self._model.new_cache(size)))
+            free -= request.cache_tokens
+            kind = ActiveText if request.beams is None else ActiveBeams
+            self._active.append(kind(self._waiting.popleft(), self._model.new_cache(request.row_tokens)))
 
-    def _piece(self, each: _Active, count: int) -> Piece:
-        return Piece(torch.tensor(each.unread[:count], device=self._device), each.cache)
+    def _piece(self, row: Row, count: int) -> Piece:
+        return Piece(torch.tensor(row.unread[:count], device=self._device), row.cache)
 
-    def _take(self, complete: Sequence[tuple[int, _Active]], logits: Tensor) -> None:
-        """Choose the next token of the sequences that have read all their tokens, each from a row."""
-        greedy = any(each.chooser.takes_largest for _, each in complete)
+    def _take(self, complete: Sequence[tuple[Active, list[int]]], logits: Tensor) -> None:
+        """Continue the requests that have read all their tokens, each with some rows of the logits."""
+        greedy = any(each.takes_largest for each, _ in complete)
         largest = logits.argmax(-1).tolist() if greedy else []
         # The largest logit is NaN if one of them is.
         finite = logits.amax(-1).isfinite().tolist()
-        for row, each in complete:
-            if not finite[row]:
+        for each, rows in complete:
+            if not all(finite[row] for row in rows):
                 each.generation.reason = "cancelled"
                 each.generation.error = NonFiniteError(
                     "expected finite logits for the next token, got NaN or infinity",
                     remedy="check the weights of the model, or use another dtype",
                 )
-            elif each.chooser.takes_largest:
-                each.take(Chosen(largest[row]))
+            elif each.takes_largest:
+                each.take(logits[:0], [largest[row] for row in rows])
             else:
-                request = each.generation.request
-                before = (*request.prompt, *each.generation.output)
-                each.take(each.chooser.choose(logits[row].float().cpu(), before))
+                each.take(logits[rows], ())
 
     def _release(self) -> None:
         self._active = [each for each in self._active if each.generation.reason is None]

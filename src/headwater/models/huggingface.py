@@ -157,6 +157,10 @@ class Context:
         """Return 0: the library's cache has no size before the tokens are read."""
         return 0
 
+    def fork(self) -> Context:
+        """Return a copy, for another continuation of the same tokens."""
+        return copy.deepcopy(self)
+
     def add(self, input_ids: Tensor) -> None:
         """Append tokens."""
         self.tokens = input_ids if self.tokens is None else torch.cat([self.tokens, input_ids], 1)

@@ -31,6 +31,9 @@ class SequenceCache(Protocol):
     def skip(self, count: int) -> int:
         """Count tokens as read, for a dry run. Return how many; fewer than `count` if this is impossible."""
 
+    def fork(self) -> Any:
+        """Return a copy, for another continuation of the same tokens."""
+
 
 class LanguageModel(Protocol):
     """A model that continues texts."""

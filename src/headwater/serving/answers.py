@@ -14,7 +14,6 @@ from headwater.core.seeding import derive_seed
 from headwater.generation.batcher import FinishReason
 from headwater.generation.sampling import Chosen, Sampling
 from headwater.serving.schemas import CardRequest, ChatRequest, CompletionRequest, TextSettings
-from headwater.serving.text import UNFINISHED
 from headwater.serving.writing import (
     Delta,
     ServedModel,
@@ -193,9 +192,7 @@ class OpenAIAnswer(Answer):
 
     def token_text(self, token: int) -> str:
         """Return the text of a single token."""
-        # After another token: some tokenizers drop the space at the beginning of a text.
-        once = self.model.codec.decode([token])
-        return self.model.codec.decode([token, token])[len(once) :] or once
+        return self.model.tokens[token].text
 
     def _frame(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self._created, "model": self.model.name}
@@ -216,7 +213,7 @@ class Completion(OpenAIAnswer):
         self._n = body.n or 1
         self._offsets: dict[int, int] = {}
         requests = [
-            TextRequest(tuple(prompt), body.max_tokens, sampling, body.stops, body.logprobs)
+            TextRequest(tuple(prompt), body.max_tokens, sampling, body.stops, body.logprobs, body.beams)
             for prompt in prompts
             for sampling in samplings(body, self._n)
         ]
@@ -288,7 +285,8 @@ class Chat(OpenAIAnswer):
         limit = body.max_completion_tokens or body.max_tokens
         top = (body.top_logprobs or 0) if body.logprobs else None
         requests = [
-            TextRequest(prompt, limit, sampling, body.stops, top) for sampling in samplings(body, body.n or 1)
+            TextRequest(prompt, limit, sampling, body.stops, top, body.beams)
+            for sampling in samplings(body, body.n or 1)
         ]
         super().__init__(model, requests, [prompt], body)
 
@@ -325,10 +323,8 @@ class Chat(OpenAIAnswer):
         }
 
     def _entry(self, token: int, log_probability: float | None) -> Json:
-        text = self.token_text(token)
-        # A token may be a part of a character, which the tokenizer cannot give as bytes.
-        known = UNFINISHED not in text
-        return {"token": text, "logprob": log_probability, "bytes": list(text.encode()) if known else None}
+        text, found = self.model.tokens[token]
+        return {"token": text, "logprob": log_probability, "bytes": None if found is None else list(found)}
 
 
 @final
@@ -351,6 +347,7 @@ class CardAnswer(Answer):
                     seed if number == 0 else derive_seed(seed, number),
                     params.no_repeat_ngram_size,
                 ),
+                beams=params.beams,
             )
             for number, prompt in enumerate(prompts)
         ]

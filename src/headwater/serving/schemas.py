@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -12,6 +12,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from headwater.generation.beams import LARGEST_NUM_BEAMS, BeamSearch
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
@@ -61,14 +63,37 @@ class TextFormat(Section):
     type: Literal["text"] = "text"
 
 
-class TextSettings(Section):
+class BeamSettings(Section):
+    """The keys of a beam search, with the names of the transformers library."""
+
+    num_beams: Annotated[int, Field(ge=1, le=LARGEST_NUM_BEAMS)] = 1
+    early_stopping: bool | Literal["never"] = False
+    length_penalty: Annotated[float, Field(ge=-100, le=100)] = 1.0
+    no_repeat_ngram_size: NgramSize = 0
+
+    @property
+    def beams(self) -> BeamSearch | None:
+        """The settings of the beam search; `None` without one."""
+        if self.num_beams == 1:
+            return None
+        return BeamSearch(self.num_beams, self.early_stopping, self.length_penalty, self.no_repeat_ngram_size)
+
+    def refuse_with_beams(self, **found: object) -> None:
+        """Raise `ValueError` if a setting is there that beam search does not have."""
+        named = [name for name, value in found.items() if value]
+        if self.num_beams > 1 and named:
+            raise ValueError(
+                f"beam search (num_beams {self.num_beams}) does not support {named[0]}; remedy: remove it"
+            )
+
+
+class TextSettings(BeamSettings):
     """The keys that completions and chat completions have in common."""
 
     model: str | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    no_repeat_ngram_size: NgramSize = 0
     n: Annotated[int, Field(ge=1, le=LARGEST_N)] | None = None
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
@@ -83,6 +108,11 @@ class TextSettings(Section):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+
+    @model_validator(mode="after")
+    def _one_text_of_beams(self) -> Self:
+        self.refuse_with_beams(temperature=self.temperature, n=self.n is not None and self.n > 1)
+        return self
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -116,6 +146,7 @@ class CompletionRequest(TextSettings):
 
     @model_validator(mode="after")
     def _supported(self) -> CompletionRequest:
+        self.refuse_with_beams(logprobs=self.logprobs is not None)
         if self.echo and self.logprobs is not None:
             raise ValueError(
                 "echo with logprobs is not supported, because the prompt has no log-probabilities; "
@@ -169,13 +200,18 @@ class ChatRequest(TextSettings):
     response_format: TextFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
 
+    @model_validator(mode="after")
+    def _supported(self) -> ChatRequest:
+        self.refuse_with_beams(logprobs=self.logprobs)
+        return self
+
     @property
     def count(self) -> int:
         """Number of texts to write."""
         return self.n or 1
 
 
-class CardSettings(Section):
+class CardSettings(BeamSettings):
     """The key `params` of the card's JSON."""
 
     max_new_tokens: NewTokens = 100
@@ -183,9 +219,13 @@ class CardSettings(Section):
     temperature: Temperature = 1.0
     top_p: Probability = 1.0
     top_k: Annotated[int, Field(ge=0)] | None = None
-    no_repeat_ngram_size: NgramSize = 0
     return_full_text: bool = True
     seed: int | None = None
+
+    @model_validator(mode="after")
+    def _beams_draw_nothing(self) -> CardSettings:
+        self.refuse_with_beams(do_sample=self.do_sample)
+        return self
 
 
 class CardRequest(Section):

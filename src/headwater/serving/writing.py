@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, final
 
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.data.codec import Codec
 from headwater.generation.batcher import FinishReason, Generation, GenerationRequest
+from headwater.generation.beams import BeamSearch
 from headwater.generation.sampling import Chosen, Sampling
 from headwater.serving.text import TextStream
+from headwater.serving.tokens import TokenTexts
 from headwater.serving.worker import Worker
 
 LONGEST_TOKEN = 256
@@ -39,6 +42,11 @@ class ServedModel:
     created: int
     source: str
 
+    @functools.cached_property
+    def tokens(self) -> TokenTexts:
+        """Texts and bytes of its tokens."""
+        return TokenTexts(self.codec)
+
 
 @dataclasses.dataclass(frozen=True)
 class TextRequest:
@@ -51,6 +59,7 @@ class TextRequest:
         stops: strings that end the text.
         top_log_probabilities: number of most likely tokens with their log-probabilities for each token;
             `None`: no log-probabilities.
+        beams: see `GenerationRequest`.
     """
 
     prompt: tuple[int, ...]
@@ -58,6 +67,7 @@ class TextRequest:
     sampling: Sampling
     stops: tuple[str, ...] = ()
     top_log_probabilities: int | None = None
+    beams: BeamSearch | None = None
 
 
 class Delta(NamedTuple):
@@ -109,6 +119,7 @@ class Writing:
                 self._ends,
                 self._receive,
                 request.top_log_probabilities,
+                request.beams,
             ),
             self._ended,
         )

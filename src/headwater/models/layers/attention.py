@@ -39,6 +39,13 @@ class LayerCache:
         self._values[:, :, start : self.length] = value
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
+    def fork(self) -> LayerCache:
+        """Return a copy of the cache."""
+        copy = LayerCache(self.max_length)
+        if self._keys is not None and self._values is not None:
+            copy.extend(self._keys[:, :, : self.length], self._values[:, :, : self.length])
+        return copy
+
 
 class KeyValueCache:
     """Caches of all attention layers of a model, for one sequence.
@@ -61,6 +68,12 @@ class KeyValueCache:
         for layer in self.layers:
             layer.length += count
         return count
+
+    def fork(self) -> KeyValueCache:
+        """Return a copy of the cache, for another continuation of the same tokens."""
+        copy = KeyValueCache(0, 0)
+        copy.layers = [layer.fork() for layer in self.layers]
+        return copy
 
 
 class Part(NamedTuple):
