@@ -1,4 +1,4 @@
-"""Large requests: another thread reads them, and the asyncio loop goes on."""
+"""Large requests: another thread reads them, and the asyncio loop answers other requests meanwhile."""
 
 import asyncio
 import json

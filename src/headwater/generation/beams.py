@@ -1,4 +1,4 @@
-"""Beam search: several continuations of one prompt, of which the most likely ones go on."""
+"""Beam search: the most likely continuations of one prompt are continued together."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class BeamSearch:
 
     Attributes:
         num_beams: texts that are continued at once; at least 2.
-        early_stopping: True: stop when `num_beams` texts have ended. False: stop when the best text that goes
-            on has a lower score than all of them. "never": the same, with the score that this text would have
-            at the full length.
+        early_stopping: True: stop when `num_beams` texts have ended. False: stop when the best
+            unfinished text has a lower score than all of them. "never": the same, with the score that the
+            unfinished text would have at the full length.
         length_penalty: the score of a text is the sum of the log-probabilities of its tokens, divided by
             their number to this power.
         no_repeat_ngram_size: see `Sampling`.
@@ -63,7 +63,7 @@ class Beams:
         settings: the settings.
 
     Attributes:
-        texts: the tokens of the texts that go on; before the first step a single text without tokens.
+        texts: the tokens of the unfinished texts; before the first step a single text without tokens.
         done: True if the search has ended.
     """
 
@@ -101,9 +101,9 @@ class Beams:
         texts = [[*self.texts[parent], token] for parent, token in zip(parents, tokens, strict=True)]
         full = len(texts[0]) == self._max_new_tokens
         ended = torch.tensor([full or token in self._ends for token in tokens])
-        going = best + ended * _NEVER
-        following = going.topk(num_beams).indices
-        self._scores = going[following]
+        unfinished = best + ended * _NEVER
+        following = unfinished.topk(num_beams).indices
+        self._scores = unfinished[following]
         self._keep_ended(texts, best, ended)
         self.texts = [texts[place] for place in following.tolist()]
         self.done = bool(ended.all()) or self._is_decided()
@@ -117,7 +117,7 @@ class Beams:
             log_probabilities[row, forbidden] = -torch.inf
         vocabulary = logits.shape[-1]
         scores = log_probabilities + self._scores.to(logits.device)[:, None]
-        # So many that enough texts go on if some of them end.
+        # If some of them end, enough unfinished ones are left.
         count = max(2, 1 + len(self._ends)) * self._settings.num_beams
         values, places = scores.flatten().topk(min(count, scores.numel()))
         rows = (places // vocabulary).clamp_max(len(self.texts) - 1)
@@ -136,7 +136,7 @@ class Beams:
         self._has_ended = torch.cat([self._has_ended, ended])[chosen]
 
     def _is_decided(self) -> bool:
-        """True if texts that go on cannot replace an ended one."""
+        """True if unfinished texts cannot replace an ended one."""
         settings = self._settings
         if settings.early_stopping is True and bool(self._has_ended.all()):
             return True
