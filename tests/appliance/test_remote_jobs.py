@@ -16,6 +16,7 @@ from ssh_samples import cutting
 from headwater.appliance.remote.address import Address
 from headwater.appliance.remote.bundle import Bundle
 from headwater.appliance.remote.connection import Connection
+from headwater.appliance.remote.copy_lock import LOCK_FILE
 from headwater.appliance.remote.follower import Follower
 from headwater.appliance.remote.run_link import FILE, run_name
 from headwater.appliance.types import Phase
@@ -113,7 +114,7 @@ def assert_all_arrived(job, folder):
         path: sum_ for path, sum_ in sums(job.model_dir).items() if not path.endswith((".partial", ".lock"))
     }
     here = sums(folder)
-    del here[FILE]
+    del here[FILE], here[LOCK_FILE]
     assert here == there
 
 
@@ -204,6 +205,24 @@ def test_ctrl_c(action, sshd, queue, script, laptop, capfd):
     assert main(["--appliance", WAFER, "jobs", "attach", job.name]) == 0
     assert "end done" in capfd.readouterr().out
     assert_all_arrived(queue.show(job.name), laptop / "run")
+
+
+def test_two_followers_take_turns_in_one_folder(sshd, queue, script, laptop, capfd):
+    options = ("--follow", "--model_dir", "run")
+    first = start("jobs", "submit", *options, "--", "python", "train.py", "{model_dir}", script)
+    wait_until(lambda: (laptop / "run" / "checkpoint_3").exists())
+    (job,) = queue.jobs()
+    others = [start("jobs", "attach", job.name, "--model_dir", "run") for _ in range(2)]
+    notices = [each.stderr.readline() for each in others]
+    assert all("another process copies artifacts to run; waiting" in each for each in notices), notices
+    first.kill()
+    first.communicate()
+    script.touch()
+    for each in others:
+        out, err = each.communicate(timeout=100)
+        assert each.returncode == 0 and "end done" in out, err
+    assert_all_arrived(queue.show(job.name), laptop / "run")
+    assert not list(laptop.rglob("*.partial"))
 
 
 def test_the_exit_code_of_a_failed_job(sshd, laptop, capfd):

@@ -65,16 +65,23 @@ def follow(connection: Connection, job: Job, folder: Path | None, args: argparse
     Raises:
         HeadwaterError: if the job cannot be followed any more; how to continue is printed.
     """
-    mirror = None
-    if folder is not None and job.model_dir is not None and args.artifacts != "none":
-        mirror = Mirror(connection, job.name, folder, is_wanted(args.artifacts))
-    follower = Follower(connection, job.name, _writer(), mirror, tell)
+    with contextlib.ExitStack() as closed:
+        mirror = None
+        if folder is not None and job.model_dir is not None and args.artifacts != "none":
+            mirror = Mirror(connection, job.name, folder, is_wanted(args.artifacts), say)
+            closed.callback(mirror.close)
+        follower = Follower(connection, job.name, _writer(), mirror, tell)
+        return _run(follower, connection, job, args.on_interrupt)
+
+
+def _run(follower: Follower, connection: Connection, job: Job, on_interrupt: str) -> int:
+    """Follow a job until it is over or the user detaches; return the exit code of `follow`."""
     interrupted = False
     while True:
         try:
             job = follower.run()
         except KeyboardInterrupt:
-            choice = _choice(args.on_interrupt)
+            choice = _choice(on_interrupt)
             if choice == "detach":
                 print(detached(job, connection), file=sys.stderr)
                 return INTERRUPTED

@@ -46,6 +46,8 @@ class Follower:
     def run(self) -> Job:
         """Block until the job is over and all its artifacts are copied; return the job.
 
+        If another process copies to the same folder, also block until that process has ended.
+
         Raises:
             QueueError: if the connection cannot be made again, or the artifacts still change after the end.
             StoreError: if a file cannot be written.
@@ -90,12 +92,14 @@ class Follower:
     def _copy_rest(self) -> None:
         if self._mirror is None:
             return
-        for _ in range(_TRIES):
+        tries = 0
+        while tries < _TRIES:
             # A pass that begins now sees the last state of every file.
             for _ in self._mirror.copy_changes():
                 pass
             if self._mirror.is_whole:
                 return
+            tries += not self._mirror.is_waiting
             time.sleep(_WAIT_S)
         raise QueueError(
             f"the artifacts of job {self._name} still change after its end",

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from headwater.appliance.remote.artifacts import BLOCK, Artifact
 from headwater.appliance.remote.connection import Connection
+from headwater.appliance.remote.copy_lock import CopyLock
 from headwater.core.errors import QueueError
 from headwater.core.files import PARTIAL_SUFFIX, disk_errors, make_folder, sync_folder
 from headwater.store.checkpoint_folder import publish
@@ -23,15 +24,18 @@ class Mirror:
 
     A file is written under a name that ends with `.partial`, and renamed when it is whole. What an earlier
     process has left there is compared block by block, and only other blocks are sent. Files that the
-    appliance deletes stay.
+    appliance deletes stay. Two processes never copy to a folder at the same time: they would write the same
+    partial files.
 
     Args:
         connection: to the appliance.
         job: name of the job.
         folder: the folder on this machine.
         wanted: true for the paths of the artifacts to copy.
+        say: prints a notice if another process copies to the folder.
 
     Attributes:
+        is_waiting: true if the last call of `copy_changes` copied nothing because of another process.
         is_whole: true if the last call of `copy_changes` copied everything.
     """
 
@@ -41,11 +45,15 @@ class Mirror:
         job: str,
         folder: Path,
         wanted: Callable[[str], bool] = lambda path: True,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._connection = connection
         self._job = job
         self._folder = folder
         self._wanted = wanted
+        self._say = say
+        self._lock = CopyLock(folder)
+        self.is_waiting = False
         self._listed: tuple[str, list[Artifact]] | None = None
         self._copied: dict[str, Artifact] = {}
         self.is_whole = False
@@ -54,11 +62,17 @@ class Mirror:
         """Copy what has changed since the last call. Yield after each block, so that the caller can pause.
 
         At the end `is_whole` tells if all artifacts are there as they were listed. Otherwise some changed
-        while they were copied, and the next call copies them again.
+        while they were copied, and the next call copies them again; or `is_waiting` is true.
 
         Raises:
             StoreError: if a file cannot be written.
         """
+        was_waiting, self.is_waiting = self.is_waiting, not self._lock.take()
+        if self.is_waiting:
+            self.is_whole = False
+            if not was_waiting:
+                self._say(f"another process copies artifacts to {self._folder}; waiting for its end")
+            return
         wanted = [each for each in self._list() if self._wanted(each.path)]
         sealed = sealed_folders(wanted)
         is_whole = True
@@ -70,6 +84,10 @@ class Mirror:
                 folder, [each for each in wanted if _seal_of(each, sealed) == folder]
             )
         self.is_whole = is_whole
+
+    def close(self) -> None:
+        """Let other processes copy to the folder."""
+        self._lock.release()
 
     def _list(self) -> list[Artifact]:
         known = self._listed and self._listed[0]
