@@ -3,21 +3,27 @@
 import errno
 import itertools
 import os
+import platform
+import shutil
+import socket
 import subprocess
 import sys
 import threading
 
+import h5py
 import pytest
 import torch
 from run_samples import history, model_dir
 
 from headwater.config.run import load_params
-from headwater.core.errors import ConfigError, DataError, RankError
-from headwater.data.input_worker import InputWorker
+from headwater.core.errors import ConfigError, DataError, RankError, StoreError
+from headwater.data.input_worker import NUMBER, InputWorker
 from headwater.data.remote_samples import InputWorkers, RemoteSamples
+from headwater.fabric.switchboard import call
 from headwater.trainer.datasets import open_data
 from headwater.trainer.input_workers import read_place, workers_of_rank
 
+SECRET = b"s" * 32
 KEY = "trainer.fit.train_dataloader.input_workers"
 
 
@@ -136,6 +142,93 @@ def test_workers_of_other_data_and_workers_that_are_down(headwater, params, work
     with pytest.raises(DataError, match="no input worker has answered"):
         RemoteSamples(workers, 1)
     process.start()
+
+
+def damage(folder):
+    """Copy data, and change a value of each sample in the copy."""
+    for path in folder.glob("*.h5"):
+        with h5py.File(path, "r+") as file:
+            for number in range(len(file["data"])):
+                file["data"][number, 0, 1] ^= 1
+
+
+def test_a_damaged_file_of_a_worker_ends_the_run(headwater, params, data, tmp_path, worker):
+    shutil.copytree(data / "train", tmp_path / "copy")
+    params.write_text(params.read_text().replace(str(data / "train"), str(tmp_path / "copy")))
+    process = worker()
+    damage(tmp_path / "copy")
+    code, _, err = headwater("fit", params, option(process))
+    assert code == 2 and "sample is damaged" in err
+    assert f"{tmp_path / 'copy'}/" in err and f"input worker on {platform.node()}" in err
+
+
+@pytest.fixture
+def serve():
+    """Starts an input worker of this process for a data set, and returns its address."""
+    started = []
+
+    def start(samples):
+        listener = socket.create_server(("127.0.0.1", 0))
+        started.append(InputWorker({"it": samples}, listener, SECRET))
+        threading.Thread(target=started[-1].serve, daemon=True).start()
+        return listener.getsockname()
+
+    yield start
+    for each in started:
+        each.close()
+
+
+class Failing:
+    """A data set whose reads raise an error."""
+
+    sequence_length = None
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 4
+
+    def __getitems__(self, draws):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (StoreError("x.h5: it is on fire", where="/x.h5", remedy="run"), "x.h5: it is on fire"),
+        (OSError(errno.EIO, "Input/output error", "/x.h5"), "cannot be read: Input/output error"),
+        (DataError("no such sample", where="/x.h5"), "no such sample"),
+    ],
+)
+def test_errors_of_a_worker_reach_the_rank(serve, error, what):
+    samples = RemoteSamples(InputWorkers([serve(Failing(error))], "it", SECRET, patience_s=5), 1)
+    (found,) = samples.read_ahead([[0, 1]], 2)
+    assert isinstance(found, DataError) and what in found.what
+    assert found.where == f"/x.h5, input worker on {platform.node()}"
+
+
+def test_a_rank_that_goes_away_leaves_no_message(serve, caplog):
+    class Slow(Failing):
+        def __getitems__(self, draws):
+            asked.set()
+            gone.wait(10)
+            answered.set()
+            return {"x": torch.zeros(1 << 20)}
+
+    asked, gone, answered = threading.Event(), threading.Event(), threading.Event()
+    threads = set(threading.enumerate())
+    address = serve(Slow(None))
+    connection = call(address, SECRET, "it", NUMBER, NUMBER, 10)
+    connection.send_message(b"[0]").result()
+    assert asked.wait(10)
+    connection.close()
+    gone.set()
+    assert answered.wait(10)
+    for thread in set(threading.enumerate()) - threads:
+        if "_serve" in thread.name:
+            thread.join(10)
+    assert caplog.text == ""
 
 
 def test_a_worker_outlives_errors_of_single_connections():

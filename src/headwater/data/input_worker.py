@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import logging
+import platform
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any, final
 import safetensors.torch
 import torch
 
-from headwater.core.errors import DataError, HeadwaterError
+from headwater.core.errors import DataError, HeadwaterError, RankError
 from headwater.data.source import Samples
 from headwater.fabric.connection import Connection
 from headwater.fabric.handshake import StrangerError, examine, purpose_digest
@@ -30,6 +31,7 @@ _HANDSHAKE_S = 10.0
 _IDLE_S = 7 * 86400.0
 _CLOSED = {errno.EBADF, errno.EINVAL}
 _PAUSE_S = 0.05
+_CHECK_FILES = "check the disk and the files of the data on that host"
 _MAX_STRANGERS = 64
 """The most connections that are authenticated at a time."""
 
@@ -84,31 +86,43 @@ class InputWorker:
         finally:
             self._strangers.release()
         samples = self._data.get(purpose)
-        # Suppressed: the rank has gone, or has been restarted.
-        with (
-            contextlib.closing(Connection(connection, keys, NUMBER, _IDLE_S)) as found,
-            contextlib.suppress(OSError, HeadwaterError),
-        ):
-            while True:
-                found.send_message(answer(samples, bytes(found.receive_message()))).result()
+        with contextlib.closing(Connection(connection, keys, NUMBER, _IDLE_S)) as found:
+            try:
+                while True:
+                    found.send_message(reply_to(samples, bytes(found.receive_message()))).result()
+            except OSError:
+                pass  # the rank has gone, or has been restarted
+            except RankError as error:
+                logger.warning("closed the connection from %s: %s", place[0], error)
 
 
-def answer(samples: Samples | None, request: bytes) -> bytes:
-    """Return the reply to a request.
+def reply_to(samples: Samples | None, request: bytes) -> bytes:
+    """Return the reply to a request. An error of reading is a reply too.
 
     Args:
         samples: the data set that the rank named; `None` if this worker does not have it.
         request: draws as a list in JSON, or null for the facts of the data set.
     """
+    try:
+        return _answer(samples, json.loads(request))
+    except HeadwaterError as error:
+        return problem(error)
+    except OSError as error:
+        what = f"the data cannot be read: {error.strerror or error}"
+        return problem(DataError(what, where=error.filename and str(error.filename), remedy=_CHECK_FILES))
+
+
+def _answer(samples: Samples | None, draws: list[int] | None) -> bytes:
     if samples is None:
         remedy = "start the worker with the params of the run, and with the same options"
-        return problem(DataError("the input worker was started for other data", remedy=remedy))
-    draws = json.loads(request)
+        raise DataError("the input worker was started for other data", remedy=remedy)
     if draws is None:
         facts = {"num_samples": len(samples), "sequence_length": samples.sequence_length}
         return FACTS + json.dumps(facts).encode()
     batch = samples.__getitems__(draws)
-    return problem(batch) if isinstance(batch, DataError) else BATCH + pack(batch)
+    if isinstance(batch, DataError):
+        raise batch
+    return BATCH + pack(batch)
 
 
 def pack(batch: Mapping[str, torch.Tensor]) -> bytes:
@@ -121,6 +135,7 @@ def unpack(data: bytes) -> dict[str, torch.Tensor]:
     return safetensors.torch.load(data)
 
 
-def problem(error: DataError) -> bytes:
-    """Return the reply that reports an error."""
-    return PROBLEM + json.dumps({"what": error.what, "where": error.where, "remedy": error.remedy}).encode()
+def problem(error: HeadwaterError) -> bytes:
+    """Return the reply that reports an error and names this host."""
+    where = f"{f'{error.where}, ' if error.where else ''}input worker on {platform.node()}"
+    return PROBLEM + json.dumps({"what": error.what, "where": where, "remedy": error.remedy}).encode()
