@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from queue_samples import end, processes_of, wait_until
+from queue_samples import end, end_jobs, processes_of, wait_until
 from ssh_samples import Sshd
 
 from headwater.appliance.database import Database
@@ -22,7 +22,8 @@ def folder(tmp_path):
     prepare(folder, num_csx=4, grace_s=600)
     yield folder
     end(processes_of(folder, "supervisor"))
-    end(processes_of(folder, "wrapper"))  # and with them their jobs
+    end(processes_of(folder, "wrapper"))
+    end_jobs(folder)
 
 
 @pytest.fixture

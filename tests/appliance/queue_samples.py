@@ -5,6 +5,7 @@ import time
 import psutil
 import pytest
 
+from headwater.appliance.job_processes import kill_processes
 from headwater.appliance.types import Priority
 from headwater.core.errors import QueueError
 
@@ -30,6 +31,25 @@ def end(processes):
             process.wait(10)
         except psutil.NoSuchProcess:
             pass
+
+
+def job_processes(folder):
+    """The processes of all jobs of a queue. Jobs of other queues, as of other tests, have the same names."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except psutil.Error:
+            continue
+        if environment.get("HEADWATER_QUEUE_DIR") == str(folder.path) and "HEADWATER_JOB" in environment:
+            found.append((environment["HEADWATER_JOB"], process))
+    return found
+
+
+def end_jobs(folder):
+    """Kill all processes of a queue's jobs. Only the first process of a job ends with its wrapper."""
+    for name in {name for name, _ in job_processes(folder)}:
+        assert kill_processes(folder.path, name)
 
 
 def wait_until(condition, seconds=120):

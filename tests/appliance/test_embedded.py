@@ -8,10 +8,11 @@ import time
 
 import psutil
 import pytest
-from queue_samples import assert_cannot_be_changed, end, processes_of, wait_until
+from queue_samples import assert_cannot_be_changed, end, job_processes, processes_of, wait_until
 
 from headwater.appliance.database import Database
 from headwater.appliance.folder import QueueFolder
+from headwater.appliance.job_processes import kill_processes
 from headwater.appliance.supervisor import ensure_supervisor
 from headwater.appliance.types import Phase, Priority, Submission
 from headwater.core.errors import ConfigError, QueueError
@@ -22,18 +23,6 @@ LONG = ("sleep", "1000")
 def running(queue, job):
     """The job, once its process runs."""
     return wait_until(lambda: (found := queue.show(job.name)).phase == Phase.RUNNING and found)
-
-
-def job_processes(job):
-    """Everything that runs for a job."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("HEADWATER_JOB") == job.name:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 @pytest.mark.parametrize(
@@ -171,11 +160,11 @@ def test_a_job_that_waits_is_cancelled_without_having_run(submit, queue, tmp_pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_nothing_of_a_job_is_left_when_it_is_over(submit, queue):
+def test_nothing_of_a_job_is_left_when_it_is_over(submit, queue, folder):
     """Not even what has left its session, as ranks of a launcher do."""
     job = submit("sh", "-c", "setsid sleep 1000 & setsid sh -c 'sleep 1000 & sleep 1000' & sleep 0.2")
     assert queue.wait(job.name, 120).phase == Phase.SUCCEEDED
-    assert job_processes(job) == []
+    assert job_processes(folder) == []
 
 
 def test_a_job_continues_without_a_supervisor(submit, queue, supervisor, folder, tmp_path):
@@ -234,8 +223,61 @@ def test_a_job_without_a_wrapper_has_failed(submit, queue, supervisor, folder, t
     end([supervisor(), *processes_of(folder, "wrapper")])
     failed = queue.wait(job.name, 120)
     assert failed.phase == Phase.FAILED and "wrapper process was killed" in failed.reason
-    assert job_processes(job) == [], "its CSXs would be used twice"
+    assert job_processes(folder) == [], "its CSXs would be used twice"
     assert queue.wait(submit("true", num_csx=4).name, 120).phase == Phase.SUCCEEDED
+
+
+@pytest.fixture
+def start(folder):
+    """Starts a process as one of job 1."""
+    started = []
+
+    def run(*command):
+        variables = {"HEADWATER_JOB": "wsjob-000000000001", "HEADWATER_QUEUE_DIR": str(folder.path)}
+        started.append(subprocess.Popen(command, env={**os.environ, **variables}, start_new_session=True))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_processes_that_start_while_others_are_killed_are_killed_too(start, folder, monkeypatch):
+    """Each pass over the processes misses one that starts at its end, three times."""
+    first, late, process_iter = start(*LONG), [], psutil.process_iter
+
+    def iterate():
+        yield from process_iter()
+        if len(late) < 3:
+            late.append(start(*LONG))
+
+    monkeypatch.setattr(psutil, "process_iter", iterate)
+    assert kill_processes(folder.path, "wsjob-000000000001")
+    assert [process.wait(10) for process in [first, *late]] == [-9] * 4
+
+
+def test_a_process_that_is_replacing_its_program_is_looked_at_again(start, folder, monkeypatch):
+    process, hidden, environ = start(*LONG), [], psutil.Process.environ
+
+    def hide(self):
+        if self.pid != process.pid or len(hidden) == 3:
+            return environ(self)
+        hidden.append(self.pid)  # as in the middle of `execve`
+        return {}
+
+    monkeypatch.setattr(psutil.Process, "environ", hide)
+    module = "headwater.appliance.job_processes"
+    monkeypatch.setattr(f"{module}._is_replacing_its_program", lambda pid: pid == process.pid)
+    assert kill_processes(folder.path, "wsjob-000000000001")
+    assert process.wait(10) == -9
+
+
+def test_processes_of_jobs_of_other_queues_are_not_killed(start, folder):
+    process = start(*LONG)
+    assert kill_processes(folder.path / "other", "wsjob-000000000001")
+    assert kill_processes(folder.path, "wsjob-000000000002")
+    assert process.poll() is None
 
 
 def test_one_supervisor_at_a_time_and_unique_leases(folder, queue, supervisor, submit):

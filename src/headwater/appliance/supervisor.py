@@ -18,11 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from headwater.appliance.database import Database, job_name
-from headwater.appliance.embedded import JOB
-from headwater.appliance.folder import ENVIRONMENT, QueueFolder, is_locked, locked
+from headwater.appliance.folder import QueueFolder, is_locked, locked
+from headwater.appliance.job_processes import kill_processes
 from headwater.appliance.machine import slot_name
 from headwater.appliance.schedule import Request, choose_slots, schedule
 from headwater.appliance.server import serving
@@ -35,7 +33,7 @@ from headwater.core.signals import handled
 logger = logging.getLogger(__name__)
 
 _TICK_S, _LOOK_S = 0.1, 1.0
-_START_TIMEOUT_S, _KILL_TIMEOUT_S = 30.0, 10.0
+_START_TIMEOUT_S = 30.0
 _TRIES = 3
 _IDLE_S = 60.0
 """Seconds without a job after which a supervisor in the background ends."""
@@ -166,7 +164,8 @@ class Supervisor:
             if number not in self._numbers(Phase.RUNNING):
                 continue  # the wrapper has recorded the end since the query
             # Before its CSXs are free: the next job must not meet processes of this one.
-            _kill_processes(self._database.folder, job_name(number))
+            if not kill_processes(self._database.folder.path, job_name(number)):
+                logger.warning("some processes of %s do not end", job_name(number))
             reason = "its wrapper process was killed, or the machine was restarted"
             with self._database.transaction():
                 self._database.finish(number, Phase.FAILED, reason, now=time.time())
@@ -230,20 +229,6 @@ class Supervisor:
                     stderr=log,
                     start_new_session=True,
                 )
-
-
-def _kill_processes(folder: QueueFolder, job: str) -> None:
-    """Kill the processes of a job whose wrapper process is gone. Their environment names the job."""
-    ended = []
-    for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-            if environment.get(JOB) == job and environment.get(ENVIRONMENT) == str(folder.path):
-                process.kill()
-                ended.append(process)
-        except psutil.Error:
-            continue  # the process is gone, or belongs to another user
-    psutil.wait_procs(ended, timeout=_KILL_TIMEOUT_S)
 
 
 def ensure_supervisor(folder: QueueFolder) -> None:
