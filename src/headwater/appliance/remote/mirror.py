@@ -86,7 +86,7 @@ class Mirror:
         self.is_whole = is_whole
 
     def close(self) -> None:
-        """Let other processes copy to the folder."""
+        """Release the folder, so that another process can copy to it."""
         self._lock.release()
 
     def _list(self) -> list[Artifact]:
