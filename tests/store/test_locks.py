@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from headwater.core.errors import DiskFullError, StoreError
+from headwater.core.errors import DeviceFullError, DiskFullError, StoreError
 from headwater.store.locks import StageLocks
 
 
@@ -47,3 +47,11 @@ def test_a_lock_blocks_only_threads_that_need_the_same_stage():
         order.append("held")
     thread.join()
     assert order == ["second", "held", "first"]
+
+
+def test_a_stage_whose_update_waits_for_memory_is_not_torn():
+    locks = StageLocks(["first"])
+    with pytest.raises(DeviceFullError), locks.whole(0), locks.changing(0):
+        raise DeviceFullError("no memory")
+    with locks.whole(0):
+        pass

@@ -18,7 +18,10 @@ def test_the_factor_clips_as_torch_does():
     weight.grad = gradient.clone()
     norm = torch.nn.utils.clip_grad_norm_([weight], 0.5)
     factor = Update(1, {}, max_norm=0.5).factor(norm)
-    assert torch.equal(Part(1, Update(1, {}), factor).prepared(gradient, torch.float32, None), weight.grad)
+    given = gradient.clone()
+    found = Part(1, Update(1, {}), factor).prepared(given, torch.float32, torch.empty(50))
+    assert torch.equal(found, weight.grad)
+    assert torch.equal(given, gradient), "an update that is repeated starts from the same gradient"
 
 
 def test_a_step_without_clipping_and_scaling_has_no_factor():

@@ -11,7 +11,7 @@ from headwater.store.layout import PIECE_ELEMENTS
 from headwater.store.masters import Workspaces
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule, stage_layout
-from headwater.store.update import Part, Pending, Update
+from headwater.store.update import Part, Pending, Progress, Update
 from headwater.store.updater import Updater
 
 SHAPES = {"a": (5,), "b": (4, 3), "c": (2,)}
@@ -39,7 +39,9 @@ class Stage:
         parts = {i: Part(1, update, None) for i, gradient in enumerate(gradients) if gradient is not None}
         groups = self.tier.groups(0, groups or self.layout.groups, write=True)
         pending = Pending(1, parts if pending is None else pending)
-        self.scalars = self.updater.apply(self.layout, self.image, groups, gradients, self.scalars, pending)
+        progress = Progress.of(self.scalars)
+        self.updater.apply(self.layout, self.image, groups, gradients, self.scalars, pending, progress)
+        self.scalars = progress.after
 
     def values(self):
         return [view.clone() for view in self.spec.views(self.image)]
@@ -103,7 +105,7 @@ def test_small_parameters_with_equal_options_share_one_call_of_the_optimizer(mon
     stage, calls = Stage(), []
     apply = UpdateRule.apply
     monkeypatch.setattr(
-        UpdateRule, "apply", lambda self, *args: calls.append(len(args[0])) or apply(self, *args)
+        UpdateRule, "apply", lambda self, *args, **options: calls.append(len(args[0])) or apply(self, *args)
     )
     stage.step(gradients_of(0))
     other = Part(1, Update(1, {"lr": 0.5}), None)

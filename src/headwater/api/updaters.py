@@ -175,6 +175,10 @@ class Updaters:
             return UpdateRule(NO_UPDATES)
         return SeveralRules(self.specs, {name: entry.options for name, entry in self._entries.items()})
 
+    def are_fused_on(self, device: str) -> bool:
+        """True if every optimizer has a fused kernel on a type of device."""
+        return all(entry.spec.is_fused_on(device) for entry in self._entries.values())
+
     def state_bytes(self, stored: OptimizerState) -> int:
         """Return the largest number of bytes of optimizer state per parameter element.
 

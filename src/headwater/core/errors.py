@@ -8,6 +8,7 @@
     │   └── DoesNotFitError    a budget is too small; names the tier and the nearest setting that fits
     ├── StoreError             the weight store failed
     │   ├── DiskFullError      the disk tier or a checkpoint ran out of space
+    │   ├── DeviceFullError    a GPU has no memory for an update, which waits; nothing is lost
     │   └── CorruptError       bytes on disk are not the bytes that were written
     ├── StreamError            the executor failed
     │   └── NonFiniteError     a loss or gradient is NaN or infinite
@@ -95,6 +96,10 @@ class StoreError(HeadwaterError):
 
 class DiskFullError(StoreError):
     """The disk tier or a checkpoint ran out of space."""
+
+
+class DeviceFullError(StoreError):
+    """A GPU has no memory to update a stage. The update waits, and the next use of the stage completes it."""
 
 
 class CorruptError(StoreError):

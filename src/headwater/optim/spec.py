@@ -102,6 +102,12 @@ class OptimizerSpec:
         """True if any slice of a parameter can be updated alone; False if the class is foreign to us."""
         return self.foreign_class is None and is_elementwise(self.name)
 
+    def is_fused_on(self, device: str) -> bool:
+        """True if updates on a type of device run in a fused kernel of torch."""
+        # `foreach`, even False, is a choice of the implementation: `of` asks for torch's loop by it.
+        chosen = bool(self.kwargs.get("fused", "foreach" not in self.kwargs))
+        return chosen and self.foreign_class is None and self.name in FUSED.get(device, frozenset())
+
     def options(
         self, name: str, shape: tuple[int, ...], step_options: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -146,10 +152,8 @@ class OptimizerSpec:
             make = eager(find_optimizer(self.name))
         try:
             listed = [_with_list(entry) for entry in params]
-            fused = self.foreign_class is None and self.name in FUSED.get(_device(listed), frozenset())
-            # `foreach`, even False, is a choice of the implementation: `of` asks for torch's loop by it.
-            if fused and "foreach" not in kwargs:
-                kwargs.setdefault("fused", True)
+            if self.is_fused_on(_device(listed)):
+                kwargs["fused"] = True
             return make(listed, **kwargs)
         except (TypeError, ValueError) as error:
             raise ConfigError(

@@ -29,6 +29,8 @@ OFFLOAD_WINDOW_BYTES = 128 * MIB
 OFFLOAD_WRITERS, OFFLOAD_BLOCK_BYTES = 2, 16 * MIB
 """Number of threads that write activations, and the size of the buffer of each."""
 _FP32_BYTES = 4
+_UNFUSED_TENSORS = 6
+"""fp32 tensors that an update without a fused kernel adds on a device: 2 copies for an undo, 4 of its own."""
 # Measured on CPU: memory of the allocator, as a share of the bytes of tensors.
 _ALLOCATOR_SHARE, _SHARE_OF_KEPT_PAGES = 0.2, 0.5
 
@@ -95,6 +97,7 @@ class Footprint:
     Args:
         trace: the dry run.
         optimizer_state_bytes: bytes of optimizer state for each trained parameter.
+        fused_updates: True if the optimizer has a fused kernel on the device.
         base_bytes: resident host memory of the interpreter and its libraries.
         checkpoints: True if the store is saved during training.
         share: the part of the store that counts.
@@ -108,6 +111,7 @@ class Footprint:
         *,
         optimizer_state_bytes: int,
         base_bytes: int,
+        fused_updates: bool = True,
         checkpoints: bool = True,
         share: StoreShare = WHOLE_STORE,
         ranks: int = 1,
@@ -128,7 +132,11 @@ class Footprint:
         self._checkpoints = checkpoints and not trace.inference
         narrow = any(param.bf16_state for stage in trace.stages for param in stage.params)
         # Of a piece: its master, its gradient, and each state tensor that is stored in bf16.
-        self._workspaces = 2 + (optimizer_state_bytes // 2 if narrow else 0)
+        states = optimizer_state_bytes // (2 if narrow else 4)
+        self._workspaces = 2 + (states if narrow else 0)
+        # More on the device: the integers with which masters are joined and split; the state that the first
+        # update makes, or the copies of it from which a later one is undone.
+        self._device_workspaces = self._workspaces + 1 + states + (0 if fused_updates else _UNFUSED_TENSORS)
         self._peaks: dict[object, Peak] = {}
 
     def memory(self, plan: Plan) -> Memory:
@@ -137,7 +145,9 @@ class Footprint:
         slabs = _pool_bytes(self.sizes_in_slabs(plan), plan.slabs)
         if not plan.shares_slabs:
             slabs *= self._ranks_beside(plan)
-        on_device = _on_device_bytes([self.stages[stage] for stage in plan.on_device], self._workspaces)
+        on_device = _on_device_bytes(
+            [self.stages[stage] for stage in plan.on_device], self._device_workspaces
+        )
         compute = {"slabs": slabs} | on_device | peak.parts
         host, disk = self._store_bytes(plan)
         held, moved = self.held_gradients(plan), self.offloaded_bytes(plan.activations)
@@ -355,14 +365,15 @@ def _on_device_bytes(held: Sequence[StageBytes], workspaces: int) -> dict[str, i
 
     Args:
         held: the stages.
-        workspaces: number of fp32 tensors that an update needs beside a piece.
+        workspaces: number of fp32 tensors that an update needs beside pieces.
     """
     if not held:
         return {}
     batch = min(2 * DEVICE_PIECE_ELEMENTS, max(stage.trained for stage in held))
-    # One more: the integers with which masters are joined and split.
-    staging = (workspaces + 1) * batch * _FP32_BYTES
-    return {"weight store": sum(stage.stored for stage in held), "staging": staging}
+    return {
+        "weight store": sum(stage.stored for stage in held),
+        "staging": workspaces * batch * _FP32_BYTES,
+    }
 
 
 def _snapshot_copies(held: Sequence[StageBytes]) -> int:

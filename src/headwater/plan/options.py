@@ -94,6 +94,7 @@ class PlanRequest:
         data_workers: processes of each rank that read data.
         divided: dry runs with smaller stages, which are planned only if no plan fits otherwise.
         device_tier: False if no stage may be stored in device memory.
+        fused_updates: True if the optimizer has a fused kernel on the device; others need more memory.
     """
 
     trace_for: TraceFor
@@ -112,6 +113,7 @@ class PlanRequest:
     data_workers: int = 0
     divided: DividedTraces = not_divided
     device_tier: bool = True
+    fused_updates: bool = True
 
 
 class DiskOptions(Protocol):
@@ -160,6 +162,7 @@ def request_of(
     batch_size: int,
     precision: Precision,
     optimizer_state_bytes: int,
+    fused_updates: bool = True,
     micro_batch_size: int | None = None,
     disk: Path | None = None,
 ) -> PlanRequest:
@@ -172,6 +175,7 @@ def request_of(
         batch_size: samples of one optimizer step.
         precision: precision of the run.
         optimizer_state_bytes: bytes of optimizer state for each trained parameter.
+        fused_updates: see `PlanRequest`.
         micro_batch_size: samples computed at once; the plan chooses it if not given.
         disk: replaces the backend's folder of the disk tier.
 
@@ -186,6 +190,7 @@ def request_of(
         resources=resources_of(backend, disk),
         device=device,
         fixed=fixed_by(backend, micro_batch_size),
+        fused_updates=fused_updates,
     )
 
 

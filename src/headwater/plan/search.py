@@ -54,6 +54,7 @@ class Request:
         asked_host: host memory that the user allows; `None` if the user has set no limit.
         group: control groups around the process; a remedy may need larger ones.
         device_tier: False if no stage may be stored in device memory.
+        fused_updates: True if the optimizer has a fused kernel on the device.
     """
 
     trace_for: TraceFor
@@ -74,6 +75,7 @@ class Request:
     asked_host: int | None = None
     group: GroupMemory = NO_GROUP
     device_tier: bool = True
+    fused_updates: bool = True
 
     @property
     def may_use_device_tier(self) -> bool:
@@ -204,6 +206,7 @@ def _footprint(trace: Trace, request: Request) -> Footprint:
     return Footprint(
         trace,
         optimizer_state_bytes=request.optimizer_state_bytes,
+        fused_updates=request.fused_updates,
         base_bytes=request.base_bytes,
         checkpoints=request.checkpoints,
         share=request.share,

@@ -76,8 +76,10 @@ class DeviceStage:
     def changing(self) -> Iterator[None]:
         """Enter a context in which the calling thread changes the stage by operators on the device."""
         self.await_change(self._compute)
-        yield
-        self._changed = self._compute.record()
+        try:
+            yield
+        finally:  # a part of the changes may be queued
+            self._changed = self._compute.record()
         if threading.get_ident() != self._computing_thread:
             self._changed.synchronize()
 

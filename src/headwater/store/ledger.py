@@ -61,6 +61,13 @@ class Ledger:
         self.note_used(pending.number)
         return pending
 
+    def postpone(self, stage: int, pending: Pending) -> None:
+        """Put back the pending update that `apply` has returned, because the device had no memory for it."""
+        later = self._pending.get(stage)
+        if later is not None:
+            pending = Pending(later.number, {**pending.parts, **later.parts})
+        self._pending[stage] = pending
+
     def note_used(self, number: int) -> None:
         """Record that weights were used with commit `number` applied. It and all before cannot be undone."""
         self._last_used = max(self._last_used, number)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
-from headwater.core.errors import HeadwaterError, StoreError
+from headwater.core.errors import DeviceFullError, HeadwaterError, StoreError
 
 
 @final
@@ -50,11 +50,15 @@ class StageLocks:
     def changing(self, stage: int) -> Iterator[None]:
         """Mark a stage as torn during the context. If the context raises, the stage stays torn.
 
-        The caller holds the lock.
+        After a `DeviceFullError` the stage is not torn, because its update continues at its next use. The
+        caller holds the lock.
         """
         self._torn[stage] = "it was interrupted"  # before the change, in case that a signal ends the thread
         try:
             yield
+        except DeviceFullError:
+            self._torn.pop(stage, None)
+            raise
         except HeadwaterError as error:
             self._torn[stage] = error.what
             raise

@@ -27,15 +27,18 @@ _THREAD_ELEMENTS = 1 << 15
 """torch gives each thread at least this many elements, so that more than 8 threads need longer chunks."""
 
 
-def join_halves(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor) -> None:
+def join_halves(
+    high: torch.Tensor, low: torch.Tensor, out: torch.Tensor, bits: torch.Tensor | None = None
+) -> None:
     """Join bf16 wire values and int16 lower halves to fp32 masters, and write these to `out`. All are 1-D.
 
     Args:
         high: wire values, bf16.
         low: lower halves, int16.
         out: the masters, fp32; overwritten.
+        bits: see `make_bits`; allocated if not given.
     """
-    scratch = _scratch(out)
+    scratch = make_bits(out.numel(), out.device) if bits is None else bits
     for upper, lower, whole in _chunks(high, low, out):
         whole.copy_(upper)  # as bits: the upper half, shifted to its place
         wide = scratch[: lower.numel()].copy_(lower)  # a sum of two dtypes would be three times slower
@@ -59,15 +62,21 @@ def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
         upper.view(torch.int16).copy_(bits)
 
 
-def round_to_wire(master: torch.Tensor, wire: torch.Tensor) -> None:
-    """Write masters to `wire`, rounded to its dtype. Rounds to bf16 exactly as `split_halves` does."""
+def round_to_wire(master: torch.Tensor, wire: torch.Tensor, bits: torch.Tensor | None = None) -> None:
+    """Write masters to `wire`, rounded to its dtype. Rounds to bf16 exactly as `split_halves` does.
+
+    Args:
+        master: 1-D.
+        wire: of the same length; overwritten.
+        bits: see `make_bits`; allocated if not given.
+    """
     if (master.dtype, wire.dtype) != (torch.float32, torch.bfloat16):
         wire.copy_(master)
         return
-    scratch = _scratch(master)
+    scratch = make_bits(master.numel(), master.device) if bits is None else bits
     for upper, whole in _chunks(wire, master):
-        bits = torch.add(whole.view(torch.int32), 0x8000, out=scratch[: whole.numel()])
-        upper.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+        rounded = torch.add(whole.view(torch.int32), 0x8000, out=scratch[: whole.numel()])
+        upper.view(torch.int16).copy_(rounded.bitwise_right_shift_(16))
 
 
 def _chunk_elements(device: torch.device) -> int:
@@ -76,10 +85,19 @@ def _chunk_elements(device: torch.device) -> int:
     return max(_CHUNK_ELEMENTS, _THREAD_ELEMENTS * torch.get_num_threads())
 
 
-def _scratch(like: torch.Tensor) -> torch.Tensor:
-    """Return memory for the integers of one chunk of a tensor, on its device."""
-    count = min(like.numel(), _chunk_elements(like.device))
-    return torch.empty(count, dtype=torch.int32, device=like.device)
+def num_bits(numel: int, device: torch.device) -> int:
+    """Return the number of elements of `make_bits`."""
+    return min(numel, _chunk_elements(device))
+
+
+def make_bits(numel: int, device: torch.device) -> torch.Tensor:
+    """Allocate memory for the integers of one chunk of a tensor: int32, 1-D.
+
+    Args:
+        numel: elements of the tensor.
+        device: its device.
+    """
+    return torch.empty(num_bits(numel, device), dtype=torch.int32, device=device)
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -88,7 +106,11 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def read_master(
-    encoding: Encoding, wire: torch.Tensor, rest: Mapping[str, torch.Tensor], scratch: torch.Tensor
+    encoding: Encoding,
+    wire: torch.Tensor,
+    rest: Mapping[str, torch.Tensor],
+    scratch: torch.Tensor,
+    bits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the master of a piece: a view of it, or a copy in `scratch` if it is stored in two halves.
 
@@ -97,6 +119,7 @@ def read_master(
         wire: the piece's wire values, 1-D.
         rest: the piece's fields.
         scratch: fp32 workspace, 1-D, at least as long as the piece.
+        bits: see `make_bits`; allocated if not given.
     """
     if encoding is Encoding.SAME:
         return wire
@@ -104,20 +127,27 @@ def read_master(
     if encoding is Encoding.COPY:
         return field
     out = scratch[: wire.numel()]
-    join_halves(wire, field, out)
+    join_halves(wire, field, out, bits)
     return out
 
 
 def write_master(
-    encoding: Encoding, master: torch.Tensor, wire: torch.Tensor, rest: Mapping[str, torch.Tensor]
+    encoding: Encoding,
+    master: torch.Tensor,
+    wire: torch.Tensor,
+    rest: Mapping[str, torch.Tensor],
+    bits: torch.Tensor | None = None,
 ) -> None:
     """Write a master back to where `read_master` found it, and compute its wire value.
+
+    Allocates no memory on the device of the master if `bits` is given.
 
     Args:
         encoding: how it is stored.
         master: the tensor that `read_master` has returned, changed. Its content may be overwritten.
         wire: the piece's wire values, 1-D.
         rest: the piece's fields.
+        bits: see `make_bits`; allocated if not given.
     """
     if encoding is Encoding.SPLIT:
         split_halves(master, wire, rest[MASTER_FIELD[encoding]].view(-1))
@@ -125,7 +155,7 @@ def write_master(
         field = rest[MASTER_FIELD[encoding]].view(-1)
         if field.data_ptr() != master.data_ptr():
             field.copy_(master)
-        round_to_wire(field, wire)
+        round_to_wire(field, wire, bits)
     elif wire.data_ptr() != master.data_ptr():
         wire.copy_(master)
 
@@ -139,10 +169,16 @@ class Workspaces(threading.local):
 
     def get(self, name: str, numel: int, device: torch.device = _CPU) -> torch.Tensor:
         """Return an uninitialised fp32 tensor of `numel` elements: the same memory for the same name."""
-        tensor = self._tensors.get((name, device))
-        if tensor is None or tensor.numel() < numel:
-            tensor = self._tensors[name, device] = torch.empty(numel, dtype=torch.float32, device=device)
-        return tensor[:numel]
+        key = name, device
+        if key not in self._tensors or self._tensors[key].numel() < numel:
+            # First: the old and the new memory together would be more than the plan counts.
+            self._tensors.pop(key, None)
+            self._tensors[key] = torch.empty(numel, dtype=torch.float32, device=device)
+        return self._tensors[key][:numel]
+
+    def clear(self) -> None:
+        """Free the memory of the calling thread."""
+        self._tensors.clear()
 
     def shares(self, sizes: Sequence[int], device: torch.device) -> Iterator[Callable[[str], torch.Tensor]]:
         """Yield a function for each size that returns, by name, that many elements apart from the others."""

@@ -46,6 +46,11 @@ def round_stochastically(values: torch.Tensor, out: torch.Tensor, *, stream: str
         rounded.view(torch.int16).copy_(bits)
 
 
+def prepare_rounding(device: torch.device) -> None:
+    """Allocate all memory that `round_stochastically` needs on a device."""
+    _table(device)
+
+
 def _passes(values: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
     """Yield views of 1-D values in order: up to `rows` rows as long as the table at a time, then the rest."""
     whole = values.numel() // _TABLE_ELEMENTS * _TABLE_ELEMENTS

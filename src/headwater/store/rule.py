@@ -97,6 +97,8 @@ class UpdateRule(UpdateRules):
         states: Sequence[Mapping[str, torch.Tensor]],
         scalars: Sequence[Scalars | None],
         options: Mapping[str, Any],
+        *,
+        undoable: bool = False,
     ) -> list[Scalars]:
         """Update masters and states in place.
 
@@ -106,18 +108,29 @@ class UpdateRule(UpdateRules):
             states: the tensors of `state_layout` of each; their values before the first update are ignored.
             scalars: the scalars of each, from its last update; `None` before the first.
             options: optimizer arguments that differ from the spec's, such as the current `lr`.
+            undoable: change nothing if memory is missing. A fused kernel allocates nothing after its first
+                write; for other kernels the tensors are copied first.
 
         Returns:
             The new scalars of each.
 
         Raises:
+            torch.OutOfMemoryError: if the device has no memory left.
             StreamError: if the optimizer begins to keep a tensor that is not in `state_layout`.
         """
         optimizer, defaults = self._of_this_thread(masters[0].device)
         kernel = _PLAIN_KERNEL if needs_plain_kernel(gradients[0]) else {}
-        optimizer.param_groups = [{"params": list(masters), **defaults, **options, **kernel}]
+        group = {"params": list(masters), **defaults, **options, **kernel}
+        is_fused = bool(group.get("fused"))
+        # Before the first write. Gradients too, because some kernels use their memory for other values.
+        undo = []
+        if undoable and not is_fused:
+            # State before the first update has no values.
+            used = [own for own, old in zip(states, scalars, strict=True) if old is not None]
+            undo = _copies(masters, gradients, used)
+        optimizer.param_groups = [group]
         # torch's fused kernels read scalars on their device, all others in host memory.
-        place = masters[0].device if optimizer.param_groups[0].get("fused") else torch.device("cpu")
+        place = masters[0].device if is_fused else torch.device("cpu")
         # A state that an error has left must not be found by another tensor.
         optimizer.state.clear()
         for master, gradient, own, old in zip(masters, gradients, states, scalars, strict=True):
@@ -128,8 +141,14 @@ class UpdateRule(UpdateRules):
                     k: v.to(place, copy=True) if isinstance(v, torch.Tensor) else v for k, v in old.items()
                 }
                 optimizer.state[master] = {**own, **copies}
-        optimizer.step()
-        optimizer.param_groups = []  # it would keep views of slabs, which must be free for other stages
+        try:
+            optimizer.step()
+        except RuntimeError:
+            for tensor, before in undo:
+                tensor.copy_(before)
+            raise
+        finally:
+            optimizer.param_groups = []  # it would keep views of slabs, which must be free for other stages
         after = []
         for master, own in zip(masters, states, strict=True):
             # The gradient's memory is used again for the next batch of pieces.
@@ -205,3 +224,13 @@ def stage_layout(stage: StageSpec, rule: UpdateRules, *, piece_elements: int = P
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "to be absent" if shape is None else f"of shape {list(shape)}"
+
+
+def _copies(
+    masters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    states: Sequence[Mapping[str, torch.Tensor]],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return (tensor, copy) of all dense tensors that an optimizer may change in place."""
+    tensors = [*masters, *gradients, *(each for state in states for each in state.values())]
+    return [(tensor, tensor.clone()) for tensor in tensors if not tensor.is_sparse]

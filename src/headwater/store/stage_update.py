@@ -8,6 +8,8 @@ from typing import final
 
 import torch
 
+from headwater.core.device_memory import is_out_of_memory
+from headwater.core.errors import DeviceFullError
 from headwater.core.recorder import RECORDER, UPDATE
 from headwater.store.gradients.port import GradientSink
 from headwater.store.layout import Group
@@ -15,7 +17,7 @@ from headwater.store.ownership import Ownership
 from headwater.store.rules import UpdateRules
 from headwater.store.scalars import OptimizerScalars
 from headwater.store.tier import Tier, all_pages
-from headwater.store.update import Pending
+from headwater.store.update import Pending, Progress
 from headwater.store.updater import Updater
 
 _Bytes = tuple[torch.Tensor, Iterable[tuple[Group, torch.Tensor]]]
@@ -47,6 +49,16 @@ class StageUpdate:
         self._ownership = ownership
         self._gradients = gradients
         self._scalars = scalars
+        self._unfinished: dict[int, Progress] = {}  # by stage, updates for which memory was missing
+
+    def close(self) -> None:
+        """Free memory that the calling thread has used."""
+        self._unfinished.clear()
+        self._updater.close()
+
+    def forget(self, stage: int) -> None:
+        """Forget the progress of a stage's update. Called when all values of the stage are replaced."""
+        self._unfinished.pop(stage, None)
 
     def apply(self, stage: int, pending: Pending, buffer: torch.Tensor | None) -> None:
         """Apply a pending update to this rank's pieces of a stage.
@@ -56,6 +68,10 @@ class StageUpdate:
             pending: the update of each parameter.
             buffer: page-aligned memory for the wire image; it holds this host's part of the new image
                 afterwards. Not used where the image is in memory.
+
+        Raises:
+            DeviceFullError: if the stage is in device memory, and memory is missing for its update. The next
+                call continues the update.
         """
         layout = self._tier.layouts[stage]
         with RECORDER.span(UPDATE, layout.stage.name, layout.wire_bytes + layout.rest_bytes):
@@ -65,15 +81,19 @@ class StageUpdate:
         # Inside the torn section: gradients that are taken here cannot be used again.
         gradients = self._gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
-        with self._bytes_of(stage, buffer) as (image, groups):
-            self._scalars.by_stage[stage] = self._updater.apply(
-                self._tier.layouts[stage],
-                image,
-                groups,
-                gradients,
-                self._scalars.by_stage[stage],
-                pending,
-            )
+        layout, before = self._tier.layouts[stage], self._scalars.by_stage[stage]
+        on_device = self._tier.on_device(stage) is not None
+        progress = self._unfinished.pop(stage, None) or Progress.of(before, undoable=on_device)
+        try:
+            with self._bytes_of(stage, buffer) as (image, groups):
+                self._updater.apply(layout, image, groups, gradients, before, pending, progress)
+        except RuntimeError as error:
+            if not (on_device and is_out_of_memory(error)):
+                raise
+            self._gradients.put_back(stage, gradients)
+            self._unfinished[stage] = progress
+            raise _without_memory(layout.stage.name, pending, error) from error
+        self._scalars.by_stage[stage] = progress.after
         for param in pending.parts:
             gradients[param] = None  # also where another rank has updated the last piece
         self._gradients.put_back(stage, gradients)  # those of parameters that the commit did not name
@@ -90,3 +110,15 @@ class StageUpdate:
         part = self._ownership.own_bytes(stage)
         with self._tier.wire(stage, buffer, write=True, part=part) as image:
             yield image, self._tier.groups(stage, own, write=all_pages)
+
+
+def _without_memory(stage: str, pending: Pending, error: RuntimeError) -> DeviceFullError:
+    step = max(part.update.step for part in pending.parts.values())
+    reason = (str(error).splitlines() or ["no reason was given"])[0]
+    return DeviceFullError(
+        f"the GPU has no memory left for the update of step {step}: {reason}",
+        where=f"stage {stage!r}",
+        remedy="end other processes that use the GPU, or resume with a smaller device_memory; "
+        f"step {step} is committed, and the next use of the stage completes its update; "
+        "a step that was running was not applied",
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from headwater.core.buffers import aligned_empty
+from headwater.core.errors import DeviceFullError
 from headwater.core.streams import IMMEDIATE, REACHED, Event, Stream
 from headwater.fabric.fabric import Fabric
 from headwater.store.ledger import Ledger
@@ -170,6 +171,7 @@ class StageAccess:
             self.locks.mend(stage)
             # Otherwise an old update would change the new values.
             self._ledger.forget(stage)
+            self._stage_update.forget(stage)
             self._versions[stage] += 1
             resident = self._tier.resident_wire(stage)
             buffer = self._buffer(stage)
@@ -254,7 +256,12 @@ class StageAccess:
         with self.locks.changing(stage):
             # Before the change: from here on the commit cannot be undone.
             self._ledger.apply(stage)
-            self._stage_update.apply(stage, pending, buffer)
+            try:
+                self._stage_update.apply(stage, pending, buffer)
+            except DeviceFullError:
+                # The next use of the stage continues the update. It cannot be undone, as after `apply`.
+                self._ledger.postpone(stage, pending)
+                raise
             # After the change: other ranks read the stage at once.
             self._propagation.updated(stage, pending.number)
 
@@ -277,3 +284,5 @@ class StageAccess:
         # First: its thread uses the propagation.
         self._ahead.shutdown(wait=True, cancel_futures=True)
         self._propagation.close()
+        # In device memory the thread that trains updates, and closes.
+        self._stage_update.close()

@@ -252,8 +252,9 @@ class WeightStore:
             if not update.skip_non_finite:
                 raise error
             return Committed(float(norm), applied=False)
-        self.ledger.num_commits += 1
+        # Before the commit, because it allocates memory.
         factor = update.factor(norm)
+        self.ledger.num_commits += 1
         # Before another thread can see the update, which would otherwise find no gradients.
         self.gradients.commit(keys, {stage for stage, _ in keys if self.ownership.updates(stage)})
         # For a roll-back, which gives back the gradients of commits that it undoes.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from headwater.store.layout import Piece, Scalars
 from headwater.store.sparse import with_values
 
 
@@ -69,23 +70,24 @@ class Part:
     factor: torch.Tensor | None
 
     def prepared(self, gradient: torch.Tensor, dtype: torch.dtype, space: torch.Tensor) -> torch.Tensor:
-        """Return the gradient, scaled and clipped. Changes it in place, or uses `space` for another dtype.
+        """Return the gradient, scaled and clipped. The given one stays as it is: an update may run again.
 
         Args:
             gradient: the summed gradient of a piece; dense or sparse.
             dtype: dtype of the master.
-            space: memory for a dense gradient in that dtype, of the gradient's shape.
+            space: fp32 memory for the result, of the gradient's shape; used if the result is dense and fp32.
         """
         if gradient.dtype != dtype:
             gradient = gradient.to(dtype) if gradient.is_sparse else space.copy_(gradient)
         if gradient.is_sparse:
             return self._prepared_sparse(gradient)
         # First the factor, then the clip: torch's loop unscales before `clip_grad_value_`.
+        out = space if gradient.dtype == space.dtype else None
         if self.factor is not None:
-            gradient.mul_(self.factor)
+            gradient = torch.mul(gradient, self.factor, out=out)
         limit = self.update.max_value
         if limit is not None:
-            gradient.clamp_(-limit, limit)
+            gradient = torch.clamp(gradient, -limit, limit, out=out)
         return gradient
 
     def _prepared_sparse(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -113,3 +115,33 @@ class Pending:
 
     number: int
     parts: Mapping[int, Part]
+
+
+@dataclasses.dataclass
+class Progress:
+    """The part of a stage's update that is done. An update for which memory was missing continues after it.
+
+    Attributes:
+        after: the new scalars of each parameter with a piece that is done; the old ones of the others.
+        undoable: true if each piece must be updated as a whole or not at all, because memory may be missing.
+        done: the pieces that are done: parameter and first element.
+    """
+
+    after: list[Scalars | None]
+    undoable: bool = False
+    done: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def of(cls, scalars: Sequence[Scalars | None], *, undoable: bool = False) -> Progress:
+        """Return the progress of an update that has not begun, from the scalars of each parameter."""
+        # A copy: a second piece must start from the same step count as the first.
+        return cls(list(scalars), undoable)
+
+    def note(self, piece: Piece, scalars: Scalars) -> None:
+        """Record that a piece is done, and the new scalars of its parameter."""
+        self.after[piece.param] = scalars
+        self.done.add((piece.param, piece.start))
+
+    def has(self, piece: Piece) -> bool:
+        """True if a piece is done."""
+        return (piece.param, piece.start) in self.done

@@ -11,11 +11,11 @@ import torch
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.gradients.port import Gradients
 from headwater.store.layout import MASTER_FIELDS, Group, Piece, Scalars, StageLayout, stored_dtype
-from headwater.store.masters import Workspaces, read_master, write_master
-from headwater.store.rounding import round_stochastically
+from headwater.store.masters import Workspaces, num_bits, read_master, write_master
+from headwater.store.rounding import prepare_rounding, round_stochastically
 from headwater.store.rules import UpdateRules
 from headwater.store.sparse import rows_of
-from headwater.store.update import Pending
+from headwater.store.update import Pending, Progress
 
 if TYPE_CHECKING:
     from headwater.store.rule import UpdateRule
@@ -33,6 +33,10 @@ class Updater:
         self._rule = rule
         self._workspaces = Workspaces()
 
+    def close(self) -> None:
+        """Free the workspaces of the calling thread."""
+        self._workspaces.clear()
+
     def apply(
         self,
         layout: StageLayout,
@@ -41,8 +45,9 @@ class Updater:
         gradients: Gradients,
         scalars: list[Scalars | None],
         pending: Pending,
-    ) -> list[Scalars | None]:
-        """Run the optimizer over the pieces of a stage for which `is_mine` is true.
+        progress: Progress,
+    ) -> None:
+        """Run the optimizer over the pieces of a stage that are not done.
 
         Args:
             layout: of the stage.
@@ -50,27 +55,26 @@ class Updater:
             groups: the pieces that this rank owns, in their groups, with the bytes; changed in place.
             gradients: on the same device, one per parameter; each is set to `None` when its parameter is
                 updated.
-            scalars: the optimizer scalars of each parameter.
+            scalars: the optimizer scalars of each parameter, from which each of its pieces starts.
             pending: the update of each parameter.
+            progress: the pieces that are done; changed.
 
-        Returns:
-            The new scalars. Every piece of a parameter starts from the same old ones.
+        Raises:
+            torch.OutOfMemoryError: if the device has no memory left. If `progress.undoable`, each piece that
+                is not done then has its old values.
         """
         stage = layout.stage
         wires = stage.flat_views(image)
-        # A copy: a second piece must start from the same step count as the first.
-        after = list(scalars)
         for group, rest in groups:
             changed = [p for p in group.pieces if p.param in pending.parts and gradients[p.param] is not None]
-            for batch in _batches(changed, layout.piece_elements):
+            missing = [piece for piece in changed if not progress.has(piece)]
+            for batch in _batches(missing, layout.piece_elements):
                 loaded = self._load(stage, batch, wires, rest, gradients, pending)
-                for piece, new in self._update(loaded, scalars):
-                    after[piece.param] = new
+                self._update(loaded, scalars, progress)
             for piece in changed:
                 # Freed early, because the gradients of a stage may be as large as its weights.
                 if piece.stop == stage.params[piece.param].numel:
                     gradients[piece.param] = None
-        return after
 
     def _load(
         self,
@@ -81,8 +85,12 @@ class Updater:
         gradients: Gradients,
         pending: Pending,
     ) -> list[_Loaded]:
-        """Load the masters and optimizer state of pieces, and scale and clip their gradients."""
+        """Load the masters and optimizer state of pieces, and scale and clip their gradients.
+
+        Allocates all memory that the update needs outside of the optimizer.
+        """
         sizes = [piece.stop - piece.start for piece in batch]
+        bits = self._workspaces.get("bits", num_bits(max(sizes), rest.device), rest.device).view(torch.int32)
         loaded = []
         for piece, space in zip(batch, self._workspaces.shares(sizes, rest.device), strict=True):
             spec, part = stage.params[piece.param], pending.parts[piece.param]
@@ -91,7 +99,7 @@ class Updater:
             assert gradient is not None, "only parameters with a gradient are updated"
             fields = piece.views(rest)
             wire = wires[piece.param][piece.start : piece.stop]
-            master = read_master(piece.encoding, wire, fields, space("master"))
+            master = read_master(piece.encoding, wire, fields, space("master"), bits)
             own = part.prepared(_part_of(gradient, spec, piece), master.dtype, space("gradient"))
             flat_master = master
             states = {name: field for name, field in fields.items() if name not in MASTER_FIELDS}
@@ -100,6 +108,8 @@ class Updater:
                 for name, state in rule.state_layout(spec).items()
                 if stored_dtype(spec, state) != state.dtype
             }
+            if wide:
+                prepare_rounding(rest.device)
             states |= wide
             if gradient.is_sparse:
                 # A sparse kernel addresses rows.
@@ -124,6 +134,7 @@ class Updater:
                     wire,
                     fields,
                     flat_master,
+                    bits,
                     wide,
                     master,
                     own,
@@ -133,9 +144,9 @@ class Updater:
         return loaded
 
     def _update(
-        self, loaded: Sequence[_Loaded], scalars: Sequence[Scalars | None]
-    ) -> Iterator[tuple[Piece, Scalars]]:
-        """Run the optimizer over loaded pieces. Yield each piece with its new scalars.
+        self, loaded: Sequence[_Loaded], scalars: Sequence[Scalars | None], progress: Progress
+    ) -> None:
+        """Run the optimizer over loaded pieces, and record them in `progress`.
 
         Pieces with equal options share one call of the optimizer, because a call for one small parameter
         takes as long as a call for many.
@@ -154,12 +165,13 @@ class Updater:
                 [each.states for each in alike],
                 [scalars[each.piece.param] for each in alike],
                 first.options,
+                undoable=progress.undoable,
             )
             for each, its_scalars in zip(alike, new, strict=True):
                 # Before the next batch overwrites the workspace that holds the masters.
-                write_master(each.piece.encoding, each.flat_master, each.wire, each.fields)
+                write_master(each.piece.encoding, each.flat_master, each.wire, each.fields, each.bits)
                 _round_states(each, its_scalars)
-                yield each.piece, its_scalars
+                progress.note(each.piece, its_scalars)
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,6 +187,7 @@ class _Loaded:
         wire: its wire values, 1-D.
         fields: its tensors beside the wire image.
         flat_master: its values, 1-D in the order of memory.
+        bits: see `make_bits`; shared by all pieces.
         wide_states: fp32 copies of the optimizer state that is stored in bf16, in the order of memory.
         master: the same values in the shape that the optimizer expects.
         gradient: in that shape.
@@ -189,6 +202,7 @@ class _Loaded:
     wire: torch.Tensor
     fields: Mapping[str, torch.Tensor]
     flat_master: torch.Tensor
+    bits: torch.Tensor
     wide_states: Mapping[str, torch.Tensor]
     master: torch.Tensor
     gradient: torch.Tensor

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from headwater.core.device_memory import is_out_of_memory
 from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.units import format_bytes
 
@@ -36,7 +37,7 @@ def device_errors() -> Iterator[None]:
 def translated(error: RuntimeError) -> HeadwaterError | None:
     """Return the error of this package for an error of torch; `None` if it is not one of a GPU."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return StreamError(
             f"the GPU has no memory left for this step: {_first_line(text)}{_free_text()}",
             remedy="end other processes that use the GPU, or write a smaller device_memory or "

@@ -189,6 +189,7 @@ def plan_request(
         batch_size=work.batch_size,
         precision=usable_precision(init.precision.precision, device),
         optimizer_state_bytes=optimizer_state_bytes(work.optimizer, stored=init.backend.optimizer_state),
+        fused_updates=work.optimizer.is_fused_on(device),
         micro_batch_size=work.micro_batch_size,
         disk=disk,
     )
