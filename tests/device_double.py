@@ -198,6 +198,7 @@ class DeviceDouble(Device):
         locked: bytes of page-locked memory.
         num_locks: how often memory was locked.
         slabs: how many slabs were allocated.
+        kept: bytes of slabs that existed when the allocator's cache was returned; `None` before.
 
     Args:
         seed: of the delays.
@@ -213,6 +214,8 @@ class DeviceDouble(Device):
         self.host = self._host.clock
         self.races: list[str] = []
         self.locked = self.num_locks = self.slabs = 0
+        self.kept: int | None = None
+        self._slabs: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._streams: list[CopyStream] = []
         self.compute = ComputeStream(self, "compute")
         self._writes: dict[int, tuple[str, int]] = {}  # by address of a storage: stream and its time
@@ -233,6 +236,7 @@ class DeviceDouble(Device):
         self.slabs += 1
         slab = aligned_empty(num_bytes)
         ctypes.memset(slab.data_ptr(), _POISON, slab.nbytes)
+        self._slabs.append((weakref.ref(slab.untyped_storage()), slab.nbytes))
         return slab
 
     def page_lock(self, memory: Sequence[torch.Tensor]) -> Callable[[], None]:
@@ -259,6 +263,10 @@ class DeviceDouble(Device):
         stream = CopyStream(self, f"copies {len(self._streams)}")
         self._streams.append(stream)
         return stream
+
+    def return_cached(self) -> None:
+        gc.collect()
+        self.kept = sum(count for storage, count in self._slabs if storage() is not None)
 
     def enter_thread(self) -> None:
         pass

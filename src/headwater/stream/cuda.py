@@ -92,6 +92,10 @@ class CudaDevice(Device):
     def new_stream(self) -> Stream:
         return CudaStream(self.torch_device, torch.cuda.Stream(self.torch_device))
 
+    def return_cached(self) -> None:
+        with contextlib.suppress(RuntimeError):  # after a failure of the driver an engine must still close
+            torch.accelerator.empty_cache()
+
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.torch_device)
 

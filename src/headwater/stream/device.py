@@ -46,6 +46,10 @@ class Device(abc.ABC):
         """Return a new stream for copies, which run beside the computation."""
 
     @abc.abstractmethod
+    def return_cached(self) -> None:
+        """Return the memory to the device that torch's allocator keeps of freed tensors, for other plans."""
+
+    @abc.abstractmethod
     def enter_thread(self) -> None:
         """Make this device the one that torch uses in the calling thread. Called when a thread begins."""
 
@@ -66,6 +70,9 @@ class CpuDevice(Device):
 
     def new_stream(self) -> Stream:
         return IMMEDIATE
+
+    def return_cached(self) -> None:
+        pass
 
     def enter_thread(self) -> None:
         pass

@@ -221,11 +221,14 @@ class Engine:
         self.executor.hand_over(successor.executor, unchanged=unchanged)
         # Not the executor: graphs of earlier forwards still need its offloaded activations.
         self.store.close()
+        self._device.return_cached()
 
     def close(self) -> None:
         """Call `detach`, then release memory, threads and files, also if `detach` raises an error."""
         with ExitStack() as closed:
-            # The store last, because threads of the executor read it.
+            # At last: what the parts below free is in the allocator's cache, where no other process gets it.
+            closed.callback(self._device.return_cached)
+            # The store after the executor, because threads of the executor read it.
             closed.callback(self.store.close)
             closed.callback(self.executor.close)
             if not self._detached:
