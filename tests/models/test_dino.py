@@ -7,9 +7,16 @@ import torch
 from pydantic import ValidationError
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwater.config.models.self_supervised import DinoConfig, DistillationConfig, KoLeoConfig
+from headwater.config.models.self_supervised import (
+    DinoConfig,
+    DistillationConfig,
+    KoLeoConfig,
+    ViewEncoderConfig,
+)
 from headwater.core.precision import Precision
+from headwater.models.dino import GridPositions
 from headwater.models.dino_losses import make_loss
 from headwater.models.registry import build_model, meta_batch
 from headwater.plan.trace import trace_step
@@ -26,6 +33,7 @@ TRUNK = {
     "layerscale_value": 0.5,
     "use_masked_patches": True,
 }
+PLACES = {**TRUNK, "image_size": [56, 56]}
 HEAD = {"name": "DinoHead", "input_size": 32, "hidden_size": 24, "bottleneck_size": 8, "output_size": 20}
 VIEWS = {name: f"ssl_transform.output('{name}')" for name in ("global_view", "local_view", "collated_masks")}
 
@@ -301,3 +309,37 @@ def test_a_batch_without_values():
     model = build_model(config, device="meta")
     trace = trace_step(model, meta_batch(config, 2), Precision())
     assert len(trace.costs) > 6
+
+
+@pytest.mark.parametrize("antialias", [True, False])
+@pytest.mark.parametrize("offset", [0.0, 0.1])
+@pytest.mark.parametrize("grid", [(3, 5), (7, 7), (16, 9), (37, 37)])
+def test_interpolated_positions_and_their_gradients_equal_torchs_interpolation(grid, offset, antialias):
+    config = ViewEncoderConfig(
+        **{**PLACES, "interpolate_position_embedding": {"interpolate_offset": offset, "antialias": antialias}}
+    )
+    positions, old = GridPositions(config), (14, 14)
+    places = torch.randn(14 * 14, 8, requires_grad=True)
+    scale = [(new + offset) / before for new, before in zip(grid, old, strict=True)]
+    size = {"scale_factor": scale} if offset else {"size": list(grid)}
+    image = places.unflatten(0, old).permute(2, 0, 1).unsqueeze(0)
+    wanted = F.interpolate(image, mode="bicubic", antialias=antialias, **size).squeeze(0).flatten(1).t()
+    found = positions._between(places, grid)
+    assert (found - wanted).abs().max() < 1e-6 * 4  # values up to 4
+    direction = torch.randn(found.shape)
+    gradients = [torch.autograd.grad(each, places, direction)[0] for each in (found, wanted)]
+    assert torch.allclose(*gradients, atol=2e-5)
+
+
+def test_the_backward_of_interpolated_positions_uses_no_kernel_that_is_not_deterministic_on_a_gpu():
+    config = ViewEncoderConfig(**PLACES)
+    places, used = torch.randn(14 * 14, 8, requires_grad=True), []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            used.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        GridPositions(config)._between(places, (7, 7)).sum().backward()
+    assert not [name for name in used if "upsample" in name and "backward" in name]

@@ -20,6 +20,7 @@ from headwater.config.models.self_supervised import (
     CalledSection,
     DinoConfig,
     DinoHeadConfig,
+    InterpolationConfig,
     ViewEncoderConfig,
     source_of,
 )
@@ -67,13 +68,29 @@ class GridPositions(nn.Module):
 
     def _between(self, places: Tensor, grid: tuple[int, int]) -> Tensor:
         """Interpolate position vectors to another grid: [rows * columns, hidden], bicubic as in DINOv2."""
-        offset = self.interpolation.interpolate_offset
-        scale = [(new + offset) / old for new, old in zip(grid, self.grid, strict=True)]
-        image = places.unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
-        # As in DINOv2: with the offset, other points are sampled than with the sizes.
-        size = {"scale_factor": scale} if offset else {"size": list(grid)}
-        found = F.interpolate(image, mode="bicubic", antialias=self.interpolation.antialias, **size)
-        return found.squeeze(0).flatten(1).t()
+        rows, columns = (
+            _bicubic(old, new, self.interpolation, places.device)
+            for old, new in zip(self.grid, grid, strict=True)
+        )
+        image = places.unflatten(0, self.grid).permute(2, 0, 1)
+        # Products, because torch's backward of this interpolation is not deterministic on a GPU; in fp32.
+        with torch.autocast(places.device.type, enabled=False):
+            found: Tensor = rows @ image @ columns.t()
+        return found.flatten(1).t()
+
+
+def _bicubic(old: int, new: int, config: InterpolationConfig, device: torch.device) -> Tensor:
+    """Return the matrix that interpolates `old` values to `new` along one axis: fp32 [new, old].
+
+    Bicubic interpolation of an image is a product with such a matrix along each axis.
+    """
+    # Two equal columns of pixels for each value: for one column torch's kernel with antialiasing is wrong.
+    each = torch.eye(old, device=device).view(1, old, old, 1).expand(-1, -1, -1, 2)
+    # As in DINOv2: with the offset, other points are sampled than with the sizes.
+    offset = config.interpolate_offset
+    size = {"scale_factor": ((new + offset) / old, 1.0)} if offset else {"size": (new, 2)}
+    found = F.interpolate(each, mode="bicubic", antialias=config.antialias, **size)
+    return found[0, :, :, 0].t()
 
 
 class ViewEncoder(nn.Module):
