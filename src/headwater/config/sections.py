@@ -20,6 +20,7 @@ from headwater.config.base import (
 )
 from headwater.config.data import AnyData
 from headwater.config.harness import EleutherEvalHarnessConfig
+from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.core.precision import Precision
 
@@ -111,6 +112,8 @@ class BackendConfig(Section):
             run is not exact.
         compile: compile each distinct block with `torch.compile`.
         matmul: `fast` allows fp32 matrix products that differ from torch's in rounding.
+        loss: `liger` computes the loss of a decoder by the package liger-kernel, on a CUDA device. `chunked`
+            needs no package, and has no logits of the whole batch in memory either.
         allocator: `tuned` keeps the memory of large temporary tensors instead of returning it to the system.
         verify_disk: check data read from the disk tier against checksums.
         compile_only: do not train; write the plan, the graphs and a report of operators.
@@ -134,6 +137,7 @@ class BackendConfig(Section):
     optimizer_state: Literal["exact", "bf16"] = "exact"
     compile: bool = False
     matmul: Literal["exact", "fast"] = "exact"
+    loss: Literal["chunked", "liger"] = "chunked"
     allocator: Literal["tuned", "system"] = "tuned"
     verify_disk: bool = False
     compile_only: bool = False
@@ -152,6 +156,15 @@ class BackendConfig(Section):
                 "tier or gradient_tier is disk, but the disk tier is missing: add disk: {path: …}"
             )
         return self
+
+    def refuse_loss(self, where: str) -> None:
+        """Raise `ConfigError` for a choice of the loss's kernel, since the model computes its loss itself."""
+        if self.loss != "chunked":
+            raise ConfigError(
+                f"loss: {self.loss} is only for models of params files",
+                where=where,
+                remedy="leave loss out; a model of your own can call the kernel itself",
+            )
 
     @property
     def num_csx(self) -> int:

@@ -144,7 +144,7 @@ class Head(Linear):
         super().__init__(config.hidden_size, config.vocab_size, bias=config.use_bias_in_output)
         self.scale = config.logits_scale
         self.softcap = config.final_logit_softcapping
-        self.fused_loss = fused_loss
+        self.cross_entropy = linear_cross_entropy if fused_loss else plain_cross_entropy
 
     def forward(
         self,
@@ -179,8 +179,7 @@ class Head(Linear):
                 rows, self.weight, bias, targets.flatten(), softcap=self.softcap, predicted=predicted
             )
             return losses.view(targets.shape)
-        cross_entropy = linear_cross_entropy if self.fused_loss else plain_cross_entropy
-        return cross_entropy(
+        return self.cross_entropy(
             hidden.flatten(0, -2),
             self.weight,
             bias,

@@ -17,8 +17,10 @@ from headwater.core.errors import ConfigError
 from headwater.fabric.alike import check_alike
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.models.huggingface import HuggingFaceModel
+from headwater.models.liger import use_liger
 from headwater.models.registry import FAMILIES, build_model, init_parameter, learning_rate_scale, meta_batch
 from headwater.optim.param_groups import learning_rate_factors
+from headwater.plan.options import device_of
 from headwater.stream.options import Initial
 from headwater.trainer.datasets import find_prepared, open_data
 from headwater.trainer.huggingface import LibraryValues, weights_folder
@@ -40,6 +42,8 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
         sequence_length: tokens of a sample; the model's maximum if not given.
     """
     model = meta_model(init.model)
+    if init.backend.loss == "liger":
+        use_liger(model, device_of(init.backend))
     adjustments = init.optimizer.arguments.adjust_learning_rate
     factors = learning_rate_factors(adjustments, [name for name, _ in model.named_parameters()])
     family = FAMILIES[init.model.name]
