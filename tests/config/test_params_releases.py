@@ -290,7 +290,7 @@ def test_a_file_that_only_evaluates_needs_no_optimizer(tmp_path):
     run = load_params(write(tmp_path, NEWER))
     assert (run.init.model.name, run.fit) == ("gpt2", None)
     assert run.init.precision.precision == Precision("bf16")
-    assert run.init.harnesses[0].eeh_args.names == ["winogrande"]
+    assert run.init.eleuther_harnesses[0].eeh_args.names == ["winogrande"]
 
 
 def test_contradicting_precision_keys_are_refused(tmp_path):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from evaluation_samples import BENCHMARKS, MODEL, TASK_FILES, save_tokenizer
+import yaml
+from evaluation_samples import BENCHMARKS, MODEL, PARAMS, TASK_FILES, TEXT, save_tokenizer
 
 from headwater.cli.main import main
 from headwater.config.models.decoder import DecoderConfig
@@ -39,6 +40,27 @@ def tasks(tmp_path_factory):
     for file in TASK_FILES.glob("*.yaml"):
         (folder / file.name).write_text(file.read_text().replace("BENCHMARKS", str(BENCHMARKS)))
     return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Trains four steps with callbacks; returns the folder of the run."""
+    from headwater.data.prepare import prepare
+    from headwater.data.settings import PrepareSettings
+    from headwater.data.tokenizer import TrainBPE
+
+    (tmp_path / "text.txt").write_text(TEXT * 4)
+    prepare([tmp_path / "text.txt"], tmp_path / "data", PrepareSettings(TrainBPE(300), 64))
+
+    def train(name, callbacks):
+        tree = yaml.safe_load(PARAMS)
+        tree["trainer"]["init"] |= {"callbacks": callbacks, "model_dir": str(tmp_path / name)}
+        tree["trainer"]["fit"]["train_dataloader"]["data_dir"] = str(tmp_path / "data" / "train")
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+        assert main(["fit", str(tmp_path / f"{name}.yaml")]) == 0
+        return tmp_path / name
+
+    return train
 
 
 @pytest.fixture(autouse=True)

@@ -4,62 +4,13 @@ import json
 
 import pytest
 import yaml
+from evaluation_samples import PARAMS, losses
 
 from headwater.cli.main import main
 from headwater.config.run import load_params
 from headwater.core.errors import ConfigError, RunError
 from headwater.trainer.callback import Callback
-from headwater.trainer.harness import harness_callbacks, tell_scores
-
-PARAMS = """\
-trainer:
-  init:
-    backend: {backend_type: CPU}
-    seed: 1
-    model:
-      name: gpt2
-      vocab_size: 300
-      hidden_size: 32
-      num_hidden_layers: 2
-      num_heads: 2
-      max_position_embeddings: 64
-      dropout_rate: 0.1
-    optimizer: {AdamW: {learning_rate: 0.01}}
-    loop: {max_steps: 4, eval_frequency: 1}
-  fit:
-    train_dataloader:
-      data_processor: GptHDF5DataProcessor
-      batch_size: 4
-      shuffle: true
-"""
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Trains four steps with callbacks; returns the folder of the run."""
-    from evaluation_samples import TEXT
-
-    from headwater.data.prepare import prepare
-    from headwater.data.settings import PrepareSettings
-    from headwater.data.tokenizer import TrainBPE
-
-    (tmp_path / "text.txt").write_text(TEXT * 4)
-    prepare([tmp_path / "text.txt"], tmp_path / "data", PrepareSettings(TrainBPE(300), 64))
-
-    def train(name, callbacks):
-        tree = yaml.safe_load(PARAMS)
-        tree["trainer"]["init"] |= {"callbacks": callbacks, "model_dir": str(tmp_path / name)}
-        tree["trainer"]["fit"]["train_dataloader"]["data_dir"] = str(tmp_path / "data" / "train")
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
-        assert main(["fit", str(tmp_path / f"{name}.yaml")]) == 0
-        return tmp_path / name
-
-    return train
-
-
-def losses(folder):
-    records = map(json.loads, (folder / "history.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if record["kind"] == "train"]
+from headwater.trainer.task_callbacks import harness_callbacks, tell_scores
 
 
 def test_evaluations_run_at_their_steps_and_do_not_change_the_training(run, tasks):
@@ -131,7 +82,7 @@ def test_the_public_model_zoo_s_section_is_read(tmp_path):
     del tree["trainer"]["fit"]
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(tree))
     config = load_params(tmp_path / "params.yaml")
-    assert config.init.harnesses[0].eeh_args.names == ["winogrande"]
+    assert config.init.eleuther_harnesses[0].eeh_args.names == ["winogrande"]
     assert any("data_dir" in notice for notice in config.notices)
 
 

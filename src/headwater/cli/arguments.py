@@ -33,6 +33,7 @@ def add_params_arguments(
     shown: Collection[str] = tuple(SHORT_NAMES),
     *,
     without: Collection[str] = (),
+    optional: bool = False,
 ) -> None:
     """Add the argument PARAMS and the options that replace values of the params file.
 
@@ -40,9 +41,11 @@ def add_params_arguments(
         parser: parser of the command.
         shown: options that the help lists. The others are accepted too: they set keys of the same file.
         without: options that are not added, because the command has its own ones of these names.
+        optional: PARAMS may be left out.
     """
     parser.add_argument(
         "params",
+        nargs="?" if optional else None,
         metavar="PARAMS",
         help="a params file, the name of a shipped one (such as gpt/tiny), or the model_dir of a run",
     )
@@ -62,10 +65,15 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eos_id", type=int, metavar="ID", help="end-of-text token (found in the tokenizer)")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of commands that evaluate a language model."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add the arguments of commands that evaluate a language model.
+
+    Args:
+        parser: parser of the command.
+        optional: PARAMS may be left out.
+    """
     own = {"batch_size", "checkpoint_path", "seed"}
-    add_params_arguments(parser, EVALUATION - own, without=own)
+    add_params_arguments(parser, EVALUATION - own, without=own, optional=optional)
     add_checkpoint_arguments(parser)
     parser.add_argument(
         "--batch_size",

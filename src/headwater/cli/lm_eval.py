@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headwater.cli.arguments import USAGE, add_model_arguments, read_model
+from headwater.cli.harness_options import Options, add_options, read_options
 from headwater.cli.output import open_console
-from headwater.config.document import Document
 from headwater.config.harness import HarnessArguments
-from headwater.config.origins import Origin, Origins
-from headwater.config.run import RunConfig, read_section
+from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.trainer.harness import evaluate_tasks, load_tasks
 from headwater.trainer.inference import Inference, model_codec
@@ -25,14 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.usage = f"headwater lm_eval [-h] {USAGE} --tasks TASK[,TASK ...]"
     add_model_arguments(parser)
-    group = parser.add_argument_group("options of the harness")
-    for name, kind, help_text in _OPTIONS:
-        dashes = [f"--{name}", *_SHORT.get(name, ())]
-        if kind is bool:
-            group.add_argument(*dashes, action="store_true", default=None, dest=name, help=help_text)
-        else:
-            group.add_argument(*dashes, type=kind, dest=name, metavar="VALUE", help=help_text)
-    parser.add_argument("--keep_data_dir", action="store_true", help=argparse.SUPPRESS)
+    add_options(parser, _OPTIONS, _SHORT)
 
 
 _SHORT = {
@@ -44,7 +36,7 @@ _SHORT = {
     "predict_only": ("-x",),
 }
 
-_OPTIONS: tuple[tuple[str, type, str], ...] = (
+_OPTIONS: Options = (
     ("tasks", str, "tasks or groups of tasks with commas between them, or YAML files of tasks"),
     ("num_fewshot", int, "solved examples before each question"),
     ("output_path", str, "a .json file for the results, or a folder for results and samples"),
@@ -99,12 +91,9 @@ def harness_arguments(args: argparse.Namespace, config: RunConfig) -> HarnessArg
     Raises:
         ConfigError: if tasks are missing, or an option is not valid.
     """
-    section = next(iter(config.init.harnesses), None)
-    given = {} if section is None else section.eeh_args.model_dump(mode="json", exclude_unset=True)
-    options = {name: getattr(args, name) for name, _, _ in _OPTIONS}
-    tree = given | {name: value for name, value in options.items() if value is not None}
-    place = Origins(Origin("options of lm_eval", ()))
-    arguments, _ = read_section(HarnessArguments, Document({"eeh_args": tree}, place), ("eeh_args",))
+    section = next(iter(config.init.eleuther_harnesses), None)
+    given = None if section is None else section.eeh_args
+    arguments = read_options(HarnessArguments, "eeh_args", _OPTIONS, args, given)
     for problem, remedy in _problems(arguments):
         raise ConfigError(problem, where="headwater lm_eval", remedy=remedy)
     return arguments

@@ -26,6 +26,7 @@ COMMANDS = {
     "validate": ("headwater.cli.validate", "evaluate a checkpoint"),
     "evaluate": ("headwater.cli.evaluate", "measure perplexity and bits per byte on texts"),
     "lm_eval": ("headwater.cli.lm_eval", "evaluate a model on tasks of lm-evaluation-harness"),
+    "bigcode_eval": ("headwater.cli.bigcode_eval", "evaluate a model on tasks that ask for programs"),
     "plan": ("headwater.cli.plan", "show the plan, memory and step time of a run, without training"),
     "generate": ("headwater.cli.generate", "generate text with a trained model"),
     "input_worker": (

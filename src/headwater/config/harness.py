@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -74,12 +75,17 @@ class HarnessArguments(Section):
     @property
     def names(self) -> list[str]:
         """The tasks, each with its own entry."""
-        return [name.strip() for entry in self.tasks for name in entry.split(",") if name.strip()]
+        return task_names(self.tasks)
 
     @property
     def seeds(self) -> tuple[int | None, int | None, int | None, int | None]:
         """Seeds of Python's random, numpy, torch, and the choice of solved examples; `None`: not seeded."""
         return _seeds(self.seed)
+
+
+def task_names(entries: Iterable[str]) -> list[str]:
+    """Return the names of tasks in entries that may have several, with commas between them."""
+    return [name.strip() for entry in entries for name in entry.split(",") if name.strip()]
 
 
 def _seeds(given: int | str) -> tuple[int | None, int | None, int | None, int | None]:
@@ -99,11 +105,10 @@ def _seeds(given: int | str) -> tuple[int | None, int | None, int | None, int | 
     return found[0], found[1], found[2], found[3]
 
 
-class EleutherEvalHarnessConfig(Section):
-    """An evaluation with lm-evaluation-harness during training, and at its end.
+class TaskCallback(Section):
+    """The keys of a callback that evaluates on tasks during training, and at its end.
 
     Attributes:
-        eeh_args: what is evaluated.
         every_n_vals: run at every n-th multiple of the loop's `eval_frequency`.
         batch_size: most sequences of full length that are computed at once; at most, and by default, the
             micro-batch of the plan.
@@ -114,27 +119,37 @@ class EleutherEvalHarnessConfig(Section):
         name_scope: folder in the model_dir for the results.
     """
 
-    eeh_args: HarnessArguments
     every_n_vals: int = Field(default=1, ge=1)
     batch_size: int | None = Field(default=None, ge=1)
     max_sequence_length: int | None = Field(default=None, ge=2)
     tokenizer_file_path: FilePath | None = None
     pretrained_model_name_or_path: FilePath | None = None
     eos_id: int | None = Field(default=None, ge=0)
-    name_scope: str = "eleuther_0"
+    name_scope: str
     keep_data_dir: Annotated[bool, _Loader] = False
     data_dir: Annotated[str | None, _Loader] = None
     shuffle: Annotated[bool, NoEffect("requests are sorted by length")] = False
     num_workers: Annotated[int, _Loader] = 0
     flags: Annotated[dict[str, Any] | None, NoEffect("these settings are those of a wafer")] = None
 
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer that the section names."""
+        return self.tokenizer_file_path or self.pretrained_model_name_or_path
+
+
+class EleutherEvalHarnessConfig(TaskCallback):
+    """An evaluation with lm-evaluation-harness during training, and at its end.
+
+    Attributes:
+        eeh_args: what is evaluated.
+    """
+
+    eeh_args: HarnessArguments
+    name_scope: str = "eleuther_0"
+
     @model_validator(mode="after")
     def _has_tasks(self) -> Self:
         if not self.eeh_args.names:
             raise ValueError("eeh_args needs tasks, such as tasks: winogrande,hellaswag")
         return self
-
-    @property
-    def tokenizer(self) -> Path | None:
-        """The tokenizer that the section names."""
-        return self.tokenizer_file_path or self.pretrained_model_name_or_path

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from headwater.config.base import FilePath, OneOrMore, Section, nearest
+from headwater.config.bigcode import BigCodeEvalHarnessConfig
 from headwater.config.document import Document, no_effect, put
 from headwater.config.files import read_params
 from headwater.config.harness import EleutherEvalHarnessConfig
@@ -167,9 +168,19 @@ class SetupConfig(Section):
         return bool(self._callbacks(name))
 
     @property
-    def harnesses(self) -> list[EleutherEvalHarnessConfig]:
-        """The evaluations on tasks during training."""
+    def eleuther_harnesses(self) -> list[EleutherEvalHarnessConfig]:
+        """The evaluations with lm-evaluation-harness during training."""
         return self._callbacks("EleutherEvalHarness")
+
+    @property
+    def bigcode_harnesses(self) -> list[BigCodeEvalHarnessConfig]:
+        """The evaluations on tasks that ask for programs during training."""
+        return self._callbacks("BigCodeEvalHarness")
+
+    @property
+    def evaluates_tasks(self) -> bool:
+        """True if the model is evaluated on tasks during training."""
+        return bool(self.eleuther_harnesses or self.bigcode_harnesses)
 
     @property
     def notifications(self) -> list[NotificationConfig]:

@@ -18,6 +18,7 @@ from headwater.config.base import (
     Section,
     any_case,
 )
+from headwater.config.bigcode import BigCodeEvalHarnessConfig
 from headwater.config.data import AnyData
 from headwater.config.harness import EleutherEvalHarnessConfig
 from headwater.core.errors import ConfigError
@@ -427,6 +428,7 @@ class CallbackConfig(Choice):
     ScopedValidateFlags: _Flags = None
     DebugArgsPath: _Flags = None
     EleutherEvalHarness: EleutherEvalHarnessConfig | None = None
+    BigCodeEvalHarness: BigCodeEvalHarnessConfig | None = None
     Notification: NotificationConfig | None = None
     EmailNotification: EmailConfig | None = None
     SlackNotification: SlackConfig | None = None

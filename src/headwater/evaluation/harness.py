@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,11 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.patience import print_notice
+from headwater.core.seeding import derive_seed
 from headwater.core.units import counted
 from headwater.data.codec import Codec
 from headwater.evaluation.passes import Request, windows
-from headwater.evaluation.scorer import Scorer
+from headwater.evaluation.scorer import Prompt, Scorer
 from headwater.generation.sampling import Sampling
 
 MAX_NEW_TOKENS = 256
@@ -128,9 +130,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         if self._shortened([len(prompt) for prompt in prompts], room):
             prompts = [prompt[-room:] for prompt in prompts]
         written = self._scorer.continuations(
-            prompts,
-            new_tokens,
-            sampling,
+            [
+                Prompt(
+                    prompt, new_tokens, dataclasses.replace(sampling, seed=derive_seed(self._seed, number))
+                )
+                for number, prompt in enumerate(prompts)
+            ],
             self._codec.ends,
             lambda tokens: any(stop in self._codec.decode(tokens) for stop in stops),
         )

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.patience import noticed
-from headwater.core.seeding import derive_seed
 from headwater.core.units import counted
 from headwater.evaluation.passes import Pass, Request, Score, check_ids, passes
 from headwater.generation.batcher import ACTIVE_PER_ROW, Batcher, GenerationRequest, Limits
@@ -22,6 +21,21 @@ from headwater.stream.engine import Engine
 
 PADDING = 0
 """The token id that fills sequences. No other token sees it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A text that is continued.
+
+    Attributes:
+        tokens: its token ids; at least one.
+        max_new_tokens: most tokens of the continuation; at least one.
+        sampling: how tokens are chosen.
+    """
+
+    tokens: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling
 
 
 class ScoringModel(LanguageModel, Protocol):
@@ -105,42 +119,39 @@ class Scorer:
 
     def continuations(
         self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: Sampling,
+        prompts: Sequence[Prompt],
         ends: Sequence[int],
         ended: Callable[[list[int]], bool] = lambda tokens: False,
     ) -> list[list[int]]:
         """Return the generated tokens of each prompt, without the end token and what follows it.
 
         Args:
-            prompts: token ids of each prompt.
-            max_new_tokens: most tokens of a continuation.
-            sampling: how tokens are chosen; each prompt has a separate random stream.
+            prompts: the prompts.
             ends: ids of the tokens that end a text; at least one.
             ended: called with the tokens generated so far; True ends the continuation.
 
         Raises:
             DataError: if a prompt does not fit into the model, or has a token outside of its vocabulary.
         """
-        check_ids(prompts, self._vocab_size)
+        check_ids([prompt.tokens for prompt in prompts], self._vocab_size)
         active = ACTIVE_PER_ROW * (self._max_tokens // self.max_length)
         limits = Limits(self._max_tokens, self._max_tokens, active)
         batcher = Batcher(self._model, self._engine.plan.device, limits, self._engine.inference)
 
-        def request(number: int) -> GenerationRequest:
+        def request(prompt: Prompt) -> GenerationRequest:
             tokens: list[int] = []
 
             def receive(chosen: Chosen) -> bool:
                 tokens.append(chosen.token)
                 return ended(tokens)
 
-            own = dataclasses.replace(sampling, seed=derive_seed(sampling.seed, number))
-            return GenerationRequest(tuple(prompts[number]), max_new_tokens, own, frozenset(ends), receive)
+            return GenerationRequest(
+                tuple(prompt.tokens), prompt.max_new_tokens, prompt.sampling, frozenset(ends), receive
+            )
 
         # The longest first: at the end, memory for many short ones is less often unused.
-        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-        found = {number: batcher.add(request(number)) for number in order}
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].tokens))
+        found = {number: batcher.add(request(prompts[number])) for number in order}
         with self._computing("generated texts", len(prompts)) as done:
             batcher.run(lambda left: done(len(prompts) - left))
         return [found[number].text_tokens for number in range(len(prompts))]

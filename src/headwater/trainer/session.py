@@ -81,8 +81,8 @@ def fit(
     if fabric.size > 1:
         check_alike(fabric, program_and_params(config))
     job = zoo_job(config, fabric)
-    if config.init.harnesses:
-        from headwater.trainer.harness import harness_callbacks
+    if config.init.evaluates_tasks:
+        from headwater.trainer.task_callbacks import harness_callbacks
 
         job = dataclasses.replace(job, callbacks=harness_callbacks(config))
     return fit_job(job, console=console, fabric=fabric, describe=describe)

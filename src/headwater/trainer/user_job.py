@@ -85,9 +85,9 @@ def user_job(
             evaluation on tasks.
         DataError: if a loader has no batches.
     """
-    if config.init.harnesses:
+    if config.init.evaluates_tasks:
         raise ConfigError(
-            "EleutherEvalHarness evaluates only models of params files",
+            "evaluations on tasks need a model of a params file",
             where="trainer.init.callbacks",
             remedy="remove the callback",
         )
