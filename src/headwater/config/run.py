@@ -15,6 +15,7 @@ from headwater.config.bigcode import BigCodeEvalHarnessConfig
 from headwater.config.document import Document, no_effect, put
 from headwater.config.files import read_params
 from headwater.config.harness import EleutherEvalHarnessConfig
+from headwater.config.loggers import LoggerConfig, TrackerConfig
 from headwater.config.models import MODELS, AnyModel, named
 from headwater.config.optimizers import OptimizerConfig, ScheduleConfig
 from headwater.config.origins import NOWHERE, KeyPath
@@ -25,7 +26,6 @@ from headwater.config.sections import (
     CallbackConfig,
     CheckpointConfig,
     FitConfig,
-    LoggerConfig,
     LoggingConfig,
     LoopConfig,
     NotificationConfig,
@@ -187,6 +187,12 @@ class SetupConfig(Section):
         """The notifications at the end of the training."""
         names = ("Notification", "EmailNotification", "SlackNotification")
         return [entry for name in names for entry in self._callbacks(name)]
+
+    @property
+    def trackers(self) -> list[TrackerConfig]:
+        """The loggers that send the run to a service."""
+        chosen = (entry.chosen for entry in self.loggers)
+        return [entry for entry in chosen if isinstance(entry, TrackerConfig)]
 
     def _callbacks(self, name: str) -> list[Any]:
         given = (getattr(entry, name) for entry in self.callbacks)

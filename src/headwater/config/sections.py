@@ -371,20 +371,34 @@ class NotificationConfig(Section):
 
 
 class EmailConfig(NotificationConfig):
-    """An e-mail at the end of the training, sent by a service with a URL or by a command like `sendmail -t`.
+    """An e-mail at the end of the training, sent by a mail server, a service with a URL or a command.
 
     Attributes:
         mailto: addresses of the recipients.
+        mailfrom: address of the sender, for a mail server. If it is missing, the environment variable
+            CEREBRAS_NOTIFICATION_MAILFROM is used. The password is in CEREBRAS_NOTIFICATION_PASSWORD.
+        server_name: host of the mail server.
+        port: port of the mail server: 465 for TLS from the start; otherwise STARTTLS is used if the server
+            offers it.
         subject: subject of the e-mail.
         url: the key `notification_endpoint`: gets `{"mailto", "subject", "body"}`. If it is missing, the
             environment variable CEREBRAS_NOTIFICATION_ENDPOINT is used.
     """
 
     mailto: Annotated[tuple[str, ...], OneOrMore, Field(min_length=1)]
+    mailfrom: str | None = None
+    server_name: str = "smtp.office365.com"
+    port: Annotated[int, Field(ge=1, le=65535)] = 587
     subject: str = "Headwater notification"
     url: Annotated[str | None, Field(pattern="^https?://")] = Field(
         default=None, alias="notification_endpoint"
     )
+
+    @model_validator(mode="after")
+    def _one_sender(self) -> Self:
+        if self.mailfrom and (self.url or self.command):
+            raise ValueError("expected mailfrom, notification_endpoint or command, got several")
+        return self
 
 
 class SlackConfig(NotificationConfig):
@@ -432,19 +446,6 @@ class CallbackConfig(Choice):
     Notification: NotificationConfig | None = None
     EmailNotification: EmailConfig | None = None
     SlackNotification: SlackConfig | None = None
-
-
-class TensorBoardLoggerConfig(Section):
-    """Output of scalars for TensorBoard, to `summary_dir` or to a folder in `model_dir`."""
-
-    summary_dir: FilePath | None = None
-
-
-class LoggerConfig(Choice):
-    """A logger: its name with its arguments; null disables it."""
-
-    TensorBoardLogger: TensorBoardLoggerConfig | None = None
-    ProgressLogger: Annotated[EmptySection | None, NoEffect("progress is always shown")] = None
 
 
 Loaders = Annotated[tuple[AnyData, ...], OneOrMore]

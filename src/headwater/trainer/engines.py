@@ -21,6 +21,7 @@ from headwater.trainer.job import Trainable
 from headwater.trainer.planning import Workload, host_share, make_engine, plan_run
 from headwater.trainer.ranks import NUM_CSX
 from headwater.trainer.start import Start, find_trained
+from headwater.trainer.waits import said_if_long
 
 
 @contextmanager
@@ -53,25 +54,30 @@ def open_engine(
     device = device_of(init.backend)
 
     def rates() -> Calibration | None:
-        return calibrate(device, disk, budget=resources_of(init.backend).host_memory)
+        with said_if_long("measuring the rates of this machine, which are then stored for a month"):
+            return calibrate(device, disk, budget=resources_of(init.backend).host_memory)
+
+    def plan_steps() -> Plan:
+        calibration = rates() if measured else None
+        with said_if_long("planning the steps"):
+            return plan_run(
+                init,
+                trainable,
+                work,
+                disk=disk,
+                calibration=calibration,
+                placement=fabric.placement,
+                ranks=fabric.local_size,
+                share=host_share(fabric.placement, fabric.hosts, fabric.host),
+            )
 
     # First: `rates` measures the accelerator of this rank.
     take_accelerator(device, fabric, where=NUM_CSX)
-    plan = fabric.agree(
-        lambda: plan_run(
-            init,
-            trainable,
-            work,
-            disk=disk,
-            calibration=rates() if measured else None,
-            placement=fabric.placement,
-            ranks=fabric.local_size,
-            share=host_share(fabric.placement, fabric.hosts, fabric.host),
-        ),
-        Plan,
-    )
+    plan = fabric.agree(plan_steps, Plan)
     show(plan)
-    with make_engine(init, trainable, plan, work.optimizer, blank=blank, fabric=fabric) as engine:
+    with said_if_long("allocating memory" if blank else "making the initial weights", fabric):
+        engine = make_engine(init, trainable, plan, work.optimizer, blank=blank, fabric=fabric)
+    with engine:
         yield engine
 
 

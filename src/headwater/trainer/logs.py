@@ -7,8 +7,8 @@ import logging
 
 from rich.console import Console
 
+from headwater.config.loggers import TensorBoardLoggerConfig
 from headwater.config.run import SetupConfig
-from headwater.config.sections import TensorBoardLoggerConfig
 from headwater.core.errors import ConfigError
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.trainer.bound import BoundSummary
@@ -28,6 +28,7 @@ from headwater.trainer.rates import (
 )
 from headwater.trainer.run_dir import FACTS_FILE, RunDir
 from headwater.trainer.tensorboard import TensorBoard
+from headwater.trainer.tracking.make import make_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def make_callbacks(
             where="trainer.init.loggers",
             remedy="pip install 'headwater[plot]', or remove the logger",
         )
+    callbacks += make_trackers(init, run_dir)
     # After `History`, which completes its file when the run ends: the curve is drawn from this file.
     if _is_installed("matplotlib"):
         callbacks.append(LossCurve(run_dir.history, run_dir.loss_curve))

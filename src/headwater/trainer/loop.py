@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
@@ -31,6 +31,7 @@ from headwater.trainer.job import Batch, Job
 from headwater.trainer.options import options_by_name
 from headwater.trainer.sparse import start_sparse
 from headwater.trainer.state import RunState
+from headwater.trainer.waits import said_if_long
 
 logger = logging.getLogger(__name__)
 
@@ -117,15 +118,18 @@ class Trainer:
         try:
             self._start()
             batches = shielded(self._job.train) if self._engine.fabric.computes else itertools.repeat(None)
+            said: AbstractContextManager[None] = said_if_long(_first_step(self._job), self._engine.fabric)
             while self._between_steps(interrupt):
-                step = self._next_step(batches)
-                report = self._engine.train_step(
-                    step.parts, step.update, self._before_commit, step.loss_weights
-                )
+                with said:
+                    step = self._next_step(batches)
+                    report = self._engine.train_step(
+                        step.parts, step.update, self._before_commit, step.loss_weights
+                    )
+                said = nullcontext()
                 self._after_step(step, report)
             if self._failure is not None:
                 raise self._failure
-            self._checkpoints.wait()  # inside `try`: the callbacks get its error
+            self._wait_for_checkpoint()  # inside `try`: the callbacks get its error
         except BaseException as error:
             try:
                 with ExitStack() as last:  # each of these is called, also if another one fails
@@ -155,6 +159,10 @@ class Trainer:
             # An exit stack calls the last one first: the first callback ends first.
             for callback in reversed(self._started):
                 ends.callback(callback.on_fit_end)
+            self._wait_for_checkpoint()
+
+    def _wait_for_checkpoint(self) -> None:
+        with said_if_long("writing the checkpoint", self._engine.fabric):
             self._checkpoints.wait()
 
     def _between_steps(self, interrupt: Interrupt) -> bool:
@@ -162,7 +170,8 @@ class Trainer:
         self._checkpoints.check()
         # An evaluation is due on all ranks or on none, so all of them ask here.
         if self._validation_is_due() and not self._asked_to_stop(interrupt):
-            self._validate(interrupt)
+            with said_if_long("evaluating", self._engine.fabric):
+                self._validate(interrupt)
         stop = self._asked_to_stop(interrupt) or self.state.step >= self.end_step
         if stop or self._checkpoint_is_due():
             self._save()
@@ -323,6 +332,11 @@ class Trainer:
                 call(callback)
             except HeadwaterError as error:
                 self._failure = self._failure or error
+
+
+def _first_step(job: Job) -> str:
+    """Return the work until the end of the first step, in words."""
+    return "computing the first step" + (", which compiles the blocks" if job.init.backend.compile else "")
 
 
 def weight_norm(engine: Engine) -> float:

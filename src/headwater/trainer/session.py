@@ -35,6 +35,8 @@ from headwater.trainer.planning import Workload, run_length, training_workload
 from headwater.trainer.ranks import check_number, program_and_params
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import Start, find_start
+from headwater.trainer.tracking.make import import_packages
+from headwater.trainer.waits import said_if_long
 from headwater.trainer.zoo_job import zoo_job, zoo_trainable
 
 if TYPE_CHECKING:
@@ -114,6 +116,7 @@ def fit_job(
     with lock:
         if leads:
             run_dir.check()
+            import_packages(init)
         checkpoints = CheckpointManager(init.model_dir, init.keep_checkpoints)
 
         def show(plan: Plan, done: int) -> None:
@@ -161,7 +164,8 @@ def _started(
     def open_for(start: Start) -> AbstractContextManager[Engine]:
         blank = strict and start.path is not None
         if not blank:  # before the plan, which may be refused on a busy machine
-            trainable.check_initial()
+            with said_if_long("reading the weights to start with", fabric):
+                trainable.check_initial()
         resumed = start.state.micro_batch_size if start.state else None
         batch_size = job.batch_size // fabric.num_csx
         work = training_workload(init, trainable, batch_size, resumed, data_workers=job.data_workers)

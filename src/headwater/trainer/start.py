@@ -13,6 +13,7 @@ from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, describe, persistent_buffers, step_of
 from headwater.trainer.state import RunState
+from headwater.trainer.waits import said_if_long
 
 if TYPE_CHECKING:
     from headwater.config.run import SetupConfig
@@ -56,7 +57,9 @@ class Start:
         Raises:
             CorruptError: if bytes are damaged.
         """
-        if self.path is not None:
+        if self.path is None:
+            return
+        with said_if_long(f"reading the weights of {self.path}", engine.fabric):
             checkpoints.load(
                 engine.store,
                 self.path,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headwater.core.files import check_place, disk_errors
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
+from headwater.trainer.scalars import step_scalars, task_scalars, validation_scalars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -40,31 +41,13 @@ class TensorBoard(Callback):
     def on_step_end(self, event: StepEnd) -> None:
         if event.step % self._log_steps:
             return
-        rate, unit = event.rate
-        self._add(TRAIN, event.step, {
-            "train/loss": event.loss,
-            "train/learning_rate": event.learning_rate,
-            f"train/{unit}_per_s": rate,
-            "train/gradient_norm": event.gradient_norm,
-            "train/loss_scale": event.loss_scale,
-            "stream/bytes_in": event.bytes_in,
-            "stream/bytes_out": event.bytes_out,
-            "stream/slab_hit_rate": event.hit_rate,
-            "stream/wait_s": event.wait_s,
-            **{f"time/{kind.replace(' ', '_')}_s": seconds for kind, seconds in event.busy_s.items()},
-            **event.metrics,
-        })  # fmt: skip
+        self._add(TRAIN, event.step, step_scalars(event))
 
     def on_validate_end(self, event: ValidateEnd) -> None:
-        suffix = f"_{event.loader}" if event.loader else ""
-        values = {f"validate/loss{suffix}": event.loss}
-        if event.weight_norm is not None:
-            values["validate/weight_norm"] = event.weight_norm
-        values |= {f"validate/{name}{suffix}": value for name, value in event.metrics.items()}
-        self._add(EVAL, event.step, values)
+        self._add(EVAL, event.step, validation_scalars(event))
 
     def on_scores(self, step: int, scores: Mapping[str, float]) -> None:
-        self._add(EVAL, step, {f"tasks/{name}": value for name, value in scores.items()})
+        self._add(EVAL, step, task_scalars(scores))
 
     def on_fit_end(self) -> None:
         for writer in self._writers.values():

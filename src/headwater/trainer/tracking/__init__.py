@@ -1,0 +1,1 @@
+"""Loggers that send a run to Weights & Biases, MLflow or Trackio."""

@@ -1,0 +1,34 @@
+"""A line that tells what a run does while the user waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headwater.fabric.fabric import ALONE, Fabric
+
+logger = logging.getLogger(__name__)
+
+_AFTER_S = 3.0
+
+
+@contextmanager
+def said_if_long(what: str, fabric: Fabric = ALONE) -> Iterator[None]:
+    """Log one line if the context takes longer than three seconds, on rank 0 alone.
+
+    Args:
+        what: the work, such as `planning the steps`.
+        fabric: the ranks of the run.
+    """
+    if fabric.rank != 0:
+        yield
+        return
+    timer = threading.Timer(_AFTER_S, logger.info, ("%s …", what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
