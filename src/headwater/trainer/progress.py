@@ -1,14 +1,13 @@
-"""Progress of a run on the console: a bar on a terminal, otherwise a line every few steps."""
+"""Progress of a run: a bar on a terminal or in a notebook, otherwise a line every few steps."""
 
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column
 
 from headwater.core.units import counted, format_bytes, format_duration
 from headwater.plan.machine import held_bytes
 from headwater.plan.types import Plan
+from headwater.trainer.bars import make_bar
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 
 _RATE_SMOOTHING = 0.9
@@ -20,7 +19,7 @@ class ProgressBar(Callback):
 
     Args:
         console: where it is shown.
-        log_steps: steps between two lines, if the console is not a terminal.
+        log_steps: steps between two lines, if the console is a file or a pipe.
         log_loss_scale: show the loss scale beside the loss.
     """
 
@@ -28,8 +27,7 @@ class ProgressBar(Callback):
         self._console = console
         self._log_steps = log_steps
         self._log_loss_scale = log_loss_scale
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
+        self._bar = make_bar(console)
         self._budget: int | None = None
         self._end_step = 0
         self._rate: float | None = None
@@ -38,12 +36,8 @@ class ProgressBar(Callback):
     def on_fit_start(self, event: FitStart) -> None:
         self._budget = _memory_budget(event.plan)
         self._end_step = event.end_step
-        if self._console.is_terminal:
-            text = TextColumn("{task.description}", table_column=Column(overflow="fold"))
-            columns = (BarColumn(10), MofNCompleteColumn(), text, TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self._console)
-            self._task = self._bar.add_task("", total=event.end_step, completed=event.start_step)
-            self._bar.start()
+        if self._bar is not None:
+            self._bar.start(event.start_step, event.end_step)
 
     def on_step_end(self, event: StepEnd) -> None:
         rate, _ = event.rate
@@ -51,10 +45,10 @@ class ProgressBar(Callback):
         self._rate = _RATE_SMOOTHING * past + (1 - _RATE_SMOOTHING) * rate
         before = event.step_s if self._step_s is None else self._step_s
         self._step_s = _RATE_SMOOTHING * before + (1 - _RATE_SMOOTHING) * event.step_s
+        left_s = (self._end_step - event.step) * self._step_s
         if self._bar is not None:
-            self._bar.update(self._task, completed=event.step, description=self._text(event))
+            self._bar.update(event.step, self._text(event), left_s)
         elif event.step % self._log_steps == 0 or event.step == self._end_step:
-            left_s = (self._end_step - event.step) * self._step_s
             left = f"  {format_duration(left_s)} left" if left_s else ""
             self._print(f"step {event.step}/{self._end_step}  {self._text(event)}{left}")
 
