@@ -1,17 +1,20 @@
-"""Messages about the end of a run: to a URL, to a command, by e-mail or to Slack."""
+"""Messages about the end of a run: to a URL, to a command, to a mail server or to Slack."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import smtplib
 import socket
+import ssl
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from email.message import EmailMessage
+from email.utils import localtime, make_msgid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -27,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 EMAIL_ENDPOINT, SLACK_URL = "CEREBRAS_NOTIFICATION_ENDPOINT", "HEADWATER_SLACK_URL"
 """Environment variables with the URLs of e-mail and Slack. The first one has its name in the Model Zoo."""
-_URL_TIMEOUT_S, _COMMAND_TIMEOUT_S = 10.0, 60.0
+MAIL_FROM, MAIL_PASSWORD = "CEREBRAS_NOTIFICATION_MAILFROM", "CEREBRAS_NOTIFICATION_PASSWORD"
+"""Environment variables with the sender of e-mails and its password, as in the Model Zoo."""
+_URL_TIMEOUT_S, _COMMAND_TIMEOUT_S, _MAIL_TIMEOUT_S = 10.0, 60.0, 30.0
+_TLS_PORT = 465
 
 Message = dict[str, Any]
 """A message: `event` (complete, stopped or failed), `text`, `error`, `model_dir`, `step`, `end_step`, …"""
@@ -51,6 +57,8 @@ def reason(error: BaseException) -> str:
             return f"the URL answered with HTTP status {error.code}"
         case urllib.error.URLError(reason=OSError() as cause):
             return reason(cause)
+        case smtplib.SMTPResponseException():
+            return f"the mail server answered with code {error.smtp_code}"
         case subprocess.CalledProcessError():
             return f"the command ended with exit code {error.returncode}"
         case subprocess.TimeoutExpired():
@@ -76,6 +84,28 @@ def run_command(command: Sequence[str], text: str) -> None:
         subprocess.run(
             command, input=text, text=True, check=True, timeout=_COMMAND_TIMEOUT_S, stdout=subprocess.DEVNULL
         )
+
+
+def send_mail(config: EmailConfig, mailfrom: str, text: str) -> None:
+    """Send an e-mail through the mail server of the params. A failure is a warning."""
+    with errors_as_warnings():
+        mail = _mail(config, text)
+        mail["From"], mail["Date"], mail["Message-ID"] = mailfrom, localtime(), make_msgid()
+        context, password = ssl.create_default_context(), os.environ.get(MAIL_PASSWORD)
+        place = (config.server_name, config.port)
+        with (
+            smtplib.SMTP_SSL(*place, timeout=_MAIL_TIMEOUT_S, context=context)
+            if config.port == _TLS_PORT
+            else smtplib.SMTP(*place, timeout=_MAIL_TIMEOUT_S)
+        ) as server:
+            server.ehlo()
+            if config.port != _TLS_PORT and server.has_extn("starttls"):
+                server.starttls(context=context)
+            elif config.port != _TLS_PORT and password:
+                raise ConfigError("the mail server offers no STARTTLS, so the password is not sent")
+            if password:
+                server.login(mailfrom, password)
+            server.send_message(mail)
 
 
 @final
@@ -106,6 +136,10 @@ class Notification(Callback):
     def on_fit_end(self) -> None:
         with errors_as_warnings():
             message = make_message(self._model_dir, self._step, self._end_step, self._error)
+            sender = sender_of(self._config)
+            if isinstance(self._config, EmailConfig) and sender:
+                send_mail(self._config, sender, message["text"])
+                return
             for body, text in bodies(self._config, message):
                 if self._config.command:
                     run_command(self._config.command, text)
@@ -152,11 +186,22 @@ def bodies(config: NotificationConfig, message: Message) -> Iterable[tuple[Any, 
 
 def _email(config: EmailConfig, message: Message) -> tuple[Any, str]:
     """Return an e-mail as JSON with the fields of the Model Zoo, and as `sendmail -t` reads it."""
+    body = {"mailto": list(config.mailto), "subject": config.subject, "body": message["text"]}
+    return body, _mail(config, message["text"]).as_string()
+
+
+def _mail(config: EmailConfig, text: str) -> EmailMessage:
     mail = EmailMessage()
     mail["To"], mail["Subject"] = ", ".join(config.mailto), config.subject
-    mail.set_content(message["text"])
-    body = {"mailto": list(config.mailto), "subject": config.subject, "body": message["text"]}
-    return body, mail.as_string()
+    mail.set_content(text)
+    return mail
+
+
+def sender_of(config: NotificationConfig) -> str | None:
+    """Return the sender of an e-mail that goes to a mail server; `None` for every other notification."""
+    if not isinstance(config, EmailConfig) or config.url or config.command:
+        return None
+    return config.mailfrom or os.environ.get(MAIL_FROM)
 
 
 def url_of(config: NotificationConfig) -> str:
@@ -171,12 +216,18 @@ def url_of(config: NotificationConfig) -> str:
         raise ConfigError(
             "the notification has no URL and no command",
             where="trainer.init.callbacks",
-            remedy=f"write url or command, or set {variable}" if variable else "write url or command",
+            remedy=_remedy(config, variable),
         )
     if not found.startswith(("http://", "https://")):
         # Without the text: it may be a secret.
         raise ConfigError("expected a URL that begins with http:// or https://", where=variable)
     return found
+
+
+def _remedy(config: NotificationConfig, variable: str | None) -> str:
+    if isinstance(config, EmailConfig):
+        return f"write mailfrom, notification_endpoint or command, or set {MAIL_FROM} or {variable}"
+    return f"write url or command, or set {variable}" if variable else "write url or command"
 
 
 def make_notifications(init: SetupConfig) -> list[Callback]:
@@ -186,6 +237,6 @@ def make_notifications(init: SetupConfig) -> list[Callback]:
         ConfigError: if one has no command and no URL, or a URL that is not of HTTP.
     """
     for config in init.notifications:
-        if not config.command:
+        if not config.command and not sender_of(config):
             url_of(config)
     return [Notification(config, init.model_dir) for config in init.notifications]
