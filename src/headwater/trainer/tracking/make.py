@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from headwater.config.loggers import (
     MLflowLoggerConfig,
@@ -10,13 +11,15 @@ from headwater.config.loggers import (
     TrackioLoggerConfig,
     WandbLoggerConfig,
 )
-from headwater.config.run import SetupConfig
 from headwater.core.errors import ConfigError
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.tracking.mlflow_runs import MLflowRun
 from headwater.trainer.tracking.tracker import Service, Tracker
 from headwater.trainer.tracking.trackio_runs import TrackioRun
 from headwater.trainer.tracking.weights_and_biases import WandbRun
+
+if TYPE_CHECKING:
+    from headwater.config.run import SetupConfig
 
 _PACKAGES = {
     WandbLoggerConfig: ("WandbLogger", "wandb", "wandb"),
