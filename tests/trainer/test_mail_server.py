@@ -42,7 +42,7 @@ def mailbox(monkeypatch):
 
 @pytest.fixture
 def serve(mailbox):
-    """Starts a mail server with options of its own; returns its port."""
+    """Starts a mail server with some options, and returns its port."""
     servers = []
 
     def start(**options):

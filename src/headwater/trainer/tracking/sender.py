@@ -43,7 +43,7 @@ class Sender:
         self._thread = threading.Thread(target=self._work, name=f"headwater-{name}", daemon=True)
 
     def start(self) -> None:
-        """Open the run. After 30 s without an answer the thread goes on alone.
+        """Open the run. After 30 s without an answer the caller no longer waits.
 
         Raises:
             ConfigError: if the service refuses the settings.
@@ -92,7 +92,7 @@ class Sender:
             self._refusal = error
             if self._tried.is_set():  # the caller of `start` has not waited for it
                 self._warn(str(error))
-        except Exception as error:  # noqa: BLE001 - each package raises errors of its own
+        except Exception as error:  # noqa: BLE001 - each package raises other errors
             self._warn(reason(error))
             self._retry_at = time.monotonic() + _RETRY_S
         return records

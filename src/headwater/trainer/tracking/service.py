@@ -63,7 +63,7 @@ class ServiceRun(Protocol):
 
     @property
     def place(self) -> str:
-        """Where the user finds the run: an address, a folder or a name."""
+        """The address, folder or name by which the user finds the run."""
         ...
 
     def log(self, records: Sequence[Record]) -> None:
