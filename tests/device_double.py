@@ -265,7 +265,6 @@ class DeviceDouble(Device):
         return stream
 
     def return_cached(self) -> None:
-        gc.collect()
         self.kept = sum(count for storage, count in self._slabs if storage() is not None)
 
     def enter_thread(self) -> None:

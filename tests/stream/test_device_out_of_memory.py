@@ -17,6 +17,7 @@ from headwater.store.layout import StageLayout
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.store.updater import Updater
+from headwater.stream.options import EngineOptions
 
 ON_DEVICE = Setting(on_device=(0, 1, 2))
 
@@ -233,3 +234,24 @@ def test_memory_that_is_missing_at_any_allocation_of_a_step_leaves_no_trace(doub
             collect(engine, history)
         assert_equal(history, wanted)
     assert at > 20
+
+
+def test_a_commit_of_a_users_loop_without_memory_leaves_no_trace(double, tmp_path):
+    job, at, failed, found = regression(three, 8, 16), 0, True, []
+    while failed:
+        at += 1
+        with double, on_double(job, ON_DEVICE, tmp_path, EngineOptions(user_loop=True)) as engine:
+            engine.model(job.make_batch(0, 0)).sum().backward()
+            gradients = [param.grad for param in engine.model.parameters()]  # the loop keeps them
+            full = Full(at)
+            try:
+                with full:
+                    engine.store.commit(job.update(0))
+            except torch.OutOfMemoryError:
+                assert engine.store.ledger.num_commits == 0
+                assert len(engine.store.gradients.status.present) == len(gradients)
+                engine.store.commit(job.update(0))
+            failed = full.allocations >= at
+            found.append(collect(engine, History()))
+        assert_equal(found[-1], found[0])
+    assert at > 6

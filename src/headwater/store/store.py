@@ -252,11 +252,11 @@ class WeightStore:
             if not update.skip_non_finite:
                 raise error
             return Committed(float(norm), applied=False)
-        # Before the commit, because it allocates memory.
         factor = update.factor(norm)
-        self.ledger.num_commits += 1
         # Before another thread can see the update, which would otherwise find no gradients.
         self.gradients.commit(keys, {stage for stage, _ in keys if self.ownership.updates(stage)})
+        # After all that allocates memory: an error above leaves no trace.
+        self.ledger.num_commits += 1
         # For a roll-back, which gives back the gradients of commits that it undoes.
         self.ledger.take_gradients(keys)
         by_stage: dict[int, dict[int, Part]] = {}

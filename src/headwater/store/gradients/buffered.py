@@ -128,9 +128,12 @@ class BufferedSums:
         if key in self._lent:
             # Weak: if the loop has dropped the tensor, the copy below is saved.
             lent = weakref.ref(self._lent.pop(key))
-            if lent() is not None:  # the user's loop still has it, and the update changes the sum in place
+            mine = lent()
+            if mine is not None:  # the user's loop still has it, and may change it before the update
+                self._lent[key] = mine  # until the copy is there: memory may be missing for it
                 held = self._buffer.look(stage)
                 held[param] = _copy(held[param])
+                del self._lent[key]
 
     def _return_lent(self, stage: int) -> None:
         """Write lent copies back to the buffer. A buffer in memory has lent its own tensors, not copies."""

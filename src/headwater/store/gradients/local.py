@@ -86,10 +86,13 @@ class LocalGradients(EditableGradients):
         return self.status.norm(keys)
 
     def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
-        for key in keys:
+        taken = list(keys)
+        for key in taken:
             # Before the loan ends, which may replace the sum by a copy.
             self._sums.save(key[0])
             self._sums.end_loan(key)
+        # After all copies: where memory is missing for one, no sum is taken.
+        for key in taken:
             self.status.leave(key)
         self.status.first_bad = None
 
