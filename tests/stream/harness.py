@@ -19,7 +19,7 @@ from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
-from headwater.stream.options import Initial
+from headwater.stream.options import DEFAULTS, EngineOptions, Initial
 
 SEED = 7
 FP32 = Precision()
@@ -118,17 +118,28 @@ def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path) -> Pla
     )
 
 
-def make_engine(job: Job, setting: Setting, folder: Path, *, initial: Initial | None = None) -> Engine:
+def make_engine(
+    job: Job,
+    setting: Setting,
+    folder: Path,
+    *,
+    initial: Initial | None = None,
+    options: EngineOptions = DEFAULTS,
+) -> Engine:
     """Return an engine for `job`."""
     model = job.model()
     plan = make_plan(job, model, setting, folder)
-    return Engine(model, plan, job.optimizer, initial=initial, seed=SEED, loss_function=job.loss)
+    return Engine(
+        model, plan, job.optimizer, initial=initial, seed=SEED, loss_function=job.loss, options=options
+    )
 
 
-def train_streamed(job: Job, setting: Setting, folder: Path, *, steps: int) -> History:
+def train_streamed(
+    job: Job, setting: Setting, folder: Path, *, steps: int, options: EngineOptions = DEFAULTS
+) -> History:
     """Train by weight streaming."""
     history = History()
-    with make_engine(job, setting, folder) as engine:
+    with make_engine(job, setting, folder, options=options) as engine:
         for step in range(steps):
             report = engine.train_step(job.batches(step), job.update(step))
             job.after_streamed_step(engine, step)

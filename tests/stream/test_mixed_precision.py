@@ -77,6 +77,51 @@ def test_layers_that_compute_their_input_again_have_the_same_bf16_bits_in_every_
         assert all(torch.equal(run.weights[name], value) for name, value in runs[0].weights.items())
 
 
+class Product(torch.autograd.Function):
+    """A product whose backward multiplies in Python by the weight that its forward has saved."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.flatten(0, -2).t() @ gradient.flatten(0, -2)
+
+
+class Multiply(nn.Module):
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8) / 3, not frozen)
+
+    def forward(self, x):
+        return Product.apply(torch.tanh(self.linear(x)), self.weight).to(x.dtype)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_backward_of_the_user_gets_the_bf16_weight_that_was_saved_in_every_plan(frozen, tmp_path):
+    """Between forwards the parameter object reads its fp32 master; with it, backward would fail."""
+    job = regression(
+        lambda: nn.Sequential(*(Multiply(frozen=frozen) for _ in range(3))), 4, 8, micro_batches=2
+    )
+    settings = [
+        Setting("memory", 2, precision=BF16),
+        Setting(in_place=True, precision=BF16),
+        Setting(in_place=True, activations="recompute", precision=BF16),
+        Setting("memory", 99, precision=BF16),
+        Setting("disk", 2, precision=BF16),
+        Setting("disk", 2, "recompute", precision=BF16),
+    ]
+    runs = [train_streamed(job, setting, tmp_path, steps=3) for setting in settings]
+    for run in runs[1:]:
+        assert run.losses == runs[0].losses
+        assert all(torch.equal(run.weights[name], value) for name, value in runs[0].weights.items())
+
+
 def test_updates_below_the_resolution_of_bf16_accumulate(tmp_path):
     """A weight of 1 decreases by 1e-4 a step: without an fp32 master it would stay 1 in bf16."""
     optimizer = OptimizerSpec("SGD", {"lr": 1.0})

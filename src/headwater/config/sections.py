@@ -111,7 +111,8 @@ class BackendConfig(Section):
             uses 6 bytes, with faster updates, if they fit.
         optimizer_state: `bf16` stores optimizer state in half the bytes; it is rounded stochastically, so the
             run is not exact.
-        compile: compile each distinct block with `torch.compile`.
+        compile: compile each distinct block with `torch.compile`. Results then differ from torch's in
+            rounding.
         matmul: `fast` allows fp32 matrix products that differ from torch's in rounding.
         loss: `liger` computes the loss of a decoder by the package liger-kernel, on a CUDA device. `chunked`
             needs no package, and has no logits of the whole batch in memory either.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from headwater.core.errors import HeadwaterError, ModelError
 from headwater.core.files import disk_errors
 from headwater.core.scratch import private_folder
 from headwater.core.stage import StageSpec
@@ -23,21 +27,71 @@ def _cache_folder() -> Path:
         return private_folder(root / "headwater" / "compiled")
 
 
-def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> None:
+def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> Callable[[], None]:
     """Compile the forward of each stage's module, if several stages have the same shapes.
 
     Modules of one class with equal shapes share a compilation: weights are its inputs, not constants. Other
-    stages run only once a step and are not compiled.
+    stages run only once a step and are not compiled. The compiler runs at the first call of a module, which
+    raises `ModelError` if the module cannot be compiled.
 
     Args:
         model: the model; the `forward` of its modules is replaced.
         stages: the stages.
+
+    Returns:
+        A function that restores the original forwards.
     """
     if _CACHE not in os.environ:
         os.environ[_CACHE] = str(_cache_folder())
     shapes = [tuple((param.shape, param.wire_dtype) for param in stage.params) for stage in stages]
+    compiled = ExitStack()
     for stage, shape in zip(stages, shapes, strict=True):
         if stage.name and shapes.count(shape) > 1:
-            module = model.get_submodule(stage.name)
-            # `forward`, not the module: the hooks that bind weights must stay outside of the graph.
-            module.forward = torch.compile(module.forward, dynamic=False)
+            compiled.callback(_compile_forward(model.get_submodule(stage.name), stage.name))
+    return compiled.close
+
+
+def _compile_forward(module: nn.Module, name: str) -> Callable[[], None]:
+    """Replace the forward of a module by a compiled one. Return a function that restores the original."""
+    before = vars(module).get("forward")
+    forward = module.forward
+    # `forward`, not the module: the hooks that bind weights must stay outside of the graph.
+    compiled = torch.compile(forward, dynamic=False)
+
+    @functools.wraps(forward)
+    def compiled_forward(*args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException  # takes a second
+        from torch._functorch import config
+
+        try:
+            # Otherwise the backward is compiled when it runs, and its errors do not tell the module.
+            with config.patch(force_non_lazy_backward_lowering=True):
+                return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            raise _cannot_compile(name, error) from error
+
+    def restore() -> None:
+        if vars(module).get("forward") is not compiled_forward:
+            return  # the user has replaced it
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    module.forward = compiled_forward
+    return restore
+
+
+def _cannot_compile(name: str, error: Exception) -> HeadwaterError:
+    """Return the error for a module that `torch.compile` does not compile."""
+    # Errors of the compiler are long, and the first line may only be a title.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ModelError(
+        f"torch.compile cannot compile this module: {' '.join(lines[:_LINES])}",
+        where=name,
+        remedy="write compile: false, or change the module; torch.compile needs a C++ compiler on a CPU",
+    )
+
+
+_LINES = 4
+"""Lines of the compiler's error that are repeated."""

@@ -74,8 +74,6 @@ class Engine:
             for spec in plan.trace.stages:
                 _refuse_meta(spec, [model.get_parameter(param.name) for param in spec.params])
         self.buffers = Buffers(model, self._device.torch_device)
-        if options.compile_blocks:
-            compile_stages(model, plan.trace.stages)
         # The model's order, not that of stages: the order of a sum decides the last bits of the norm.
         order = _parameter_order(model, plan)
         rule = optimizer if isinstance(optimizer, UpdateRules) else UpdateRule(optimizer)
@@ -84,6 +82,10 @@ class Engine:
             made.callback(self.store.close)
             weights = make_weights(plan, self.store, self._device, fabric)
             made.callback(weights.close)
+            self._restore_forwards: Callable[[], None] = lambda: None
+            if options.compile_blocks:
+                self._restore_forwards = compile_stages(model, plan.trace.stages)
+                made.callback(self._restore_forwards)
             self._binder = Binder(
                 model,
                 self.store,
@@ -97,7 +99,16 @@ class Engine:
                 self._binder.adopt(stage)
             # `train_step` divides the loss by the number of ranks itself.
             share = 1 / fabric.size if options.user_loop else 1.0
-            self.executor = Executor(model, plan, self.store, self._binder, weights, self._device, share)
+            self.executor = Executor(
+                model,
+                plan,
+                self.store,
+                self._binder,
+                weights,
+                self._device,
+                share,
+                compiled=options.compile_blocks,
+            )
             made.pop_all()
         self._micro_batches = MicroBatches(
             model,
@@ -209,6 +220,8 @@ class Engine:
             # The executor first: its hooks bind the parameters that are released next.
             self.executor.leave()
         finally:
+            # After the executor, whose recomputed forwards call the compiled ones.
+            self._restore_forwards()
             self._binder.release()
 
     def hand_over(self, successor: Engine, *, unchanged: bool) -> None:

@@ -21,7 +21,7 @@ from headwater.stream.gradient_copies import GradientCopies
 from headwater.stream.gradient_hooks import GradientHooks
 from headwater.stream.host_arena import HostArena
 from headwater.stream.offload import make_offload
-from headwater.stream.packing import Packing
+from headwater.stream.packing import make_packing
 from headwater.stream.recompute import RecomputedForwards
 from headwater.stream.saved_tensors import WeightHandle
 from headwater.stream.sites import Sites, Stages
@@ -44,6 +44,7 @@ class Executor:
         weights: provides stages on the device.
         device: the device that computes.
         share: factor of every gradient before it goes to the store.
+        compiled: true if blocks of the model are compiled.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Executor:
         weights: Weights,
         device: Device,
         share: float = 1.0,
+        *,
+        compiled: bool = False,
     ) -> None:
         self._plan = plan
         self._store = store
@@ -63,9 +66,9 @@ class Executor:
         self._backward = BackwardWatch(self._end_backward)
         self._arena = HostArena(device.page_lock)
         offload = make_offload(plan, device, self._arena)
-        # Weights that stay in the same memory are saved like other tensors.
-        is_needed = not weights.stable or offload is not None
-        self._packing = Packing(binder, self._resolve, plan, offload) if is_needed else None
+        self._packing = make_packing(
+            plan, binder.handle_of, self._resolve, offload, stable=weights.stable, compiled=compiled
+        )
         self._forwards = Forwards(
             binder,
             self._require,

@@ -4,41 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
 
 from headwater.plan.types import Plan
 from headwater.stream.offload import Offload
-from headwater.stream.saved_tensors import WeightHandle, are_weights_kept_out, without_weights
-
-if TYPE_CHECKING:
-    from headwater.stream.binding import Binder
+from headwater.stream.saved_tensors import (
+    HandleOf,
+    ParameterHandle,
+    Resolve,
+    are_weights_kept_out,
+    without_weights,
+)
+from headwater.stream.transforms import in_derivative
 
 
 class Packing:
     """Makes autograd save handles instead of weights, and offloads activations as the plan says.
 
-    It is not needed if weights stay in the same memory and no activation is offloaded.
-
     Args:
-        binder: finds the handle of a tensor that is a view of weights.
+        handle_of: returns the handle of a weight; `None` for other tensors.
         resolve: returns the weight of a handle.
         plan: decides the policy for the activations of each stage, and tells which stages are divided.
         offload: offloads activations; `None` if the plan offloads none.
+        in_checkpoints: replace weights also in checkpoints of this project, which would keep the objects of
+            frozen parameters.
     """
 
     def __init__(
         self,
-        binder: Binder,
-        resolve: Callable[[WeightHandle], torch.Tensor],
+        handle_of: HandleOf,
+        resolve: Resolve,
         plan: Plan,
         offload: Offload | None,
+        *,
+        in_checkpoints: bool = False,
     ) -> None:
-        self._binder = binder
+        self._handle_of = handle_of
         self._resolve = resolve
         self._policies = plan.activations
         self._divided = frozenset(plan.trace.members)
+        self._in_checkpoints = in_checkpoints
         self._offload = offload
         self._around_modules: list[ExitStack] = []
         self._stage = 0  # whose forward runs; its policy decides what happens to an activation
@@ -58,12 +64,15 @@ class Packing:
         if stages:
             self._stage = stages[-1]
         around = ExitStack()
-        handle_of = self._binder.handle_of
-        # The hooks of an enclosing module do it already.
-        recomputed_whole = self._divided.isdisjoint(stages)
-        if torch.is_grad_enabled() and not are_weights_kept_out(handle_of, checkpoints=recomputed_whole):
-            around.enter_context(without_weights(handle_of, self._resolve, self._move_out))
+        # torch.func allows no such hooks. Weights that move refuse it before.
+        if torch.is_grad_enabled() and not in_derivative() and not self._is_done_around(stages):
+            around.enter_context(without_weights(self._handle_of, self._resolve, self._move_out))
         self._around_modules.append(around)
+
+    def _is_done_around(self, stages: Sequence[int]) -> bool:
+        """True if the hooks of an enclosing module already replace what a module with these stages saves."""
+        checkpoints = not self._in_checkpoints and self._divided.isdisjoint(stages)
+        return are_weights_kept_out(self._handle_of, checkpoints=checkpoints)
 
     def end_module(self) -> None:
         """Undo `begin_module`, unless `reset` has done so."""
@@ -79,3 +88,31 @@ class Packing:
         """Release the threads and memory of offloaded activations."""
         if self._offload is not None:
             self._offload.close()
+
+
+def make_packing(
+    plan: Plan,
+    handle_of: HandleOf,
+    resolve: Resolve,
+    offload: Offload | None,
+    *,
+    stable: bool,
+    compiled: bool,
+) -> Packing | None:
+    """Return the object that replaces the tensors that autograd saves; `None` if it may save all of them.
+
+    Args:
+        plan: the plan.
+        handle_of: returns the handle of a tensor that is a view of weights; `None` for other tensors.
+        resolve: returns the weight of such a handle, and fetches its stage if necessary.
+        offload: offloads activations; `None` if the plan offloads none.
+        stable: true if weights stay in the same memory.
+        compiled: true if blocks are compiled; their backwards run in Python.
+    """
+    # In fp32 a backward in Python finds the same values in the store, so more hooks would only cost time.
+    in_python = compiled or plan.precision.mixed
+    if not stable or offload is not None:
+        return Packing(handle_of, resolve, plan, offload, in_checkpoints=in_python)
+    if in_python:
+        return Packing(ParameterHandle.of, ParameterHandle.resolve, plan, None, in_checkpoints=True)
+    return None

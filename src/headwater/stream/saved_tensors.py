@@ -4,6 +4,12 @@
 Autograd saves the weights that backward needs, like any other tensor. A saved view of a slab would pin the
 slab until backward. So the view is replaced by a handle (stage, dtype, shape, strides, offset). In backward
 the handle is resolved to a view of the slab that holds the stage then.
+
+[Note: parameters that autograd saves]
+Weights that stay in the same memory need no such handles. But a backward in Python, of a custom
+`autograd.Function` or of a compiled block, may get the saved `nn.Parameter` itself. That object is at rest
+then, so the backward would read the fp32 master from the store, and not the weight that the forward has used.
+So a handle that refers to the object is saved instead; it is resolved to a plain tensor in the same memory.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -54,10 +61,50 @@ class WeightHandle:
         return whole.as_strided(self.shape, self.stride, self.storage_offset)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ParameterHandle:
+    """A reference to a parameter in memory that its stage never leaves.
+
+    See [Note: parameters that autograd saves].
+
+    Attributes:
+        param: the parameter, which is bound now and at rest in backward.
+        version: its version counter when autograd saved it.
+    """
+
+    param: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> ParameterHandle | None:
+        """Return the handle of a streamed parameter that is bound; `None` for any other tensor."""
+        if not isinstance(tensor, nn.Parameter) or not hasattr(tensor, "home"):
+            return None
+        return cls(tensor, tensor._version)
+
+    def resolve(self) -> torch.Tensor:
+        """Return the weight as a plain tensor.
+
+        Raises:
+            StreamError: if the parameter was changed in place after autograd saved it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # else a parameter at rest would read the store
+            weight = self.param.detach()
+        if weight._version != self.version:
+            raise changed_in_place(weight)
+        return weight
+
+
+Handle = WeightHandle | ParameterHandle
+HandleOf = Callable[[torch.Tensor], Handle | None]
+Resolve = Callable[[Any], torch.Tensor]
+"""A function that returns the tensor of a handle."""
+
+
 @contextmanager
 def without_weights(
-    handle_of: Callable[[torch.Tensor], WeightHandle | None],
-    resolve: Callable[[WeightHandle], torch.Tensor],
+    handle_of: HandleOf,
+    resolve: Resolve,
     offload: Callable[[torch.Tensor], Any],
 ) -> Iterator[None]:
     """Enter a context in which autograd saves handles instead of weights, and activations are offloaded.
@@ -65,8 +112,8 @@ def without_weights(
     The user's hooks around it, such as those of a checkpoint, get every tensor except weights.
 
     Args:
-        handle_of: returns the handle of a tensor that is a view of weights; `None` for other tensors.
-        resolve: returns the view of a handle, and fetches its stage if necessary.
+        handle_of: returns the handle of a weight; `None` for other tensors.
+        resolve: returns the weight of a handle.
         offload: offloads an activation and returns a function that returns it again; `None` if it stays.
     """
     hooks = _WithoutWeights(handle_of, resolve, offload, _innermost_hooks())
@@ -79,8 +126,8 @@ class _WithoutWeights:
 
     def __init__(
         self,
-        handle_of: Callable[[torch.Tensor], WeightHandle | None],
-        resolve: Callable[[WeightHandle], torch.Tensor],
+        handle_of: HandleOf,
+        resolve: Resolve,
         offload: Callable[[torch.Tensor], Any],
         outer: _Hooks | None,
     ) -> None:
@@ -101,7 +148,7 @@ class _WithoutWeights:
         return (tensor, tensor._version) if moved is None else moved
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, WeightHandle):
+        if isinstance(packed, Handle):
             return self._resolve(packed)
         tensor: torch.Tensor
         if isinstance(packed, _PackedByUser):
@@ -172,9 +219,7 @@ class _OwnCheckpoints(threading.local):
         return bool(self._entered) and self._entered[-1] == hooks
 
 
-def are_weights_kept_out(
-    handle_of: Callable[[torch.Tensor], WeightHandle | None], *, checkpoints: bool
-) -> bool:
+def are_weights_kept_out(handle_of: HandleOf, *, checkpoints: bool) -> bool:
     """True if the innermost hooks for saved tensors need no `without_weights` inside them.
 
     Args:
