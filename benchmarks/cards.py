@@ -36,9 +36,13 @@ UPDATE_BYTES = 28
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Shares of the rates of a data sheet that a step is assumed to reach."""
+    """Shares of the rates of a data sheet that a step is assumed to reach.
+
+    That of attention is FlashAttention-2's on an H100 (Shah et al., arXiv:2407.08608, abstract).
+    """
 
     products: float = 0.55
+    attention: float = 0.35
     memory: float = 0.8
     link: float = 0.8
     disk: float = 0.8
@@ -78,6 +82,7 @@ class Host:
     def rates(self, card: Card) -> Calibration:
         """Return the rates of a step on this machine with a card."""
         flops, device = SHARES.products * card.tflops * 1e12, SHARES.memory * card.memory_gb_s * 1e9
+        attention = SHARES.attention * card.tflops * 1e12
         disk = SHARES.disk * self.disk_gb_s * 1e9 if self.disk else None
         return Calibration(
             fp32_flops_per_s=flops / 2,
@@ -91,6 +96,9 @@ class Host:
             link_bytes_per_s=SHARES.link * card.link_gb_s * 1e9,
             disk_read_bytes_per_s=disk,
             disk_write_bytes_per_s=disk,
+            fp32_attention_flops_per_s=attention / 2,
+            bf16_attention_flops_per_s=attention,
+            fp16_attention_flops_per_s=attention,
         )
 
 

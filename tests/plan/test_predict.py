@@ -137,3 +137,16 @@ def test_only_tensors_saved_within_one_module_can_be_recomputed():
     trace = gpt_trace(layers=2)
     costs = tuple(dataclasses.replace(cost, recomputable=True) for cost in trace.costs)
     assert recomputable(dataclasses.replace(trace, costs=costs)) == [False, True, True]
+
+
+def test_attention_has_its_own_rate():
+    trace = gpt_trace()
+    costs = [
+        dataclasses.replace(cost, attention_flops=cost.flops // 2, backward_attention_flops=cost.flops // 4)
+        for cost in trace.costs
+    ]
+    trace = dataclasses.replace(trace, costs=tuple(costs))
+    slow = dataclasses.replace(RATES, bf16_attention_flops_per_s=RATES.bf16_flops_per_s / 10)
+    extra = sum(9 * (cost.flops // 2 + cost.flops // 4) for cost in costs) / RATES.bf16_flops_per_s
+    seconds = [predict(make(trace), rates).step_parts["compute"] for rates in (RATES, slow)]
+    assert seconds[1] - seconds[0] == pytest.approx(extra)

@@ -80,12 +80,21 @@ class Predictor:
     def stage_seconds(self, plan: Plan) -> list[StageSeconds]:
         """Return the seconds of one micro-batch in each stage, without `USE_OVERHEAD_S`."""
         trace, name = self.footprint.trace, plan.precision.name
-        flops_per_s, saved_bytes_per_s = self._rates.flops_per_s(name), self._rates.saved_bytes_per_s(name)
+        products_per_s, attention_per_s = (
+            self._rates.flops_per_s(name),
+            self._rates.attention_flops_per_s(name),
+        )
+        saved_bytes_per_s = self._rates.saved_bytes_per_s(name)
+
+        def flops_s(flops: int, attention: int) -> float:
+            return (flops - attention) / products_per_s + attention / attention_per_s
+
         stages = []
         for cost, policy in zip(trace.costs, plan.activations, strict=True):
             others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
-            forward = cost.flops / flops_per_s + _FORWARD_SHARE * others
-            backward = cost.backward_flops / flops_per_s + (1 - _FORWARD_SHARE) * others
+            forward = flops_s(cost.flops, cost.attention_flops) + _FORWARD_SHARE * others
+            backward = flops_s(cost.backward_flops, cost.backward_attention_flops)
+            backward += (1 - _FORWARD_SHARE) * others
             backward += forward if policy.is_recomputed else 0.0
             stages.append(StageSeconds(forward, 0.0 if trace.inference else backward))
         return stages

@@ -28,13 +28,17 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MATRIX_SHAPES = ((512, 768, 3072), (256, 768, 8192))
 _QUICK_SHAPE = (256, 768, 3072)
 _BLOCK_SHAPE = (4, 128, 512, 8)  # sequences, their length, width, heads
+_ATTENTION_SHAPE = (1, 4, 512, 64)  # sequences, heads, length, size of a head
 _DEVICE_MATRIX_SHAPES, _DEVICE_BLOCK_SHAPE = ((8192, 4096, 14336),), (8, 2048, 4096, 32)
+_DEVICE_ATTENTION_SHAPE = (4, 32, 4096, 128)
 _SMALL_DEVICE_MATRIX_SHAPES, _SMALL_DEVICE_BLOCK_SHAPE = ((4096, 2048, 8192),), (4, 1024, 1024, 16)
+_SMALL_DEVICE_ATTENTION_SHAPE = (4, 16, 1024, 64)
 _SMALL_DEVICE_BYTES = 24 * GIB
 """Shapes of large models, on which a GPU reaches the rates of a run: small products end before the launch of
 the next one. A GPU with less free memory gets smaller ones."""
 _TRIAL_SHAPE = (32, 256, 256)
 _SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE = ((64, 768, 512),), (1, 32, 256, 4)
+_SLOW_ATTENTION_SHAPE = (1, 2, 128, 32)
 """Small shapes, for a dtype that the processor only emulates, such as fp16 on most CPUs."""
 _SLOW_S = 1.0
 _COPY_BYTES = 64 * MIB
@@ -96,6 +100,7 @@ class _Sizes:
 
     matrices: tuple[tuple[int, int, int], ...]
     block: tuple[int, int, int, int]
+    attention: tuple[int, int, int, int]
 
 
 def _sizes(device: str, dtype: torch.dtype) -> _Sizes:
@@ -109,15 +114,15 @@ def _sizes(device: str, dtype: torch.dtype) -> _Sizes:
     trial.run()
     factor = sum(map(_flops, _MATRIX_SHAPES)) / _flops(_TRIAL_SHAPE)
     if (time.thread_time() - start_s) * factor > _SLOW_S:
-        return _Sizes(_SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE)
-    return _Sizes(_MATRIX_SHAPES, _BLOCK_SHAPE)
+        return _Sizes(_SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE, _SLOW_ATTENTION_SHAPE)
+    return _Sizes(_MATRIX_SHAPES, _BLOCK_SHAPE, _ATTENTION_SHAPE)
 
 
 def _device_sizes(free_bytes: int) -> _Sizes:
     """Return the sizes of the probes on a GPU with this much free memory."""
     if free_bytes < _SMALL_DEVICE_BYTES:
-        return _Sizes(_SMALL_DEVICE_MATRIX_SHAPES, _SMALL_DEVICE_BLOCK_SHAPE)
-    return _Sizes(_DEVICE_MATRIX_SHAPES, _DEVICE_BLOCK_SHAPE)
+        return _Sizes(_SMALL_DEVICE_MATRIX_SHAPES, _SMALL_DEVICE_BLOCK_SHAPE, _SMALL_DEVICE_ATTENTION_SHAPE)
+    return _Sizes(_DEVICE_MATRIX_SHAPES, _DEVICE_BLOCK_SHAPE, _DEVICE_ATTENTION_SHAPE)
 
 
 def measure(device: str, folder: Path | None) -> Measurement:
@@ -142,11 +147,11 @@ def measure(device: str, folder: Path | None) -> Measurement:
         for name, dtype in _DTYPES.items():
             probes[f"matrix {name}"] = _matrix(device, dtype, sizes[name].matrices)
             probes[f"block {name}"] = Probe(blocks[name].train, on_cores=device == "cpu")
+            probes[f"attention {name}"] = _attention(device, dtype, sizes[name].attention)
         if device != "cpu":
             probes["link"] = _link(device)
         timing = time_probes(probes, device)
-    flops = {name: sum(map(_flops, size.matrices)) for name, size in sizes.items()}
-    rates = _rates(timing.best_s, blocks, flops, adamw_params)
+    rates = _rates(timing.best_s, blocks, sizes, adamw_params)
     return Measurement(rates, timing.best_s["quick"], timing.cpu_share)
 
 
@@ -179,11 +184,16 @@ def time_probes(probes: Mapping[str, Probe], device: str = "cpu") -> Timing:
 
 
 def _rates(
-    best_s: Mapping[str, float], blocks: Mapping[str, _Block], flops: Mapping[str, int], adamw_params: int
+    best_s: Mapping[str, float], blocks: Mapping[str, _Block], sizes: Mapping[str, _Sizes], adamw_params: int
 ) -> Calibration:
-    matrix = {name: flops[name] / best_s[f"matrix {name}"] for name in blocks}
+    matrix = {
+        name: sum(map(_flops, size.matrices)) / best_s[f"matrix {name}"] for name, size in sizes.items()
+    }
+    attention = {
+        name: _attention_flops(size.attention) / best_s[f"attention {name}"] for name, size in sizes.items()
+    }
     saved = {
-        name: block.saved_bytes / block.other_s(best_s[f"block {name}"], matrix[name])
+        name: block.saved_bytes / block.other_s(best_s[f"block {name}"], matrix[name], attention[name])
         for name, block in blocks.items()
     }
     disk = {name: _DISK_BYTES / best_s[name] for name in ("read", "write") if name in best_s}
@@ -199,6 +209,9 @@ def _rates(
         link_bytes_per_s=_COPY_BYTES / best_s["link"] if "link" in best_s else None,
         disk_read_bytes_per_s=disk.get("read"),
         disk_write_bytes_per_s=disk.get("write"),
+        fp32_attention_flops_per_s=attention["fp32"],
+        bf16_attention_flops_per_s=attention["bf16"],
+        fp16_attention_flops_per_s=attention["fp16"],
     )
 
 
@@ -224,6 +237,23 @@ def _matrix(device: str, dtype: torch.dtype, shapes: Iterable[tuple[int, int, in
             torch.autograd.grad(functional.linear(inputs, weight), (inputs, weight), upstream)
 
     return Probe(products, on_cores=device == "cpu")
+
+
+def _attention_flops(shape: tuple[int, int, int, int]) -> int:
+    """Return the FLOPs of causal attention, two products in forward and five in backward."""
+    sequences, heads, length, size = shape
+    return 7 * 2 * sequences * heads * (length * (length + 1) // 2) * size
+
+
+def _attention(device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> Probe:
+    query, key, value = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+    upstream = torch.ones(shape, dtype=dtype, device=device)
+
+    def attend() -> None:
+        output = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(output, (query, key, value), upstream)
+
+    return Probe(attend, on_cores=device == "cpu")
 
 
 class _Block:
@@ -257,14 +287,21 @@ class _Block:
             self.train()
         return sum(saved.values())
 
-    def other_s(self, seconds: float, flops_per_s: float) -> float:
-        """Return how many of `seconds` were not spent in matrix products; at least a twentieth.
+    def other_s(self, seconds: float, products_per_s: float, attention_per_s: float) -> float:
+        """Return how many of `seconds` were not spent in matrix products and attention; at least a twentieth.
 
-        If products take nearly all of the time, the difference of the two measurements is only noise.
+        If these take nearly all of the time, the difference of the measurements is only noise.
+
+        Args:
+            seconds: seconds of forward and backward.
+            products_per_s: FLOPs per second of matrix products.
+            attention_per_s: FLOPs per second of fused attention.
         """
         sequences, length, width, _ = self._shape
-        flops = 3 * 2 * sequences * length * (12 * width**2 + 2 * length * width)
-        return max(seconds - flops / flops_per_s, 0.05 * seconds)
+        products = 3 * 2 * sequences * length * 12 * width**2
+        # Seven products of scores or values: two in forward, five in backward.
+        attention = 7 * 2 * sequences * length * length * width
+        return max(seconds - products / products_per_s - attention / attention_per_s, 0.05 * seconds)
 
 
 def _copy(device: str) -> Probe:

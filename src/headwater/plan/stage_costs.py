@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from headwater.plan.alive import AliveTensors, memory_key, num_bytes
+from headwater.plan.operator_flops import operator_flops
 from headwater.plan.types import StageCost
 
 
@@ -24,6 +24,8 @@ class _Cost:
     input_bytes: int = 0
     output_bytes: int = 0
     transient_bytes: int = 0
+    attention_flops: int = 0
+    backward_attention_flops: int = 0
 
 
 @final
@@ -91,13 +93,14 @@ class StageCosts:
         """Count an operator; return its floating-point operations."""
         cost = self._costs[self.current]
         cost.transient_bytes = max(cost.transient_bytes, self._bytes_beside(func, out))
-        count = _flop_count(func._overloadpacket)
-        flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+        flops = operator_flops(func, args, kwargs, out)
         if self.in_backward:
-            cost.backward_flops += flops
+            cost.backward_flops += flops.whole
+            cost.backward_attention_flops += flops.attention
         else:
-            cost.flops += flops
-        return flops
+            cost.flops += flops.whole
+            cost.attention_flops += flops.attention
+        return flops.whole
 
     def take_over(self, stage: int, original: int) -> None:
         """Record for `stage`, which did not run, the costs of the equal stage `original`."""
@@ -136,15 +139,3 @@ def _set_current(reference: weakref.ref[StageCosts], stage: int, gradient: torch
     costs = reference()
     if costs is not None:
         costs.current = stage
-
-
-@functools.cache
-def _flop_count(operator: Any) -> Callable[..., int] | None:
-    """Return the function that counts an operator's floating-point operations; `None` if torch cannot.
-
-    An in-place operator (`addmm_`) is counted like the operator that returns its result (`addmm`).
-    """
-    found, name = flop_registry.get(operator), operator.__name__
-    if found is None and name.endswith("_") and getattr(torch.ops.aten, name, None) is operator:
-        found = flop_registry.get(getattr(torch.ops.aten, name[:-1], None))
-    return found

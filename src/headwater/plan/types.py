@@ -48,6 +48,8 @@ class StageCost:
             inference, largest bytes of all activations alive at once.
         recomputable: True if the stage has a separate module whose forward can run again.
         backward_flops: floating-point operations of the backward, recomputation not counted.
+        attention_flops: the part of `flops` in fused attention, which has a separate rate.
+        backward_attention_flops: the part of `backward_flops` in fused attention.
     """
 
     flops: int
@@ -57,6 +59,8 @@ class StageCost:
     transient_bytes: int
     recomputable: bool = True
     backward_flops: int = 0
+    attention_flops: int = 0
+    backward_attention_flops: int = 0
 
 
 class Phase(enum.Enum):
@@ -169,13 +173,14 @@ class Calibration:
     Attributes:
         fp32_flops_per_s: matrix products in fp32 on the compute device; likewise `bf16_…` and `fp16_…`.
         fp32_saved_bytes_per_s: bytes that autograd saves in forward, divided by the time of forward and
-            backward of a transformer block outside of its matrix products (norms, activation functions,
-            allocation).
+            backward of a transformer block outside of its matrix products and attention (norms, activation
+            functions, allocation).
         memory_bytes_per_s: bytes read plus bytes written by a copy within the compute device's memory.
         adamw_params_per_s: parameters that fused AdamW updates in host memory.
         link_bytes_per_s: pinned host memory to the device; `None` on CPU.
         disk_read_bytes_per_s: from the folder of the disk tier; `None` if no folder was given.
         disk_write_bytes_per_s: to that folder.
+        fp32_attention_flops_per_s: fused attention, forward and backward; that of matrix products if `None`.
     """
 
     fp32_flops_per_s: float
@@ -189,6 +194,9 @@ class Calibration:
     link_bytes_per_s: float | None = None
     disk_read_bytes_per_s: float | None = None
     disk_write_bytes_per_s: float | None = None
+    fp32_attention_flops_per_s: float | None = None
+    bf16_attention_flops_per_s: float | None = None
+    fp16_attention_flops_per_s: float | None = None
 
     def flops_per_s(self, precision: PrecisionName) -> float:
         """Floating-point operations per second of matrix products in `precision`."""
@@ -197,6 +205,15 @@ class Calibration:
             "bf16": self.bf16_flops_per_s,
             "fp16": self.fp16_flops_per_s,
         }[precision]
+
+    def attention_flops_per_s(self, precision: PrecisionName) -> float:
+        """Floating-point operations per second of fused attention in `precision`."""
+        found = {
+            "fp32": self.fp32_attention_flops_per_s,
+            "bf16": self.bf16_attention_flops_per_s,
+            "fp16": self.fp16_attention_flops_per_s,
+        }[precision]
+        return found or self.flops_per_s(precision)
 
     def saved_bytes_per_s(self, precision: PrecisionName) -> float:
         """Bytes saved per second of training time outside of matrix products, in `precision`."""

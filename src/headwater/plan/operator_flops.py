@@ -1,0 +1,84 @@
+"""Floating-point operations of single operators. Attention is told from the rest, since its rate differs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+_aten = torch.ops.aten
+
+
+class OperatorFlops(NamedTuple):
+    """Floating-point operations of an operator.
+
+    Attributes:
+        whole: all of them.
+        attention: those of fused attention.
+    """
+
+    whole: int
+    attention: int
+
+
+def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorFlops:
+    """Return the operations of a call; none if neither torch nor this module can count them."""
+    packet = func._overloadpacket
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+        count = _attention(*args, products=(1, 1), **kwargs)
+        return OperatorFlops(count, count)
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        _, query, key, value, _, _, dropout_p, is_causal = args[:8]
+        count = _attention(query, key, value, dropout_p, is_causal, products=(3, 2))
+        return OperatorFlops(count, count)
+    counter = _torch_counter(packet)
+    count = 0 if counter is None else counter(*args, **kwargs, out_val=out)
+    is_attention = "attention" in packet.__name__
+    return OperatorFlops(count, count if is_attention else 0)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    products: tuple[int, int],
+    **_: Any,
+) -> int:
+    """Return the operations of torch's fused attention on a CPU, which torch does not count.
+
+    With `is_causal` only pairs of a query and a key that is not after it count: others are not computed.
+
+    Args:
+        query: [batch, heads, queries, size].
+        key: [batch, heads, keys, size].
+        value: [batch, heads, keys, value size].
+        dropout_p: not used.
+        is_causal: whether later keys are left out.
+        products: the number of matrix products over the size of keys, and over that of values.
+    """
+    batch, heads, queries, size = query.shape
+    keys = key.shape[-2]
+    pairs = queries * keys
+    if is_causal:
+        square = min(queries, keys)
+        pairs = square * (square + 1) // 2 + (queries - square) * keys
+    return 2 * batch * heads * pairs * (products[0] * size + products[1] * value.shape[-1])
+
+
+@functools.cache
+def _torch_counter(operator: Any) -> Callable[..., int] | None:
+    """Return torch's function that counts an operator's operations; `None` if torch cannot.
+
+    An in-place operator (`addmm_`) is counted like the operator that returns its result (`addmm`).
+    """
+    found, name = flop_registry.get(operator), operator.__name__
+    if found is None and name.endswith("_") and getattr(_aten, name, None) is operator:
+        found = flop_registry.get(getattr(_aten, name[:-1], None))
+    return found
