@@ -181,6 +181,63 @@ def test_fit_on_an_appliance_equals_fit_here(sshd, queue, laptop, data, capfd):
     assert all((weights[0] / name).read_bytes() == (weights[1] / name).read_bytes() for name in names)
 
 
+def test_validate_and_plan_on_an_appliance(sshd, queue, laptop, data, capfd, monkeypatch):
+    section = "{{data_processor: GptHDF5DataProcessor, data_dir: {data}, batch_size: 8}}"
+    sections = (
+        f"  validate:\n    val_dataloader: {section}\n  validate_all:\n    val_dataloaders: {section}\n"
+    )
+    (laptop / "p.yaml").write_text((PARAMS + sections).format(folder=laptop, data=data))
+
+    def said(*words, code=0):
+        assert main([*map(str, words)]) == code
+        return capfd.readouterr()
+
+    there = ("--appliance", WAFER)
+    assert "does not belong to a run on ssh://wafer" in said(*there, "validate", "p.yaml", code=2).err
+    said(*there, "fit", "p.yaml")
+    found = [
+        line for line in said(*there, "validate", "p.yaml").out.splitlines() if "validation loss" in line
+    ]
+    assert found == said("validate", "p.yaml").out.splitlines(), "the copies here have the same loss"
+    earlier = ("validate", "p.yaml", "--checkpoint_path", laptop / "run" / "checkpoint_3")
+    monkeypatch.setenv("HEADWATER_APPLIANCE", WAFER)  # without effect
+    assert said("validate", "p.yaml").out.splitlines() == found
+    assert said(*earlier).out.strip() in said(*there, *earlier).out
+    lines = said(*there, "validate", "p.yaml", "--all").out.splitlines()
+    assert [line.split()[0].rpartition("/")[2] for line in lines[1:]] == ["checkpoint_3", "checkpoint_6"]
+    number = len(queue.jobs(everything=True))
+    text = (laptop / "p.yaml").read_text().replace(str(data), "missing")
+    (laptop / "p.yaml").write_text(text)
+    assert "predicted rate" in said(*there, "plan", "p.yaml", "--sequence_length", "8").out
+    job = queue.jobs(everything=True)[number]
+    assert job.model_dir is None and job.command[-2:] == ("--sequence_length", "8")
+    assert (
+        "--png works only with files of this machine"
+        in said(*there, "plan", "p.yaml", "--png", "x", code=2).err
+    )
+
+
+def test_validate_while_the_run_trains(sshd, queue, submit, laptop, data, capfd):
+    (laptop / "p.yaml").write_text(
+        PARAMS.format(folder=laptop, data=data)
+        + (f"    val_dataloader: {{data_processor: GptHDF5DataProcessor, data_dir: {data}, batch_size: 8}}\n")
+    )
+    assert main(["--appliance", WAFER, "fit", "p.yaml"]) == 0
+    (first,) = queue.jobs(everything=True)
+    submit("sleep", "1000", model_dir=first.model_dir)
+    capfd.readouterr()
+    assert main(["--appliance", WAFER, "validate", "p.yaml"]) == 0
+    assert "validation loss" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "data"])
+def test_commands_without_an_appliance_say_what_works(command, capfd):
+    assert main(["--appliance", WAFER, command, "x"]) == 2
+    err = capfd.readouterr().err
+    assert f"headwater {command} runs only on this machine" in err
+    assert f"jobs submit --follow -- headwater {command}" in err and "fit, jobs, plan, validate" in err
+
+
 def start(*words):
     """Start a command in a separate process, as a terminal does."""
     command = [sys.executable, "-P", "-m", "headwater", "--appliance", WAFER, *map(str, words)]

@@ -189,7 +189,7 @@ def test_malformed_addresses(text, problem):
 
 
 def test_a_command_that_runs_only_here(said):
-    code, _, err = said("--appliance", WAFER, "plan", "gpt/tiny")
-    assert code == 2 and "headwater plan runs only on this machine" in err
+    code, _, err = said("--appliance", WAFER, "generate", "--prompt", "x")
+    assert code == 2 and "headwater generate runs only on this machine" in err
     code, _, err = said("jobs", "list", "--appliance")
     assert code == 2 and "expected an address after --appliance" in err

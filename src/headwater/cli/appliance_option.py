@@ -14,7 +14,9 @@ _NAMES = (OPTION, "--mgmt_address", "--cs_ip")
 """The option, and its names in Cerebras' documents."""
 HELP = f"use the queue of another machine: ssh://[user@]host[:port][/path] (or {ENVIRONMENT})"
 REMOTE = ("fit", "jobs")
-"""The commands that know this option."""
+"""The commands that know this option, and the variable."""
+REMOTE_IF_ASKED = ("plan", "validate")
+"""The commands that know this option. The variable has no effect on them: they also serve this machine."""
 
 
 def take_address(words: Sequence[str]) -> tuple[Address | None, list[str]]:
@@ -53,13 +55,19 @@ def refuse_other_commands(command: str, words: Sequence[str]) -> None:
         ConfigError: if it does. The variable HEADWATER_APPLIANCE alone has no effect on such commands.
     """
     end = words.index("--") if "--" in words else len(words)
-    if command not in REMOTE and any(word.partition("=")[0] in _NAMES for word in words[:end]):
+    known = (*REMOTE, *REMOTE_IF_ASKED)
+    if command not in known and is_asked(words[:end]):
         raise ConfigError(
             f"headwater {command} runs only on this machine",
             where=OPTION,
-            remedy=f"use it with {' or '.join(REMOTE)}; for other commands: "
+            remedy=f"use the option with {', '.join(known)}; for other commands: "
             f"headwater {OPTION} … jobs submit --follow -- headwater {command} …",
         )
+
+
+def is_asked(words: Sequence[str]) -> bool:
+    """Return true if the words have the option."""
+    return any(word.partition("=")[0] in _NAMES for word in words)
 
 
 def say(text: str) -> None:

@@ -35,11 +35,17 @@ def add_following_options(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="files of the run to copy to this machine; small: all except checkpoints (%(default)s)",
     )
-    group.add_argument(
+    add_interrupt_option(group)
+
+
+def add_interrupt_option(parser: argparse._ActionsContainer) -> None:
+    """Add the option that says what Ctrl-C does while a job on an appliance is followed."""
+    parser.add_argument(
         "--on_interrupt",
         choices=ON_INTERRUPT,
         default="ask",
-        help="effect of Ctrl-C; ask means detach if stdin is not a terminal (%(default)s)",
+        help="effect of Ctrl-C on a job on an appliance; ask means detach if stdin is not a terminal "
+        "(%(default)s)",
     )
 
 

@@ -118,13 +118,13 @@ def guarded(run: Callable[[], int]) -> int:
 
 def _without_address(words: list[str]) -> tuple[Address | None, list[str]]:
     """Return the appliance that a command line names, if it does, and the rest of the command line."""
-    from headwater.cli.appliance_option import refuse_other_commands, take_address
+    from headwater.cli.appliance_option import REMOTE_IF_ASKED, is_asked, refuse_other_commands, take_address
 
     address, rest = take_address(words)
     name = next((word for word in rest if not word.startswith("-")), None)
     if name in COMMANDS:
         refuse_other_commands(name, words)
-    return address, rest
+    return (None if name in REMOTE_IF_ASKED and not is_asked(words) else address), rest
 
 
 def _parsed(words: list[str]) -> argparse.Namespace | None:
@@ -135,7 +135,9 @@ def _parsed(words: list[str]) -> argparse.Namespace | None:
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('headwater')}")
     # Only for the help: `_without_address` has removed the option.
     parser.add_argument(
-        "--appliance", metavar="ADDRESS", help="run fit or jobs on another machine: ssh://[user@]host[:port]"
+        "--appliance",
+        metavar="ADDRESS",
+        help="run fit, validate, plan or jobs on another machine: ssh://[user@]host[:port]",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     name = next((word for word in words if not word.startswith("-")), None)

@@ -11,7 +11,9 @@ from rich.console import Console
 
 from headwater.cli.arguments import PLANNING, USAGE, add_params_arguments, read_params
 from headwater.cli.cluster import add_cluster_arguments, check_cluster_arguments, run_cluster
+from headwater.cli.following import add_interrupt_option
 from headwater.cli.output import open_console
+from headwater.cli.remote_commands import plan_there
 from headwater.core.batches import equal_share
 from headwater.core.errors import ConfigError, PlanError
 from headwater.fabric.launch.cores import num_cores
@@ -33,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater plan`."""
     parser.description = (
         "Show stages, slabs, tiers, memory and step time of a training run. The data need not exist. The "
-        "speed of this machine is measured the first time, in about two seconds."
+        "speed of this machine is measured the first time, in about two seconds. "
+        "With --appliance ssh://host the plan is that of a run on that machine."
     )
     parser.usage = (
         "headwater plan [-h] [--png FILE] [--sequence_length N] [--recalibrate] [--write_cluster FILE] "
@@ -46,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recalibrate", action="store_true", help="measure the speed of this machine again")
     add_cluster_arguments(parser)
+    add_interrupt_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
             where=str(config.source),
             remedy="add it; its data need not exist",
         )
+    if args.appliance is not None:
+        return plan_there(config, args, args.appliance)
     open_console(config)
     init = config.init
     trainable = zoo_trainable(init, args.sequence_length)

@@ -27,7 +27,7 @@ _OF_CLIENT = ("mgmt_address", "python_paths", "mount_dirs")
 _Place = tuple[str, ...]
 
 
-def bundle_params(config: RunConfig, bundle: Bundle) -> bytes:
+def bundle_params(config: RunConfig, bundle: Bundle, unread: Sequence[str] = ()) -> bytes:
     """Add the small data that a run names to a bundle, and return its params file for the appliance.
 
     A path of a file or folder on this machine is replaced by its place in the bundle. Paths in one of the
@@ -36,6 +36,8 @@ def bundle_params(config: RunConfig, bundle: Bundle) -> bytes:
     Args:
         config: the run.
         bundle: receives the files.
+        unread: keys of `trainer`, such as `fit.train_dataloader`, whose paths the command does not read. They
+            are not sent, and stay as they are.
 
     Raises:
         ConfigError: if a relative path does not exist on this machine, or the files are too large.
@@ -45,7 +47,8 @@ def bundle_params(config: RunConfig, bundle: Bundle) -> bytes:
     for name in _OF_CLIENT:
         cluster.pop(name, None)
     mounted = config.init.backend.cluster_config.mount_dirs or ()
-    placed = _place(tree, (), Bundler(bundle, [path.absolute() for path in mounted]))
+    bundler = Bundler(bundle, [path.absolute() for path in mounted], unread)
+    placed = _place(tree, (), bundler)
     return yaml.safe_dump(placed, sort_keys=False, allow_unicode=True).encode()
 
 
@@ -55,11 +58,13 @@ class Bundler:
     Args:
         bundle: receives the files.
         mounted: folders with the same path on the appliance.
+        unread: see `bundle_params`.
     """
 
-    def __init__(self, bundle: Bundle, mounted: Sequence[Path]) -> None:
+    def __init__(self, bundle: Bundle, mounted: Sequence[Path], unread: Sequence[str] = ()) -> None:
         self._bundle = bundle
         self._mounted = mounted
+        self._unread = tuple(f"trainer.{key}." for key in unread)
         self._places: dict[Path, str] = {}
 
     def place(self, path: Path, where: str) -> str:
@@ -68,6 +73,8 @@ class Bundler:
         Raises:
             ConfigError: if the path is relative and does not exist, or its files are too large.
         """
+        if f"{where}.".startswith(self._unread):
+            return str(path)
         absolute = path.absolute()
         if any(absolute.is_relative_to(folder) for folder in self._mounted):
             return str(absolute)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from headwater.cli.arguments import EVALUATION, USAGE, add_params_arguments, read_params
+from headwater.cli.following import add_interrupt_option
 from headwater.cli.output import open_console
+from headwater.cli.remote_commands import validate_there
 from headwater.config.run import RunConfig
 from headwater.core.units import counted
 from headwater.trainer.evaluate import Evaluation
@@ -16,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater validate`."""
     parser.description = (
         "Evaluate the newest checkpoint in the model_dir, or that of --checkpoint_path, "
-        "on the data of the section `validate`."
+        "on the data of the section `validate`. "
+        "With --appliance ssh://host the checkpoints are those of the run on that machine."
     )
     parser.usage = f"headwater validate [-h] [--all] {USAGE}"
     add_params_arguments(parser, EVALUATION)
@@ -25,11 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="evaluate every checkpoint on all data of the section `validate_all`",
     )
+    add_interrupt_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint, or all with --all; return the exit code."""
     config = read_params(args)
+    if args.appliance is not None:
+        return validate_there(config, args, args.appliance)
     return evaluate_all(config) if args.all else evaluate(config)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from headwater.core.errors import QueueError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Number of the protocol. Client and server with different numbers do not understand each other."""
 MARK = b"\0headwater appliance\n"
 MAX_HEADER, MAX_BODY = 16 << 20, 8 << 20

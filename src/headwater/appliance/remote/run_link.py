@@ -44,6 +44,16 @@ def run_name(model_dir: Path, address: Address) -> str:
     return name
 
 
+def linked_run(model_dir: Path, address: Address) -> str | None:
+    """Return the name of the run on the appliance that belongs to a model_dir, or `None`.
+
+    Raises:
+        ConfigError: if the folder belongs to another appliance.
+    """
+    path = model_dir / FILE
+    return _kept_name(path, address) if path.is_file() else None
+
+
 def _kept_name(path: Path, address: Address) -> str:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -119,7 +119,8 @@ class Server:
             folder=folder,
             environment=job_environment(os.environ, [folder / path for path in fields["python_paths"]]),
             num_csx=fields["num_csx"],
-            model_dir=run,
+            # A model_dir belongs to one unfinished job. A job that only reads it may run beside that job.
+            model_dir=None if fields["only_reads"] else run,
             priority=read_priority(fields["priority"]),
             labels=fields["labels"],
             umask=fields["umask"],
@@ -198,6 +199,7 @@ _HANDLERS: dict[str, tuple[dict[str, tuple[type, ...]], _Handler]] = {
             "files": (list,),
             "python_paths": (list,),
             "run": _MAYBE_TEXT,
+            "only_reads": (bool,),
             "origin": (dict,),
             "num_csx": _NUMBER,
             "priority": _TEXT,

@@ -26,6 +26,8 @@ class RemoteSubmission:
         bundle: files of the job's working folder.
         python_paths: folders in the working folder from which the job imports modules.
         run: name of the run's folder on the appliance; `None` for a job without a model_dir.
+        only_reads: true if the job writes nothing to the folder of the run. It then has no artifacts, and may
+            run beside the job that writes there.
         model_dir: folder on this machine for the artifacts of the run.
         num_csx: number of CSXs.
         priority: priority of the job.
@@ -38,6 +40,7 @@ class RemoteSubmission:
     bundle: Bundle
     python_paths: tuple[str, ...] = ()
     run: str | None = None
+    only_reads: bool = False
     model_dir: Path | None = None
     num_csx: int = 1
     priority: Priority = Priority.P2
@@ -77,6 +80,7 @@ def submit(connection: Connection, submission: RemoteSubmission, say: Callable[[
         files=files,
         python_paths=list(submission.python_paths),
         run=submission.run,
+        only_reads=submission.only_reads,
         origin={"host": platform.node(), "model_dir": model_dir},
         num_csx=submission.num_csx,
         priority=submission.priority,
