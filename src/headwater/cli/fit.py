@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from headwater.appliance.types import Priority, Submission, read_labels
 from headwater.cli import early
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.following import add_following_options
+from headwater.cli.input_hosts import input_workers
 from headwater.cli.jobs import current_umask, submit_job
 from headwater.cli.output import open_console
 from headwater.cli.remote_jobs import address_of_params, fit_params, python_folders
@@ -77,8 +79,10 @@ def run(args: argparse.Namespace) -> int:
     for key in ("job_labels", "job_priority"):
         if key in config.init.backend.cluster_config.model_fields_set and JOB not in os.environ:
             print(f"note: {key} has no effect without {_SUBMIT}", file=sys.stderr)
-    code = launch_ranks(config, args.words, in_place=args.is_process)
-    return train(config) if code is None else code
+    with nullcontext(False) if early.asked_for(config) else input_workers(config) as has_workers:
+        # The launcher must not replace this process, which starts lost workers again.
+        code = launch_ranks(config, args.words, in_place=args.is_process and not has_workers)
+        return train(config) if code is None else code
 
 
 def launch_ranks(config: RunConfig, words: Sequence[str], *, in_place: bool) -> int | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.config.data import DataConfig
@@ -24,6 +25,12 @@ _OF_RANK = {"input_workers", "num_workers", "prefetch_factor", "persistent_worke
 """Keys of a data section that do not change its batches."""
 
 
+STARTED = "HEADWATER_INPUT_WORKERS"
+"""Environment variable with the addresses of the workers that `headwater fit` has started, with commas."""
+SSH = "ssh://"
+"""Beginning of an entry of `input_workers` that names a host on which `headwater fit` starts workers."""
+
+
 def purpose_of(config: DataConfig, model: ModelConfig) -> str:
     """Return a text that names a data set: equal for the rank and the worker that read the same params.
 
@@ -31,9 +38,14 @@ def purpose_of(config: DataConfig, model: ModelConfig) -> str:
         config: the data section, with its seed.
         model: the model that reads the data.
     """
-    parts = [config.model_dump(mode="json", exclude=_OF_RANK), model.model_dump(mode="json")]
-    text = json.dumps(parts, sort_keys=True, default=str)
+    parts = [config.model_dump(exclude=_OF_RANK), model.model_dump()]
+    text = json.dumps(parts, sort_keys=True, default=_text)
     return f"input {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _text(value: object) -> str:
+    # A worker may have another working folder than the run.
+    return str(value.absolute() if isinstance(value, Path) else value)
 
 
 def data_of_run(config: RunConfig) -> dict[str, Samples]:
@@ -74,10 +86,25 @@ def remote_samples(
         DataError: if no worker answers, or the workers have other data.
         RankError: if the secret of the ranks cannot be read.
     """
-    addresses = [read_place(text) for text in config.input_workers]
+    addresses = [read_place(text) for text in _addresses(config.input_workers, os.environ)]
     ordered, count = workers_of_rank(addresses, fabric.rank % fabric.num_csx, fabric.num_csx, per_csx)
     secret = file_secret(os.environ)
     return RemoteSamples(InputWorkers(ordered, purpose_of(config, model), secret), count)
+
+
+def _addresses(named: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the addresses of the workers that a section names; those on SSH hosts have been started."""
+    own = [text for text in named if not text.startswith(SSH)]
+    if len(own) == len(named):
+        return own
+    if not environment.get(STARTED):
+        raise ConfigError(
+            "expected host:port; only headwater fit starts workers on ssh://host, and not for ranks that "
+            "another launcher has started",
+            where="input_workers",
+            remedy="start them with headwater input_worker, and name host:port of each",
+        )
+    return [*own, *environment[STARTED].split(",")]
 
 
 def workers_of_rank(

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from headwater.appliance.remote.address import Address
@@ -45,8 +45,16 @@ class BrokenConnectionError(Exception):
     """The connection ended. `Process.failure` has the reason."""
 
 
-def command_line(address: Address, environment: Mapping[str, str]) -> list[str]:
-    """Return the command that connects to an appliance and starts the server there.
+def command_line(
+    address: Address, environment: Mapping[str, str], command: str = "jobs stdio", options: Sequence[str] = ()
+) -> list[str]:
+    """Return the command that connects to a machine and starts Headwater there.
+
+    Args:
+        address: the machine.
+        environment: of this process.
+        command: the words after `headwater`, as a shell reads them; the server of an appliance if not given.
+        options: further options of SSH.
 
     Raises:
         ConfigError: if the variable `HEADWATER_SSH` cannot be divided into words.
@@ -57,12 +65,12 @@ def command_line(address: Address, environment: Mapping[str, str]) -> list[str]:
         raise ConfigError(
             f"cannot divide {environment[SSH]!r} into words: {error}", where=SSH, remedy="close the quotes"
         ) from error
-    options = [word for option in _OPTIONS for word in ("-o", option)]
+    pairs = [word for option in (*_OPTIONS, *options) for word in ("-o", option)]
     port = [] if address.port is None else ["-p", str(address.port)]
     user = [] if address.user is None else ["-l", address.user]
-    server = f"{environment.get(COMMAND) or 'headwater'} jobs stdio"
+    server = f"{environment.get(COMMAND) or 'headwater'} {command}"
     # The user's options come first: ssh uses the first value of each.
-    return [*words, *options, "-T", *port, *user, "--", address.host, server]
+    return [*words, *pairs, "-T", *port, *user, "--", address.host, server]
 
 
 class Process:

@@ -21,9 +21,9 @@ class LoaderSection(Section):
         num_workers: number of processes that read ahead; with 0 the training process reads.
         prefetch_factor: number of batches that each worker reads ahead.
         persistent_workers: keep the workers between passes.
-        input_workers: addresses host:port of processes `headwater input_worker` that read the samples. With
-            them `prefetch_factor` is the number of batches in flight for each, and `num_workers` has no
-            effect.
+        input_workers: addresses host:port of processes `headwater input_worker` that read the samples, or
+            ssh://host to let `headwater fit` start them there. With them `prefetch_factor` is the number of
+            batches in flight for each, and `num_workers` has no effect.
         drop_last: drop the last samples of a pass if they do not fill a batch.
     """
 
