@@ -10,13 +10,15 @@ import headwater
 METHODS, ATTRIBUTES, LINES, PARAMETERS = 20, 15, 60, 8
 
 AS_DOCUMENTED = {
+    "generate",
     "compile_only",
     "convert_dataset_to_HDF5",
     "SelfAttention.__init__",
     "MixtureOfExperts.__init__",
     "_LinearCrossEntropy.forward",
 }
-"""Functions of the specification, layers with a parameter for each key, and a function of autograd."""
+"""Functions of the specification, layers with a parameter for each key, a function of autograd, and
+`generate`, whose options have the names of the transformers library."""
 
 FILES = sorted(Path(headwater.__file__).parent.rglob("*.py"))
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -96,7 +96,6 @@ class Planner:
                 batch_size=trace.micro_batch_size,
                 precision=precision,
                 optimizer_state_bytes=updaters.state_bytes(self._backend.config.optimizer_state),
-                fused_updates=updaters.are_fused_on(self.device),
                 micro_batch_size=trace.micro_batch_size,
                 disk=disk,
             )
@@ -109,6 +108,7 @@ class Planner:
                     ranks=fabric.local_size,
                     share=_share(fabric),
                     divided=lambda: map(_always, divided),
+                    fused_updates=updaters.are_fused_on(self.device),
                 )
             )
 

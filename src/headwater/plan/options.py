@@ -162,7 +162,6 @@ def request_of(
     batch_size: int,
     precision: Precision,
     optimizer_state_bytes: int,
-    fused_updates: bool = True,
     micro_batch_size: int | None = None,
     disk: Path | None = None,
 ) -> PlanRequest:
@@ -175,7 +174,6 @@ def request_of(
         batch_size: samples of one optimizer step.
         precision: precision of the run.
         optimizer_state_bytes: bytes of optimizer state for each trained parameter.
-        fused_updates: see `PlanRequest`.
         micro_batch_size: samples computed at once; the plan chooses it if not given.
         disk: replaces the backend's folder of the disk tier.
 
@@ -190,7 +188,6 @@ def request_of(
         resources=resources_of(backend, disk),
         device=device,
         fixed=fixed_by(backend, micro_batch_size),
-        fused_updates=fused_updates,
     )
 
 

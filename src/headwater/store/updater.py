@@ -118,11 +118,7 @@ class Updater:
             elif self._rule.elementwise:
                 states = {name: state.view(-1) for name, state in states.items()}
             else:
-                master, own = spec.arranged(master), spec.arranged(own)
-                states = {
-                    name: spec.arranged(state.view(-1)) if state.shape == spec.shape else state
-                    for name, state in states.items()
-                }
+                master, own, states = _arranged(spec, master, own, states)
             options = dict(rule.spec.options(spec.name, spec.shape, part.update.options_of(spec.name)))
             loaded.append(
                 _Loaded(
@@ -228,6 +224,17 @@ def _round_states(loaded: _Loaded, scalars: Scalars) -> None:
         out = loaded.fields[name].view(-1)
         stream = f"{loaded.spec.name} {name} {count}"
         round_stochastically(values.view(-1), out, stream=stream, start=loaded.piece.start)
+
+
+def _arranged(
+    spec: ParamSpec, master: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return master, gradient and state of a whole parameter with its shape and strides."""
+    shaped = {
+        name: spec.arranged(state.view(-1)) if state.shape == spec.shape else state
+        for name, state in states.items()
+    }
+    return spec.arranged(master), spec.arranged(gradient), shaped
 
 
 def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Tensor:

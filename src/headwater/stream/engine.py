@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,6 +35,11 @@ from headwater.stream.micro_batch import MicroBatches
 from headwater.stream.options import DEFAULTS, EngineOptions, Initial
 from headwater.stream.step import StepReport, TrainStep
 from headwater.stream.storage import make_store, make_weights
+
+if TYPE_CHECKING:
+    from headwater.store.store import WeightStore
+    from headwater.stream.device import Device
+    from headwater.stream.weights import Weights
 
 
 class Engine:
@@ -71,34 +76,23 @@ class Engine:
         self.plan = plan
         self._device = make_device(plan.device if fabric.computes else "cpu")
         if initial is None:  # before a parameter gives its values to the store
-            for spec in plan.trace.stages:
-                _refuse_meta(spec, [model.get_parameter(param.name) for param in spec.params])
+            _refuse_missing_values(model, plan)
         self.buffers = Buffers(model, self._device.torch_device)
-        # The model's order, not that of stages: the order of a sum decides the last bits of the norm.
+        rules = optimizer if isinstance(optimizer, UpdateRules) else UpdateRule(optimizer)
         order = _parameter_order(model, plan)
-        rule = optimizer if isinstance(optimizer, UpdateRules) else UpdateRule(optimizer)
-        self.store = make_store(plan, rule, self._device, order, fabric, options)
+        self.store = make_store(plan, rules, self._device, order, fabric, options)
         with ExitStack() as made:  # closed if a later part cannot be made; the weights before the store
             made.callback(self.store.close)
             weights = make_weights(plan, self.store, self._device, fabric)
             made.callback(weights.close)
-            self._restore_forwards: Callable[[], None] = lambda: None
-            if options.compile_blocks:
-                self._restore_forwards = compile_stages(model, plan.trace.stages)
-                made.callback(self._restore_forwards)
-            self._binder = Binder(
-                model,
-                self.store,
-                self._device.torch_device,
-                stable=weights.stable,
-                writable=frozenset() if plan.precision.mixed else plan.read_in_place,
-                written=plan.trace.written,
-            )
+            compiling = compile_stages if options.compile_blocks else _leave_forwards
+            self._restore_forwards = compiling(model, plan.trace.stages)
+            made.callback(self._restore_forwards)
+            self._binder = _make_binder(model, plan, self.store, self._device, weights)
             for stage in range(len(plan.trace.stages)):
                 self._fill(stage, initial)  # before `adopt`, which frees the present values
                 self._binder.adopt(stage)
-            # `train_step` divides the loss by the number of ranks itself.
-            share = 1 / fabric.size if options.user_loop else 1.0
+            share = 1 / fabric.size if options.user_loop else 1.0  # `train_step` divides the loss itself
             self.executor = Executor(
                 model,
                 plan,
@@ -275,6 +269,29 @@ def _refuse_meta(stage: StageSpec, values: Sequence[torch.Tensor]) -> None:
         )
 
 
+def _leave_forwards(model: nn.Module, stages: Sequence[StageSpec]) -> Callable[[], None]:
+    return lambda: None
+
+
+def _make_binder(
+    model: nn.Module, plan: Plan, store: WeightStore, device: Device, weights: Weights
+) -> Binder:
+    return Binder(
+        model,
+        store,
+        device.torch_device,
+        stable=weights.stable,
+        writable=frozenset() if plan.precision.mixed else plan.read_in_place,
+        written=plan.trace.written,
+    )
+
+
+def _refuse_missing_values(model: nn.Module, plan: Plan) -> None:
+    for spec in plan.trace.stages:
+        _refuse_meta(spec, [model.get_parameter(param.name) for param in spec.params])
+
+
 def _parameter_order(model: nn.Module, plan: Plan) -> list[tuple[int, int]]:
+    # The model's order, not that of stages: the order of a sum decides the last bits of the norm.
     keys = keys_by_name(plan.trace.stages)
     return [keys[name] for name, _ in model.named_parameters()]

@@ -189,12 +189,16 @@ def plan_request(
         batch_size=work.batch_size,
         precision=usable_precision(init.precision.precision, device),
         optimizer_state_bytes=optimizer_state_bytes(work.optimizer, stored=init.backend.optimizer_state),
-        fused_updates=work.optimizer.is_fused_on(device),
         micro_batch_size=work.micro_batch_size,
         disk=disk,
     )
     divided = divided_dry_runs(init, trainable, device=device, inference=inference)
-    return dataclasses.replace(request, data_workers=work.data_workers, divided=divided)
+    return dataclasses.replace(
+        request,
+        data_workers=work.data_workers,
+        divided=divided,
+        fused_updates=work.optimizer.is_fused_on(device),
+    )
 
 
 def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreShare:

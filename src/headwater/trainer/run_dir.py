@@ -125,16 +125,13 @@ class RunDir:
         """Write the params as resolved, without `ckpt_path`: a resumed run uses its own checkpoints."""
         tree = resolved_params(config)
         tree["trainer"].get("fit", {}).pop("ckpt_path", None)
-        self._write_params(tree)
+        _write_params(self.params, tree)
 
     def write_user_params(self, config: UserConfig) -> None:
         """Write the params of a run of the user's own model, in the older form, as `write_params` does."""
         keys = {key: value for key, value in config.params["runconfig"].items() if key != "checkpoint_path"}
         keys["model_dir"] = str(config.init.model_dir.absolute())
-        self._write_params({**config.params, "runconfig": keys})
-
-    def _write_params(self, tree: dict[str, Any]) -> None:
-        replace_file(self.params, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode())
+        _write_params(self.params, {**config.params, "runconfig": keys})
 
     def write_plan(self, plan: Plan) -> None:
         """Write the plan as `headwater plan` prints it."""
@@ -197,6 +194,10 @@ class RunDir:
                 remedy="name the folder that headwater fit wrote; it holds params.yaml",
             )
         return self.params
+
+
+def _write_params(path: Path, tree: dict[str, Any]) -> None:
+    replace_file(path, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode())
 
 
 def resolved_params(config: RunConfig) -> dict[str, Any]:
