@@ -44,18 +44,20 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path):
-    """Trains four steps with callbacks; returns the folder of the run."""
+    """Trains a small model with callbacks on a text, four steps by default; returns the folder of the run."""
     from headwater.data.prepare import prepare
     from headwater.data.settings import PrepareSettings
     from headwater.data.tokenizer import TrainBPE
 
-    (tmp_path / "text.txt").write_text(TEXT * 4)
-    prepare([tmp_path / "text.txt"], tmp_path / "data", PrepareSettings(TrainBPE(300), 64))
-
-    def train(name, callbacks):
+    def train(name, callbacks, text=TEXT * 4, **loop):
+        data = tmp_path / f"data-{hash(text)}"
+        if not data.exists():
+            (tmp_path / "text.txt").write_text(text)
+            prepare([tmp_path / "text.txt"], data, PrepareSettings(TrainBPE(300), 64))
         tree = yaml.safe_load(PARAMS)
         tree["trainer"]["init"] |= {"callbacks": callbacks, "model_dir": str(tmp_path / name)}
-        tree["trainer"]["fit"]["train_dataloader"]["data_dir"] = str(tmp_path / "data" / "train")
+        tree["trainer"]["init"]["loop"] |= loop
+        tree["trainer"]["fit"]["train_dataloader"]["data_dir"] = str(data / "train")
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
         assert main(["fit", str(tmp_path / f"{name}.yaml")]) == 0
         return tmp_path / name

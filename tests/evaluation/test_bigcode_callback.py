@@ -36,6 +36,23 @@ def test_programs_are_written_and_run_at_their_steps_and_do_not_change_the_train
     assert losses(evaluated) == losses(run("plain", []))
 
 
+def test_a_model_that_has_learned_the_solutions_passes(run, tmp_path):
+    path = write_problems(tmp_path / "tasks" / "own.jsonl", ADD, LAST).parent
+    solutions = "\n".join(each["prompt"].strip() + "\n" + each["canonical_solution"] for each in (ADD, LAST))
+    arguments = {
+        "tasks": "own",
+        "include_path": str(path),
+        "n_samples": 10,
+        "max_tokens": 20,
+        "allow_code_execution": True,
+    }
+    section = {"BigCodeEvalHarness": {"bigcode_args": arguments}}
+    trained = run("trained", [section], text=(solutions + "\n") * 60, max_steps=200, eval_frequency=200)
+    results = json.loads((trained / "bigcode_0" / "evaluation_results_200.json").read_text())
+    assert results["own"]["pass@1"] > 0.5, results["outcomes"]
+    assert results["own"]["pass@10"] == 1.0
+
+
 def params(tmp_path, section):
     """Write params with the callback and without data, and return their file."""
     tree = yaml.safe_load(PARAMS)

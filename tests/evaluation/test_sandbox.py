@@ -265,6 +265,26 @@ def test_results_are_in_the_order_of_the_programs():
 
 
 @pytest.mark.real_start
+def test_a_user_without_rights_has_the_same_sandbox(tmp_path):
+    programs = {
+        "assert True": True,
+        "import os\nos._exit(0)": False,
+        f"open({str(tmp_path / 'new')!r}, 'w')": False,
+        "import socket\nsocket.create_connection(('127.0.0.1', 1))": False,
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nassert os.getuid() == 65534\n"
+        "assert libc.mount(b'none', b'/', None, 32 | 4096, None) == -1\nassert libc.setuid(0) == -1": True,
+    }
+    script = (
+        "from headwater.evaluation.sandbox import ProgramLimits, Sandbox\n"
+        f"for program in {list(programs)!r}: print(Sandbox(ProgramLimits()).run(program).passed)"
+    )
+    words = ["unshare", "--user", "--map-user=1000", "--map-group=1000", sys.executable, "-c", script]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.stdout.split() == [str(passes) for passes in programs.values()], ended.stderr
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.real_start
 def test_without_user_namespaces_no_program_runs():
     script = (
         "from headwater.evaluation.sandbox import ProgramLimits, Sandbox\n"
