@@ -1,8 +1,9 @@
 """A server under load: `python -m benchmarks.serving speed`, `clients`, `fuzz` or `disk`.
 
-`speed` compares tokens per second of `headwater serve`, through HTTP, with `generate` of the transformers
-library in this process, in turn. `clients` sends requests from 32 clients, and compares the answers with
-those of requests alone. `fuzz` sends damaged requests. `disk` serves a large random model in little memory.
+`speed` compares tokens per second of `headwater serve` with `transformers serve`, both through HTTP, and with
+`generate` of the transformers library in this process, in turn. `transformers serve` also needs the package
+fastapi. `clients` sends requests from 32 clients, and compares the answers with those of requests alone.
+`fuzz` sends damaged requests. `disk` serves a large random model in little memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -93,6 +95,14 @@ def make_model(args: argparse.Namespace, folder: Path) -> Path:
     return folder
 
 
+def text_prompts(tokenizer: Any, count: int) -> list[list[int]]:
+    """Return the ids of 32 tokens in a row of a text, at different places."""
+    text = gzip.decompress(sample_text().read_bytes()).decode()
+    ids = tokenizer(text[:200_000]).input_ids
+    starts = random.Random(0).sample(range(len(ids) - PROMPT_TOKENS), count)
+    return [ids[start : start + PROMPT_TOKENS] for start in starts]
+
+
 def random_prompts(model: Path, count: int) -> list[list[int]]:
     """Return prompts of random tokens of a model's vocabulary."""
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -153,15 +163,18 @@ def make_large_model(folder: Path) -> Path:
 class Server:
     """A running server."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str] | subprocess.Popen[bytes], url: str, model: str | None = None
+    ) -> None:
         self.process = process
         self.url = url
+        self._named = {} if model is None else {"model": model}
         # Variables of the environment may name a proxy, which cannot reach this server.
         self._client = httpx.Client(timeout=600, limits=httpx.Limits(max_connections=256), trust_env=False)
 
     def complete(self, prompt: Any, new_tokens: int) -> tuple[str, int]:
         """Return the greedy text after a prompt, and its number of tokens."""
-        body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0}
+        body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, **self._named}
         answer = self._client.post(f"{self.url}/v1/completions", json=body)
         answer.raise_for_status()
         found = answer.json()
@@ -169,7 +182,23 @@ class Server:
 
     def post(self, path: str, content: bytes) -> httpx.Response:
         """Send a body as it is."""
-        return self._client.post(f"{self.url}{path}", content=content)
+        return self._client.post(f"{self.url}{path}", content=content, timeout=60)
+
+    def is_healthy(self) -> bool:
+        """True if the server answers that it works."""
+        try:
+            return self._client.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_until_idle(self) -> None:
+        """Return when no text is computed any more, at most after a minute."""
+        end = time.monotonic() + 60
+        while 'headwater_active_sequences{model="model_run"} 0' not in (
+            self._client.get(f"{self.url}/metrics").text
+        ):
+            assert time.monotonic() < end, "the server computes texts of clients that have left"
+            time.sleep(0.1)
 
     def peak_memory(self) -> int:
         """Return the most bytes of memory that the process had."""
@@ -200,41 +229,83 @@ def at_once(clients: int, calls: Sequence[Callable[[], Any]]) -> tuple[list[Any]
     return found, time.perf_counter() - start
 
 
+@contextmanager
+def serving_of_library(folder: Path) -> Iterator[Server]:
+    """Serve a model with `transformers serve` in a process, in fp32 on the CPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ("serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu")
+    command = [sys.executable, "-m", "transformers.cli.transformers", *words, "--dtype", "float32"]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, env=offline, stderr=subprocess.DEVNULL)
+    server = Server(process, f"http://127.0.0.1:{port}", model=str(folder))
+    try:
+        while not server.is_healthy():
+            assert process.poll() is None, "transformers serve ended; it needs pip install fastapi openai"
+            time.sleep(0.5)
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def generated_by_library(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> int:
+    """Write texts with `generate` of the library in this process; return the number of new tokens."""
+    ids = torch.tensor(prompts)
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        written = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return int((written.shape[1] - ids.shape[1]) * len(prompts))
+
+
 def speed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Compare tokens per second with `generate` of the library."""
+    """Compare tokens per second with `transformers serve` and with `generate` of the library, in turn."""
     import transformers
 
     saved = make_model(args, folder / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(saved).eval()
-    results: dict[str, Any] = {}
-    with serving(imported(saved), "--batch_size", str(max(args.batches) // 4 + 1)) as server:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(saved)
+    results: dict[str, Any] = {"threads": torch.get_num_threads()}
+    words = ("--batch_size", str(max(args.batches) // 4 + 1))
+    with serving(imported(saved), *words) as ours, serving_of_library(saved) as theirs:
         for batch in args.batches:
-            prompts = random_prompts(saved, batch)
-            rates: dict[str, list[float]] = {"headwater": [], "transformers": []}
+            prompts = text_prompts(tokenizer, batch)
+
+            texts = [tokenizer.decode(prompt) for prompt in prompts]
+
+            def of_server(server: Server, texts: Sequence[str] = texts) -> int:
+                calls = [functools.partial(server.complete, text, args.new_tokens) for text in texts]
+                return sum(tokens for _, tokens in at_once(len(texts), calls)[0])
+
+            kinds: dict[str, Callable[[], int]] = {
+                "headwater serve": functools.partial(of_server, ours),
+                "transformers serve": functools.partial(of_server, theirs),
+                "transformers generate": functools.partial(
+                    generated_by_library, model, prompts, args.new_tokens
+                ),
+            }
+            rates: dict[str, list[float]] = {kind: [] for kind in kinds}
             for round_number in range(args.rounds + 1):  # the first one warms up
-                calls = [functools.partial(server.complete, prompt, args.new_tokens) for prompt in prompts]
-                found, seconds = at_once(batch, calls)
-                ours = sum(tokens for _, tokens in found) / seconds
-                start = time.perf_counter()
-                with torch.no_grad():
-                    written = model.generate(
-                        torch.tensor(prompts),
-                        attention_mask=torch.ones(batch, PROMPT_TOKENS, dtype=torch.long),
-                        max_new_tokens=args.new_tokens,
-                        do_sample=False,
-                        eos_token_id=None,
-                        pad_token_id=0,
-                    )
-                theirs = batch * (written.shape[1] - PROMPT_TOKENS) / (time.perf_counter() - start)
-                if round_number:
-                    rates["headwater"].append(ours)
-                    rates["transformers"].append(theirs)
-            pairs = zip(rates["headwater"], rates["transformers"], strict=True)
-            ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-            results[f"batch {batch}"] = {**rates, "ratio": ratio}
-            medians = {name: f"{statistics.median(each):.1f}" for name, each in rates.items()}
-            print(f"batch {batch}: tokens/s {medians}, headwater / transformers {ratio:.2f}")
+                for kind, written in kinds.items():
+                    start = time.perf_counter()
+                    rate = written() / (time.perf_counter() - start)
+                    if round_number:
+                        rates[kind].append(rate)
+            results[f"batch {batch}"] = {"tokens_per_second": rates, "ratios": ratios(rates)}
+            medians = {kind: f"{statistics.median(each):.1f}" for kind, each in rates.items()}
+            print(f"batch {batch}: tokens/s {medians}, headwater / others {ratios(rates)}", flush=True)
     return results
+
+
+def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
+    """Return the median of the ratios of Headwater's rate to each other one in the same round."""
+    ours = rates["headwater serve"]
+    return {
+        kind: round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
+        for kind, theirs in rates.items()
+        if theirs is not ours
+    }
 
 
 def clients(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -250,59 +321,77 @@ def clients(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"requests": args.requests, "answers": len(found), "wrong": wrong, "seconds": seconds}
 
 
-def fuzz(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Send damaged requests. Each must get an answer, none with a status of 500 or more."""
-    generator = random.Random(0)
-    values: list[Any] = [
-        None,
-        True,
-        0,
-        -1,
-        1e308,
-        10**30,
-        "",
-        "a",
-        "\ud800",
-        [],
-        [[]],
-        {},
-        {"a": 1},
-        [1, "a"],
-        "\0" * 999,
-    ]
-    shapes: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": "a", "max_tokens": 2, "stop": ["b"], "n": 2, "logprobs": 1, "seed": 3},
-        "/v1/chat/completions": {
-            "messages": [{"role": "user", "content": "a"}],
-            "max_tokens": 2,
-            "top_p": 0.5,
-        },
-        "/score": {"input_data": ["a"], "params": {"max_new_tokens": 2, "do_sample": True}},
-    }
+VALUES: list[Any] = [
+    None, True, 0, -1, 1e308, 10**30, "", "a", "\ud800", [], [[]], {}, {"a": 1}, [1, "a"], "\0" * 999,
+    "x" * 99_999,
+]  # fmt: skip
+"""Values that replace those of a request."""
+KEYS = ("stream", "temperature", "top_k", "model", "echo", "num_beams", "other")
+"""Keys that a request gets beside its own."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2, "stop": ["b"], "n": 2, "logprobs": 1, "seed": 3},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 2,
+        "top_p": 0.5,
+    },
+    "/score": {"input_data": ["a"], "params": {"max_new_tokens": 2, "do_sample": True}},
+}
+"""Requests without a fault, by path."""
 
-    def damaged() -> tuple[str, bytes]:
-        path = generator.choice(list(shapes))
-        body = json.loads(json.dumps(shapes[path]))
-        for _ in range(generator.randint(0, 2)):
-            key = generator.choice([*body, "stream", "temperature", "top_k", "model", "echo", "other"])
-            body[key] = generator.choice(values)
-        raw = bytearray(json.dumps(body).encode())
-        for _ in range(generator.choice([0, 0, 0, 1, 3])):
-            raw[generator.randrange(len(raw))] = generator.randrange(256)
-        return path, bytes(raw[: generator.randint(0, len(raw))] if generator.random() < 0.1 else raw)
+
+@functools.cache
+def oversized() -> bytes:
+    """Return a body that is larger than the server accepts."""
+    return json.dumps({"prompt": "x " * 9 * 2**20}).encode()
+
+
+def damaged(generator: random.Random) -> tuple[str, bytes]:
+    """Return a path, and a body of which some keys or bytes are wrong; one of 200 is too large."""
+    path = generator.choice(list(SHAPES))
+    if generator.random() < 0.005:
+        return path, oversized()
+    body = json.loads(json.dumps(SHAPES[path]))
+    for _ in range(generator.randint(0, 2)):
+        body[generator.choice([*body, *KEYS])] = generator.choice(VALUES)
+    raw = bytearray(json.dumps(body).encode())
+    for _ in range(generator.choice([0, 0, 0, 1, 3])):
+        raw[generator.randrange(len(raw))] = generator.randrange(256)
+    return path, bytes(raw[: generator.randint(0, len(raw))] if generator.random() < 0.1 else raw)
+
+
+def leave_early(server: Server, path: str, raw: bytes, part: float) -> str:
+    """Send a part of a request, and close the connection without reading."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall((head + raw)[: int(part * (len(head) + len(raw)))])
+    return "left"
+
+
+def fuzz(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Send damaged requests; one client of ten leaves before the answer.
+
+    Each of the others must get an answer within a minute, none with a status of 500 or more.
+    """
+    generator = random.Random(0)
+
+    def call(server: Server) -> Callable[[], int | str]:
+        path, raw = damaged(generator)
+        if generator.random() < 0.1:
+            part = generator.choice([generator.random(), 1.0])
+            return functools.partial(leave_early, server, path, raw, part)
+        return lambda: server.post(path, raw).status_code
 
     with serving(imported(make_model(args, folder / "model"))) as server:
-        requests = [damaged() for _ in range(args.requests)]
-        calls = [functools.partial(server.post, *each) for each in requests]
-        answers, seconds = at_once(16, calls)
-        found = [answer.status_code for answer in answers]
-        healthy = server._client.get(f"{server.url}/health").status_code == 200
-    counts = Counter(found)
-    print(
-        f"{len(found)} answers in {seconds:.1f} s, status codes {dict(counts)}, healthy after them: {healthy}"
-    )
-    assert healthy and max(counts) < 500, "the server failed"
-    return {"statuses": dict(counts), "seconds": seconds}
+        found, seconds = at_once(16, [call(server) for _ in range(args.requests)])
+        server.wait_until_idle()
+        healthy = server.is_healthy() and server.complete("a", 2)[1] == 2
+        peak = server.peak_memory()
+    counts = Counter(map(str, found))
+    print(f"{len(found)} requests in {seconds:.1f} s: {dict(counts)}, healthy after them: {healthy}")
+    assert healthy and not any(count.startswith("5") for count in counts), "the server failed"
+    return {"results": dict(counts), "seconds": seconds, "healthy": healthy, "peak_bytes": peak}
 
 
 def disk(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
