@@ -238,7 +238,7 @@ def serving_of_library(folder: Path) -> Iterator[Server]:
     words = ("serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu")
     command = [sys.executable, "-m", "transformers.cli.transformers", *words, "--dtype", "float32"]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, env=offline, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=offline, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     server = Server(process, f"http://127.0.0.1:{port}", model=str(folder))
     try:
         while not server.is_healthy():
