@@ -347,7 +347,7 @@ def oversized() -> bytes:
 
 
 def damaged(generator: random.Random) -> tuple[str, bytes]:
-    """Return a path, and a body of which some keys or bytes are wrong; one of 200 is too large."""
+    """Return a path and a body. Some keys or bytes are wrong, and one body of 200 is too large."""
     path = generator.choice(list(SHAPES))
     if generator.random() < 0.005:
         return path, oversized()
