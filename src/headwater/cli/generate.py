@@ -11,15 +11,19 @@ from headwater.core.errors import ConfigError
 from headwater.evaluation.passes import check_ids
 from headwater.generation.batcher import GenerationRequest
 from headwater.generation.beams import BeamSearch
+from headwater.generation.fill_mask import Filling
 from headwater.generation.sampling import Sampling
-from headwater.trainer.inference import Inference, model_codec, open_batcher
+from headwater.trainer.inference import Inference, model_codec, open_batcher, open_filler
 from headwater.trainer.run_dir import RunDir
-from headwater.trainer.zoo_job import language_model
+from headwater.trainer.zoo_job import language_model, masked_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater generate`."""
-    parser.description = "Continue a text, or answer a message, with the newest checkpoint of a run."
+    parser.description = (
+        "Continue a text, or answer a message, with the newest checkpoint of a run. A BERT fills in the mask "
+        "tokens of the text instead, and prints the --top_k most likely tokens (5)."
+    )
     parser.add_argument(
         "--model_dir",
         required=True,
@@ -111,8 +115,38 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the prompt with its continuation, or the answer to a message; return the exit code."""
-    print(continued(read_folder(args.model_dir), args))
+    config = read_folder(args.model_dir)
+    print(continued(config, args) if masked_model(config) is None else filled(config, args))
     return 0
+
+
+def filled(config: RunConfig, args: argparse.Namespace) -> str:
+    """Return a line for each likely token at each masked place of the prompt: probability, token, whole text.
+
+    Args:
+        config: the run of a model that predicts masked tokens.
+        args: the arguments that `add_arguments` adds.
+
+    Raises:
+        ConfigError: if an argument is out of range, or is for models that continue texts.
+        CheckpointError: if the run has no checkpoint.
+        DataError: if the tokenizer is missing, the prompt has no mask token, or it does not fit the model.
+    """
+    for option in ("chat", "system", "end_of_text"):
+        if getattr(args, option) is not None:
+            raise ConfigError(
+                f"a {config.init.model.name} fills in mask tokens, and has no use for --{option}",
+                where=f"--{option}",
+                remedy="remove it",
+            )
+    inference = Inference(1, checkpoint=args.checkpoint_path)
+    with open_filler(config, inference, args.tokenizer) as filler:
+        places = filler.fill([filler.read(args.prompt)], 5 if args.top_k is None else args.top_k)[0]
+
+    def line(each: Filling) -> str:
+        return f"{each.score:.4f}  {each.token_str}  {each.sequence}"
+
+    return "\n\n".join("\n".join(map(line, place)) for place in places)
 
 
 def continued(config: RunConfig, args: argparse.Namespace) -> str:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from headwater.cli.arguments import add_checkpoint_arguments, add_override_options, read_folder
 from headwater.core.errors import ConfigError
+from headwater.serving.filling import FillWorker, ServedFiller
 from headwater.serving.process import Address, listen, serve
 from headwater.serving.service import Service
 from headwater.serving.worker import Worker
 from headwater.serving.writing import ServedModel
 from headwater.trainer.checkpoint import CheckpointManager
-from headwater.trainer.inference import PASS_TOKENS, Inference, model_codec, open_batcher
+from headwater.trainer.inference import PASS_TOKENS, Inference, model_codec, open_batcher, open_filler
+from headwater.trainer.zoo_job import masked_model
 
 _MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk"})
 _OWN = frozenset({"model_dir", "model", "batch_size", "checkpoint_path"})
@@ -129,16 +131,22 @@ def open_service(args: argparse.Namespace) -> Iterator[Service]:
             )
     inference = Inference(args.batch_size, args.max_sequence_length, args.checkpoint_path)
     with ExitStack() as opened:
-        models = {}
+        models: dict[str, ServedModel | ServedFiller] = {}
         for name, folder in named.items():
             config = read_folder(folder, args.overrides)
+            checkpoint = args.checkpoint_path or CheckpointManager(config.init.model_dir).newest_whole()
+            source = f"{folder.resolve()}, checkpoint {checkpoint and checkpoint.resolve()}"
+            if masked_model(config) is not None:
+                filler = opened.enter_context(open_filler(config, inference, args.tokenizer))
+                filling = FillWorker(filler, f"headwater-serve-{name}")
+                opened.callback(filling.close)
+                models[name] = ServedFiller(name, filling, int(time.time()), source)
+                continue
             codec = model_codec(config, args.tokenizer, args.eos_id)
             model, batcher = opened.enter_context(open_batcher(config, inference, args.pass_tokens))
             worker = Worker(batcher, f"headwater-serve-{name}")
             # Before the engine closes: the thread uses it.
             opened.callback(worker.close)
-            checkpoint = args.checkpoint_path or CheckpointManager(config.init.model_dir).newest_whole()
-            source = f"{folder.resolve()}, checkpoint {checkpoint and checkpoint.resolve()}"
             models[name] = ServedModel(name, codec, model.vocab_size, worker, int(time.time()), source)
         service = Service(models)
         opened.callback(service.close)

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, DataError
 from headwater.core.side_files import end_tokens, special_token
 
 if TYPE_CHECKING:
@@ -114,6 +114,47 @@ class Codec:
         return render(template, messages, prompt=prompt, **tokens, **variables)
 
 
+def open_tokenizer(path: Path) -> Tokenizer:
+    """Load a tokenizer.
+
+    Args:
+        path: tokenizer.json, or a folder with a tokenizer.
+
+    Raises:
+        ConfigError: if the tokenizers library is not installed.
+        DataError: if the tokenizer is missing or damaged.
+    """
+    try:
+        from headwater.data.tokenizer import load_tokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"reading text needs {error.name}", remedy="run: pip install 'headwater[data]'"
+        ) from error
+    return load_tokenizer(path)
+
+
+def mask_token_id(tokenizer: Tokenizer, folder: Path) -> int:
+    """Return the id of the token that stands for a masked one.
+
+    Args:
+        tokenizer: the tokenizer.
+        folder: folder with its other files.
+
+    Raises:
+        DataError: if the tokenizer has no mask token.
+    """
+    names = (special_token(folder, "mask_token"), "[MASK]", "<mask>")
+    found = (tokenizer.token_to_id(name) for name in names if name is not None)
+    token = next((token for token in found if token is not None), None)
+    if token is None:
+        raise DataError(
+            "the tokenizer has no mask token",
+            where=str(folder),
+            remedy="name it as mask_token in tokenizer_config.json",
+        )
+    return int(token)
+
+
 def open_codec(path: Path, end: int | str | None = None, known_ends: tuple[int, ...] = ()) -> Codec:
     """Load a tokenizer with its special tokens.
 
@@ -126,13 +167,9 @@ def open_codec(path: Path, end: int | str | None = None, known_ends: tuple[int, 
         ConfigError: if the tokenizers library is not installed.
         DataError: if the tokenizer is missing or damaged, or has no end token.
     """
-    try:
-        from headwater.data.tokenizer import end_of_text_id, load_tokenizer
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"reading text needs {error.name}", remedy="run: pip install 'headwater[data]'"
-        ) from error
-    tokenizer = load_tokenizer(path)
+    tokenizer = open_tokenizer(path)
+    from headwater.data.tokenizer import end_of_text_id
+
     if isinstance(end, str):
         end = end_of_text_id(tokenizer, end)
     folder = path if path.is_dir() else path.parent

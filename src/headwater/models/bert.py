@@ -149,6 +149,23 @@ class Bert(EncoderModel):
         """Return the logits [batch, seq, vocab] of all positions."""
         return self.mlm(self.encode(batch))  # type: ignore[no-any-return]
 
+    @property
+    def padding_id(self) -> int:
+        """The token id that fills sequences."""
+        return self.config.pad_token_id
+
+    def logits_at(self, input_ids: Tensor, attention_mask: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        """Return the logits [n, vocab] at `places` [n] of the sequences `rows` [n].
+
+        Args:
+            input_ids: token ids, [batch, seq].
+            attention_mask: 0 for padding, [batch, seq].
+            rows: numbers of sequences.
+            places: positions in these sequences.
+        """
+        hidden = self.encode({"input_ids": input_ids, "attention_mask": attention_mask})
+        return self.mlm(hidden[rows, places])  # type: ignore[no-any-return]
+
     def _weights(self, weights: Tensor) -> Tensor:
         config = self.config
         if config.mlm_loss_scaling == "batch_size":

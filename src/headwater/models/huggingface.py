@@ -71,6 +71,23 @@ class HuggingFaceModel(nn.Module):
         return loss
 
     @property
+    def padding_id(self) -> int:
+        """The token id that fills sequences."""
+        return int(getattr(self.hf.config.get_text_config(), "pad_token_id", None) or 0)
+
+    def logits_at(self, input_ids: Tensor, attention_mask: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        """Return the logits [n, vocab] at `places` [n] of the sequences `rows` [n].
+
+        Args:
+            input_ids: token ids, [batch, seq].
+            attention_mask: 0 for padding, [batch, seq].
+            rows: numbers of sequences.
+            places: positions in these sequences.
+        """
+        logits: Tensor = self.hf(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits[rows, places]
+
+    @property
     def max_length(self) -> int:
         """Maximum length of a sequence in tokens."""
         return self.config.max_position_embeddings

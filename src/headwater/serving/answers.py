@@ -13,6 +13,7 @@ from headwater.core.errors import HeadwaterError
 from headwater.core.seeding import derive_seed
 from headwater.generation.batcher import FinishReason
 from headwater.generation.sampling import Chosen, Sampling
+from headwater.serving.answer import Answer
 from headwater.serving.schemas import CardRequest, ChatRequest, CompletionRequest, TextSettings
 from headwater.serving.writing import (
     Delta,
@@ -29,8 +30,8 @@ from headwater.serving.writing import (
 Json = dict[str, Any]
 
 
-class Answer(abc.ABC):
-    """An answer that a model writes. Any thread may make an answer; `begin` starts the texts.
+class WrittenAnswer(Answer):
+    """An answer that a model writes.
 
     Args:
         model: the model.
@@ -42,29 +43,22 @@ class Answer(abc.ABC):
 
     Attributes:
         model: the model.
-        prompt_tokens: tokens of all prompts.
         writings: the texts that have begun.
     """
 
     def __init__(
         self, model: ServedModel, requests: Sequence[TextRequest], prompts: Sequence[Sequence[int]]
     ) -> None:
+        super().__init__(model.name, len(requests), sum(map(len, prompts)))
         self.model = model
-        self.requests = requests
-        self.prompt_tokens = sum(map(len, prompts))
+        self._requests = requests
         self.writings: list[Writing] = []
         for prompt in prompts:
             check_ids(prompt, model.vocab_size)
 
     def begin(self) -> None:
-        """Begin to write. Call this in the asyncio loop that reads the answer.
-
-        Raises:
-            DataError: if a request does not fit the model.
-            HeadwaterError: if the model cannot be used any more.
-        """
         try:
-            for request in self.requests:
+            for request in self._requests:
                 self.writings.append(Writing(self.model, request))
         except BaseException:
             # Whatever it is, also an interrupt: the client never gets the texts that have begun.
@@ -73,11 +67,9 @@ class Answer(abc.ABC):
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens so far."""
         return sum(writing.num_tokens for writing in self.writings)
 
     def cancel(self) -> None:
-        """Stop writing."""
         for writing in self.writings:
             writing.cancel()
 
@@ -120,12 +112,8 @@ class Answer(abc.ABC):
             for task in tasks:
                 task.cancel()
 
-    @abc.abstractmethod
-    async def body(self) -> Any:
-        """Return the whole answer as JSON."""
 
-
-class OpenAIAnswer(Answer):
+class OpenAIAnswer(WrittenAnswer):
     """An answer of OpenAI's API.
 
     Args:
@@ -328,7 +316,7 @@ class Chat(OpenAIAnswer):
 
 
 @final
-class CardAnswer(Answer):
+class CardAnswer(WrittenAnswer):
     """A list of texts, the answer to the card's JSON."""
 
     def __init__(self, model: ServedModel, body: CardRequest) -> None:

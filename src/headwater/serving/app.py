@@ -17,7 +17,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from headwater.core.errors import HeadwaterError
-from headwater.serving.answers import Answer, OpenAIAnswer
+from headwater.serving.answer import Answer
+from headwater.serving.answers import OpenAIAnswer
 from headwater.serving.errors import ApiError, of_project
 from headwater.serving.metrics import Metrics
 from headwater.serving.process import is_loopback
@@ -148,7 +149,7 @@ class Server:
         yield "data: [DONE]\n\n"
 
     def _count(self, answer: Answer) -> None:
-        self._metrics.used(answer.model.name, answer.prompt_tokens, answer.num_tokens)
+        self._metrics.used(answer.model_name, answer.prompt_tokens, answer.num_tokens)
 
     async def _list(self, request: Request) -> Response:
         names = list(self._service.models)
@@ -159,7 +160,7 @@ class Server:
 
     def _described(self, name: str) -> dict[str, object]:
         model = self._service.models[name]
-        length = model.worker.batcher.max_length
+        length = model.worker.max_length
         return {
             "id": name,
             "object": "model",

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from headwater.core.errors import DataError, HeadwaterError, NonFiniteError
 from headwater.core.files import replace_file
-from headwater.serving.answers import Answer
+from headwater.serving.answer import Answer
 from headwater.serving.errors import TOO_MANY, ApiError, of_project
 from headwater.serving.service import CARD, Service, parsed
 

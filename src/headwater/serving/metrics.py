@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import final
 
+from headwater.serving.filling import ServedFiller
 from headwater.serving.writing import ServedModel
 
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -72,7 +73,7 @@ class Metrics:
         with self._lock:
             self._disconnects += 1
 
-    def text(self, models: Mapping[str, ServedModel]) -> str:
+    def text(self, models: Mapping[str, ServedModel | ServedFiller]) -> str:
         """Return all counters, and the state of the models."""
         with self._lock:
             lines = [
@@ -99,7 +100,7 @@ class Metrics:
 
 _STATES = (
     ("passes_total", "counter", "Passes over the weights.", lambda model: model.worker.passes),
-    ("active_sequences", "gauge", "Sequences that are computed.", lambda model: model.worker.batcher.active),
+    ("active_sequences", "gauge", "Sequences that are computed.", lambda model: model.worker.active),
     (
         "waiting_requests",
         "gauge",
@@ -110,13 +111,13 @@ _STATES = (
         "cache_tokens",
         "gauge",
         "Tokens with memory for keys and values.",
-        lambda model: model.worker.batcher.used_cache_tokens,
+        lambda model: model.worker.used_cache_tokens,
     ),
     (
         "cache_limit_tokens",
         "gauge",
         "Most tokens with memory for keys and values.",
-        lambda model: model.worker.batcher.limits.cache_tokens,
+        lambda model: model.worker.cache_limit_tokens,
     ),
     ("model_up", "gauge", "1 if the model answers.", lambda model: int(model.worker.error is None)),
 )

@@ -11,8 +11,10 @@ from typing import Any, final
 from pydantic import ValidationError
 
 from headwater.core.errors import HeadwaterError
-from headwater.serving.answers import Answer, CardAnswer, Chat, Completion
+from headwater.serving.answer import Answer
+from headwater.serving.answers import CardAnswer, Chat, Completion
 from headwater.serving.errors import TOO_MANY, ApiError, of_project, of_validation
+from headwater.serving.filling import FillAnswer, ServedFiller
 from headwater.serving.schemas import MOST_TEXTS, CardRequest, ChatRequest, CompletionRequest
 from headwater.serving.writing import ServedModel
 
@@ -39,7 +41,7 @@ class Service:
         models: the models by name; the first one answers requests that name no model.
     """
 
-    def __init__(self, models: Mapping[str, ServedModel]) -> None:
+    def __init__(self, models: Mapping[str, ServedModel | ServedFiller]) -> None:
         self.models = models
         self._readers = ThreadPoolExecutor(2, "headwater-serve-read")
 
@@ -62,7 +64,7 @@ class Service:
             else:
                 loop = asyncio.get_running_loop()
                 answer = await loop.run_in_executor(self._readers, self._read, path, raw)
-                _check_queue(answer.model, len(answer.requests))  # the queue may be longer now
+                _check_queue(self.models[answer.model_name], answer.num_texts)  # the queue may be longer now
             answer.begin()
         except HeadwaterError as error:
             raise of_project(error) from error
@@ -79,11 +81,16 @@ class Service:
         model = self.model(body.model)
         _check_count(body.count)
         _check_queue(model, body.count)
+        if isinstance(model, ServedFiller):
+            if not isinstance(body, CardRequest):
+                message = f"{model.name} fills in mask tokens, and writes no texts; remedy: send it to {CARD}"
+                raise ApiError(400, message, param="model")
+            return FillAnswer(model, body)
         if isinstance(body, CompletionRequest):
             return Completion(model, body)
         return Chat(model, body) if isinstance(body, ChatRequest) else CardAnswer(model, body)
 
-    def model(self, name: str | None) -> ServedModel:
+    def model(self, name: str | None) -> ServedModel | ServedFiller:
         """Return a model.
 
         Raises:
@@ -125,7 +132,7 @@ def parsed(raw: bytes | str) -> dict[str, Any]:
     return body
 
 
-def _check_queue(model: ServedModel, count: int) -> None:
+def _check_queue(model: ServedModel | ServedFiller, count: int) -> None:
     """Raise `ApiError` if too many texts would wait for a model after a request for `count` texts."""
     waiting = model.worker.waiting
     if waiting + count > _MOST_WAITING:

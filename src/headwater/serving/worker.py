@@ -43,6 +43,26 @@ class Worker:
             return len(self._new) + self.batcher.waiting
 
     @property
+    def max_length(self) -> int:
+        """Most tokens whose keys and values one request may need."""
+        return self.batcher.max_length
+
+    @property
+    def active(self) -> int:
+        """Number of sequences that are computed."""
+        return self.batcher.active
+
+    @property
+    def used_cache_tokens(self) -> int:
+        """Tokens for which keys and values have memory."""
+        return self.batcher.used_cache_tokens
+
+    @property
+    def cache_limit_tokens(self) -> int:
+        """Most tokens for which keys and values have memory."""
+        return self.batcher.limits.cache_tokens
+
+    @property
     def error(self) -> HeadwaterError | None:
         """The error that ended the worker; `None` while it works."""
         return self._error

@@ -110,7 +110,7 @@ class Writing:
         self._ends = frozenset(model.codec.ends)
         self._stream = TextStream(model.codec.decode, request.prompt, request.stops)
         prompt = len(request.prompt)
-        room = max(1, model.worker.batcher.max_length - prompt + 1)
+        room = max(1, model.worker.max_length - prompt + 1)
         self._generation = model.worker.submit(
             GenerationRequest(
                 request.prompt,
@@ -179,12 +179,12 @@ def check_length(model: ServedModel, characters: int) -> None:
     Raises:
         DataError: if it has too many characters.
     """
-    most = LONGEST_TOKEN * model.worker.batcher.max_length
+    most = LONGEST_TOKEN * model.worker.max_length
     if characters > most:
         raise DataError(
             f"expected a prompt of at most {most} characters, got {characters}",
             where="prompt",
-            remedy=f"shorten the prompt: the model reads at most {model.worker.batcher.max_length} tokens",
+            remedy=f"shorten the prompt: the model reads at most {model.worker.max_length} tokens",
         )
 
 

@@ -9,17 +9,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from headwater.api.engines import disk_folder
+from headwater.config.models.decoder import DecoderConfig
+from headwater.config.models.encoder import BertConfig
 from headwater.config.models.huggingface import HuggingFaceConfig
 from headwater.config.models.preference import DPOConfig
 from headwater.config.run import RunConfig
-from headwater.core.errors import CheckpointError
+from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.loss_function import LossFunction
-from headwater.data.codec import Codec, open_codec
+from headwater.data.codec import Codec, mask_token_id, open_codec, open_tokenizer
 from headwater.evaluation.scorer import Scorer, check_length, largest_pass
 from headwater.generation.batcher import ACTIVE_PER_ROW, Batcher, Limits
+from headwater.generation.fill_mask import MaskFiller, MaskModel, likely
 from headwater.models.sequences import LanguageModel, read_largest
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager
@@ -27,7 +31,7 @@ from headwater.trainer.engines import open_engine, trained_model
 from headwater.trainer.huggingface import weights_folder
 from headwater.trainer.planning import Workload
 from headwater.trainer.run_dir import RunDir
-from headwater.trainer.zoo_job import language_model, policy_names, zoo_trainable
+from headwater.trainer.zoo_job import language_model, masked_model, policy_names, zoo_trainable
 
 PASS_TOKENS = 512
 """Most new tokens of one pass over the weights, if the user sets no other number."""
@@ -82,7 +86,8 @@ def open_scorer(config: RunConfig, inference: Inference) -> Iterator[Scorer]:
         CheckpointError: if the weights are missing.
         DoesNotFitError: if not even one sequence fits into the memory of the params.
     """
-    with _opened(config, inference, functools.partial(largest_pass, generates=inference.generates)) as model:
+    largest = functools.partial(largest_pass, generates=inference.generates)
+    with _opened(config, language_model(config), inference, largest) as model:
         size = model.engine.plan.micro_batch_size
         yield make_scorer(model.engine, model.vocab_size, model.length, size)
 
@@ -111,7 +116,7 @@ def open_batcher(
         input_ids = batch["input_ids"].long()
         return read_largest(cast(LanguageModel, model), input_ids, pass_tokens, ACTIVE_PER_ROW)
 
-    with _opened(config, inference, largest) as model:
+    with _opened(config, language_model(config), inference, largest) as model:
         engine, rows = model.engine, model.engine.plan.micro_batch_size
         active = min(ACTIVE_PER_ROW * rows, pass_tokens)
         limits = Limits(rows * model.length, pass_tokens, active, model.length)
@@ -122,9 +127,62 @@ def open_batcher(
 
 
 @contextmanager
-def _opened(config: RunConfig, inference: Inference, largest: LossFunction) -> Iterator[Opened]:
-    """Open a language model with a plan for the pass that `largest` runs."""
-    model = language_model(config)
+def open_filler(
+    config: RunConfig, inference: Inference, tokenizer: Path | None = None
+) -> Iterator[MaskFiller]:
+    """Open the encoder of a run to fill masked places of texts.
+
+    Args:
+        config: the run.
+        inference: the model and its memory: `batch_size` texts of full length in a pass.
+        tokenizer: see `model_codec`.
+
+    Yields:
+        What fills masked places with the model.
+
+    Raises:
+        ConfigError: if the model does not predict masked tokens.
+        CheckpointError: if the weights are missing.
+        DataError: if the tokenizer or its mask token is missing.
+        DoesNotFitError: if not even one text fits into the memory of the params.
+    """
+    section = masked_model(config)
+    if section is None:
+        raise ConfigError(
+            f"a {config.init.model.name} does not predict masked tokens",
+            where=f"{config.source}: trainer.init.model.name",
+            remedy="name a run whose model is a BERT",
+        )
+    path = _tokenizer_path(config, tokenizer)
+    loaded = open_tokenizer(path)
+    mask = mask_token_id(loaded, path if path.is_dir() else path.parent)
+
+    def largest(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        input_ids, attention_mask = (batch[name].long() for name in ("input_ids", "attention_mask"))
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return likely(cast(MaskModel, model), input_ids, attention_mask, torch.zeros_like(places), places)
+
+    with _opened(config, section, inference, largest) as model:
+        engine = model.engine
+        yield MaskFiller(
+            cast(MaskModel, engine.model),
+            loaded,
+            mask,
+            engine.plan.device,
+            engine.plan.micro_batch_size,
+            model.length,
+            engine.inference,
+        )
+
+
+@contextmanager
+def _opened(
+    config: RunConfig,
+    model: DecoderConfig | BertConfig | HuggingFaceConfig,
+    inference: Inference,
+    largest: LossFunction,
+) -> Iterator[Opened]:
+    """Open a model with a plan for the pass that `largest` runs."""
     length = check_length(model.max_position_embeddings, inference.max_length)
     init = config.init.model_copy(update={"model": model})
     trainable = dataclasses.replace(zoo_trainable(init, length), loss=largest)
@@ -177,9 +235,14 @@ def model_codec(config: RunConfig, tokenizer: Path | None, end: int | str | None
     Raises:
         DataError: if the tokenizer is missing.
     """
+    prepared = RunDir(config.init.model_dir).prepared_data()
+    known = () if prepared is None else (prepared.end_of_text_id,)
+    return open_codec(_tokenizer_path(config, tokenizer), end, known)
+
+
+def _tokenizer_path(config: RunConfig, tokenizer: Path | None) -> Path:
+    """Return the file or the folder of the tokenizer of a run's model; see `model_codec`."""
     run_dir, model = RunDir(config.init.model_dir), config.init.model
-    path = tokenizer
-    if path is None and isinstance(model, HuggingFaceConfig) and not run_dir.tokenizer.is_file():
-        path = model.hf
-    prepared = run_dir.prepared_data()
-    return open_codec(path or run_dir.tokenizer, end, () if prepared is None else (prepared.end_of_text_id,))
+    if tokenizer is None and isinstance(model, HuggingFaceConfig) and not run_dir.tokenizer.is_file():
+        return model.hf
+    return tokenizer or run_dir.tokenizer

@@ -8,6 +8,7 @@ from torch import nn
 
 from headwater.config.models import ModelConfig
 from headwater.config.models.decoder import DecoderConfig
+from headwater.config.models.encoder import BertConfig
 from headwater.config.models.huggingface import HuggingFaceConfig
 from headwater.config.models.preference import DPOConfig
 from headwater.config.run import InitConfig, RunConfig
@@ -161,6 +162,14 @@ def language_model(config: RunConfig) -> DecoderConfig | HuggingFaceConfig:
             remedy="name a run whose model is a decoder",
         )
     return model
+
+
+def masked_model(config: RunConfig) -> BertConfig | HuggingFaceConfig | None:
+    """Return the section of a model that predicts masked tokens; `None` for other models."""
+    model = config.init.model
+    if isinstance(model, BertConfig) or (isinstance(model, HuggingFaceConfig) and model.kind == "masked_lm"):
+        return model
+    return None
 
 
 def fit_section(config: RunConfig) -> FitConfig:
