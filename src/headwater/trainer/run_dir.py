@@ -78,10 +78,6 @@ class RunDir:
         """TensorBoard's events of training. Those of evaluations are in the folder `eval` beside it."""
         return self.path / "train"
 
-    def logged_run(self, logger: str) -> Path:
-        """Return the file with the identifier of the run of a logger such as `WandbLogger`."""
-        return self.path / f"logged_run_{logger}.json"
-
     @property
     def profile(self) -> Path:
         """The folder of the profile of some steps."""

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, final
 
 import yaml
@@ -112,9 +113,7 @@ class Tracker(Callback):
         """Open the run, and keep its identifier for later processes."""
         run = self._service.open_run(opening)
         logger.info("%s: %s", self._service.name, run.place)
-        replace_file(
-            self._run_dir.logged_run(self._service.name), json.dumps({"run_id": run.identifier}).encode()
-        )
+        replace_file(self._identifier_file, json.dumps({"run_id": run.identifier}).encode())
         return run
 
     def _continued(self) -> str | None:
@@ -135,10 +134,14 @@ class Tracker(Callback):
             )
         return found
 
+    @property
+    def _identifier_file(self) -> Path:
+        return self._run_dir.path / f"logged_run_{self._service.name}.json"
+
     def _known(self) -> str | None:
         """Return the identifier that an earlier process has kept."""
         try:
-            found = json.loads(self._run_dir.logged_run(self._service.name).read_bytes())
+            found = json.loads(self._identifier_file.read_bytes())
             return str(found["run_id"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
