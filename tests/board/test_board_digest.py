@@ -220,6 +220,16 @@ def test_a_sample_has_the_newest_steps_until_reading_reaches_them(tmp_path):
     assert [step.step for step in reader.steps] == list(range(1983, 2003)) and not reader.damaged
 
 
+def test_a_sample_has_lines_of_any_length(tmp_path):
+    path = tmp_path / "history.jsonl"
+    long = [line(n).replace("auc", "a" * 5 * n) for n in range(1, 1001)]
+    path.write_text("".join(long))
+    reader = HistoryReader(path)
+    reader.sample(200)
+    bands = reader.digest.bands(2000)
+    assert len(bands.steps) > 50 and bands.steps[-1] == 1000
+
+
 def test_requests_are_answered_while_a_history_is_parsed(tmp_path, monkeypatch):
     (tmp_path / "history.jsonl").write_text(line(1))
     board, documents = Board(tmp_path), []

@@ -16,6 +16,8 @@ from headwater.trainer.history import StepNumbers, record_numbers, record_of, st
 
 _BLOCK = 1 << 18
 _LONGEST_LINE = 1 << 16
+_USUAL_LINES = 2048
+"""Bytes that usually have the end of a line and the whole line after it."""
 _KEPT_END = 4096
 """Bytes before the position that are compared, to notice a file that was written again: several lines."""
 _VALIDATIONS, _LAST_STEPS = 500, 20
@@ -62,6 +64,19 @@ def series(steps: list[StepNumbers]) -> tuple[Ints, Floats]:
     return numbers[0].astype(np.int64), values
 
 
+def _line_after(file: BinaryIO, position: int) -> bytes:
+    """Return the first line that begins after a position."""
+    # One read of a few lines: a buffered file would drop its buffer at each `seek`, and read far more.
+    block = os.pread(file.fileno(), _USUAL_LINES, position)
+    begin = block.find(b"\n") + 1
+    end = block.find(b"\n", begin) + 1
+    if begin and end:
+        return block[begin:end]
+    file.seek(position)
+    file.readline(_LONGEST_LINE)  # the rest of the line in which reading began
+    return file.readline(_LONGEST_LINE)
+
+
 @final
 class HistoryReader:
     """Follows one history file. All of its steps are in the digest, and a few records are kept.
@@ -106,9 +121,7 @@ class HistoryReader:
                 return  # read as a whole in no time
             lines = []
             for index in range(count):
-                file.seek(size * index // count)
-                file.readline(_LONGEST_LINE)  # the rest of the line in which reading began
-                lines.append(file.readline(_LONGEST_LINE))
+                lines.append(_line_after(file, size * index // count))
             file.seek(size - _LONGEST_LINE)
             end = file.read(_LONGEST_LINE).splitlines(keepends=True)[1:]
         newest = parse(end).steps

@@ -231,17 +231,19 @@ async function fetchCurves() {
   }
   page.fetching = true;
   const begin = performance.now();
+  let whole = true;
   try {
     const names = old.map((run) => `run=${encodeURIComponent(run.name)}`).join("&");
     const found = await (await ask(`curves?points=${POINTS}&${names}`)).json();
     for (const [name, curves] of Object.entries(found)) page.curves.set(name, curves);
     showCharts();
-    if (old.every((run) => found[run.name]?.steps.length)) performance.mark("charts-shown"); // for measurements
+    whole = old.every((run) => found[run.name]?.steps.length);
+    if (whole) performance.mark("charts-shown"); // for measurements
   } catch {
     await new Promise((resolve) => { setTimeout(resolve, RETRY_MS); });
   }
   // A large folder that changes all the time must not keep the server and the browser busy.
-  const pause = Math.max(300, 3 * (performance.now() - begin));
+  const pause = whole ? Math.max(300, 3 * (performance.now() - begin)) : 300;
   setTimeout(() => {
     page.fetching = false;
     fetchCurves(); // events that came in the meantime
