@@ -40,13 +40,14 @@ _LR = {"lr": 3e-4}
 
 def config_of(family: str, args: argparse.Namespace) -> DecoderConfig:
     """Return the model section of a family with blocks of width 768."""
-    no_dropout = dict.fromkeys(("dropout_rate", "attention_dropout_rate", "embedding_dropout_rate"), 0.0)
     return DecoderConfig(
         hidden_size=768,
         num_hidden_layers=args.layers,
         num_heads=12,
         max_position_embeddings=args.sequence,
-        **no_dropout,
+        dropout_rate=0.0,
+        attention_dropout_rate=0.0,
+        embedding_dropout_rate=0.0,
         **FAMILIES[family],
     )
 

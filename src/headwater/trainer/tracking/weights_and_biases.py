@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Literal, final
 
 from headwater.config.loggers import WandbLoggerConfig
 from headwater.core.errors import ConfigError
@@ -79,7 +79,7 @@ class WandbRun:
         self._run.finish(exit_code=int(summary.status == "failed"))
 
 
-def _resume(config: WandbLoggerConfig, opening: Opening) -> str | None:
+def _resume(config: WandbLoggerConfig, opening: Opening) -> Literal["never", "must", "allow"] | None:
     if opening.continued is None:
         return "never" if config.resume == "never" else None
     return "must" if config.resume == "must" else "allow"
