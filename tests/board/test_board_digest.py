@@ -167,11 +167,13 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
         "[1, 2]\n",
         line(3),
         "é" * 9 + "\n",
+        line(4, tokens=10**400),
+        line(5, memory_bytes=10**400),
     ]
     path.write_bytes("".join(lines).encode())
     reader = HistoryReader(path)
     read_all(reader)
-    assert [step.step for step in reader.steps] == [1, 3] and reader.damaged == 4
+    assert [step.step for step in reader.steps] == [1, 3] and reader.damaged == 6
 
 
 def test_a_file_without_line_ends_does_not_fill_the_memory(tmp_path):

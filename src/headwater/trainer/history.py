@@ -24,8 +24,8 @@ _STEP_FIELDS = dataclasses.fields(StepEnd)
 
 _STEP_LINE = re.compile(
     rb'\{"kind": "train", "step": (\d{1,15}), "loss": ([^,]+), "learning_rate": ([^,]+), '
-    rb'"gradient_norm": ([^,]+), "applied": \w+, "loss_scale": [^,]+, "tokens": (\d+), "step_s": ([^,]+), '
-    rb'[^{}]*"memory_bytes": (\d+), "samples": (\d+), "busy_s": [ -~]*\}\n'
+    rb'"gradient_norm": ([^,]+), "applied": \w+, "loss_scale": [^,]+, "tokens": (\d{1,15}), '
+    rb'"step_s": ([^,]+), [^{}]*"memory_bytes": (\d{1,15}), "samples": (\d{1,15}), "busy_s": [ -~]*\}\n'
 )
 """The line that `History` writes for a step."""
 
@@ -142,6 +142,8 @@ def record_numbers(record: dict[str, Any]) -> StepNumbers | None:
         loss, rate, norm, step_s = (float(record[key]) for key in StepNumbers._fields[1:5])
         memory, tokens, samples = (int(record.get(key, 0)) for key in StepNumbers._fields[5:])
     except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    if max(memory, tokens, samples) >= 10**15:  # no run counts so far: the line is damaged
         return None
     return StepNumbers(record["step"], loss, rate, norm, step_s, memory, tokens, samples)
 
