@@ -131,6 +131,9 @@ def _become(request: dict[str, Any], files: list[int], connection: socket.socket
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # This frame ends in each fork of this server. There a socket that is not closed would close its
+        # number, which may then be that of a file of the new process.
+        ours.close()
         _close_all_but({theirs.fileno()})
         for _ in range(3):
             os.open(os.devnull, os.O_RDWR)

@@ -86,7 +86,8 @@ class HostSection(Section):
         flops_per_s: rate of matrix products, of all cores together or of one accelerator.
         saved_bytes_per_s: rate of all other operations, of all cores together or of one accelerator: bytes
             that autograd saves in forward, divided by the time of forward and backward without the matrix
-            products.
+            products and attention.
+        attention_flops_per_s: rate of fused attention, as that of matrix products; absent if it is equal.
         accelerator: accelerator of each rank; absent if the CPU cores compute.
         disk: disk for the disk tier.
     """
@@ -95,6 +96,7 @@ class HostSection(Section):
     memory: MemorySection
     flops_per_s: ByPrecision
     saved_bytes_per_s: SavedRates
+    attention_flops_per_s: ByPrecision | None = None
     accelerator: AcceleratorSection | None = None
     disk: DiskSection | None = None
 

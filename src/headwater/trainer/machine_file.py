@@ -52,6 +52,7 @@ def machine_document(rates: Calibration, free: Resources, device: str) -> dict[s
             "adamw_params_per_s": rates.adamw_params_per_s,
         },
         "flops_per_s": {name: rates.flops_per_s(name) for name in _PRECISIONS},
+        "attention_flops_per_s": {name: rates.attention_flops_per_s(name) for name in _PRECISIONS},
         "saved_bytes_per_s": {name: rates.saved_bytes_per_s(name) for name in _PRECISIONS},
     }
     if device != "cpu":

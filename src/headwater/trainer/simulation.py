@@ -63,6 +63,9 @@ def cluster_of(file: ClusterFile, name: str) -> Cluster:
             if accelerator
             else None,
             disk=_disk(host.disk),
+            attention_flops_per_s=host.attention_flops_per_s.model_dump()
+            if host.attention_flops_per_s
+            else {},
         ),
         network=Network(**file.network.model_dump()) if file.network else None,
         store=StoreHosts(file.store.hosts, _memory(file.store.memory), _disk(file.store.disk))

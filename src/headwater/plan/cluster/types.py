@@ -59,6 +59,8 @@ class Host:
         memory: its memory, which all ranks share.
         flops_per_s: matrix products by precision, for all cores together or for one accelerator.
         saved_bytes_per_s: as in `Calibration`, for all cores together or for one accelerator.
+        attention_flops_per_s: fused attention by precision, as `flops_per_s`; empty if it has the rate of
+            matrix products.
         accelerator: `None` if the cores compute.
         disk: `None` if it has no disk for the disk tier.
     """
@@ -69,6 +71,7 @@ class Host:
     saved_bytes_per_s: dict[str, float]
     accelerator: Accelerator | None = None
     disk: Disk | None = None
+    attention_flops_per_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,9 +187,13 @@ class Placement:
         part = 1.0 if host.accelerator is not None else 1.0 / self.ranks
         flops = {f"{name}_flops_per_s": rate * part for name, rate in host.flops_per_s.items()}
         saved = {f"{name}_saved_bytes_per_s": rate * part for name, rate in host.saved_bytes_per_s.items()}
+        attention = {
+            f"{name}_attention_flops_per_s": rate * part for name, rate in host.attention_flops_per_s.items()
+        }
         return Calibration(
             **flops,
             **saved,
+            **attention,
             memory_bytes_per_s=host.memory.bytes_per_s,
             adamw_params_per_s=host.memory.adamw_params_per_s,
             link_bytes_per_s=self.link_bytes_per_s,
