@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Generator
 
+import hypothesis
 import pytest
 
 import quick_start
@@ -39,6 +40,12 @@ if "HEADWATER_TEST_CUDA" not in os.environ:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 """Tests interrupt processes. A shell starts commands in its background so that they ignore SIGINT."""
+
+hypothesis.settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("unhurried")
+"""On a busy machine an example may take long, and so may its generation."""
 
 _MANY_OBJECTS = 30_000
 
