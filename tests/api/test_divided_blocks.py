@@ -1,4 +1,4 @@
-"""A loop of the user's own trains a model whose blocks do not fit, by dividing them."""
+"""A user's loop trains a model whose blocks do not fit, by dividing them."""
 
 import pytest
 import torch

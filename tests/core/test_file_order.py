@@ -1,4 +1,4 @@
-"""A file whose tensors are read in file order reads the next tensor ahead, and gives the same values."""
+"""A file whose tensors are read in file order reads the next tensor ahead, and returns the same values."""
 
 import gc
 import multiprocessing

@@ -72,7 +72,7 @@ def _write_stage(
             files[name].write(name, written[tensor], piece.to(files[name].places[name].dtype))
         written[tensor] += piece.numel()
 
-    # Reading may apply an update, whose results are no inference tensors.
+    # Reading may apply an update. Its results must not be inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         for tensor, run in parameters.runs(stage, stored):
             # The checksums of a file are of pieces of one size; the store may have others.

@@ -109,7 +109,7 @@ def _arguments(args: argparse.Namespace, config: RunConfig | None) -> BigCodeArg
     """Return the arguments of the evaluation: those of the params' callback, replaced by options.
 
     Raises:
-        ConfigError: if there are no tasks, or an option is not valid.
+        ConfigError: if no task is named, or an option is not valid.
     """
     sections = [] if config is None else config.init.bigcode_harnesses
     given = next((section.bigcode_args for section in sections), None)

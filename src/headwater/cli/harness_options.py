@@ -46,7 +46,7 @@ def read_options(
         key: their key in the callback.
         options: the options.
         args: the command line.
-        given: the arguments of the callback; `None` if the params have none.
+        given: the arguments of the callback; `None` if the params lack the callback.
 
     Raises:
         ConfigError: if an option is not valid.

@@ -29,7 +29,7 @@ class Problem:
     Attributes:
         prompt: the text that the model continues.
         reference: the tests; an error in them is a program that has failed.
-        solution: a program that passes; `None` if the file has none.
+        solution: a program that passes; `None` if the file lacks it.
     """
 
     prompt: str
@@ -100,7 +100,7 @@ def _file(name: str, folder: Path | None) -> Path:
     """Return the file of a task.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if the file does not exist.
     """
     if folder is not None and folder.is_file():
         return folder

@@ -275,7 +275,7 @@ def _solutions(task: ProgramTask) -> list[str]:
     """Return the solutions that come with the problems.
 
     Raises:
-        DataError: if a problem has none.
+        DataError: if a problem lacks its solution.
     """
     found = [problem.solution for problem in task.problems if problem.solution is not None]
     if len(found) < len(task.problems):

@@ -131,7 +131,7 @@ class Footprint:
         self.share = share
         self._checkpoints = checkpoints and not trace.inference
         narrow = any(param.bf16_state for stage in trace.stages for param in stage.params)
-        # Of a piece: its master, its gradient, and each state tensor that is stored in bf16.
+        # Each piece has a master, a gradient, and fp32 copies of the state tensors that are stored in bf16.
         states = optimizer_state_bytes // (2 if narrow else 4)
         self._workspaces = 2 + (states if narrow else 0)
         # More on the device: the integers with which masters are joined and split; the state that the first

@@ -1,4 +1,4 @@
-"""The interface of answers, whatever kind of model gives them."""
+"""The interface of answers of every kind of model."""
 
 from __future__ import annotations
 

@@ -79,9 +79,9 @@ class StageOwnership:
 class Ownership:
     """Ownership of the pieces of all stages, with questions that one rank asks.
 
-    Of a stage on disk, one rank of a host updates all that the host has, so that nobody else writes in the
-    stage's file: the first rank, which fills slabs, or one store rank after the other. Of a stage in memory,
-    every rank updates a part.
+    Every rank updates a part of a stage in memory. A single rank of a host updates all that the host has of a
+    stage on disk, so that nobody else writes in the stage's file. That is the first rank, which fills slabs, or
+    one store rank after the other.
 
     Attributes:
         layouts: of the stages.

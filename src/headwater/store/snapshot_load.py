@@ -305,7 +305,7 @@ def _fill(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _
 
 
 def _raise_failure(fabric: Fabric, failure: StoreError | None) -> None:
-    """Raise the error of this rank, or else the first error of another rank; return if there is none."""
+    """Raise the error of this rank, or else the first error of another rank; return if no rank has one."""
     for each in [failure, *fabric.gather_objects(failure, HeadwaterError | None)]:
         if each is not None:
             raise each

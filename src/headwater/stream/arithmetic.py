@@ -25,7 +25,7 @@ _NARROW_SUMS = (
 
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
-    """Enter a context in which equal inputs give equal bits, and products are as exact as their dtypes.
+    """Enter a context in which equal inputs lead to equal bits, and products are as exact as their dtypes.
 
     All kernels are deterministic. Without this, the backward of attention adds in another order in each run;
     with warnings instead of errors, too. Products and convolutions in fp32 use no TF32, and products in 16

@@ -24,7 +24,7 @@ _NEW_SHARE = 0.4
 class Meter(Callback):
     """Interface of a callback that measures the speed of the steps of this process.
 
-    Only training steps count, with their waits for data; evaluations and checkpoints between them do not.
+    Only training steps count, with their waits for data. Evaluations and checkpoints do not count.
     """
 
     @abc.abstractmethod

@@ -120,7 +120,7 @@ class Tracker(Callback):
         """Return the identifier of the earlier run to continue; `None` for a new one.
 
         Raises:
-            ConfigError: if the params require an earlier run, and there is none.
+            ConfigError: if the params require an earlier run that does not exist.
         """
         resume, named = self._service.resume, self._service.run_id
         if resume == "never":
