@@ -133,15 +133,8 @@ class HuggingFaceModel(nn.Module):
     ) -> Tensor:
         """Return the log-likelihoods of tokens, and which of them are the most likely ones.
 
-        Args:
-            input_ids: tokens [batch, seq], padded at the end.
-            positions: positions after which tokens are scored, [positions].
-            rows: sequence of each scored token, [n].
-            columns: index into `positions` of the token before each scored one, [n].
-            targets: the scored tokens, [n].
-
-        Returns:
-            Log-likelihoods, and 1 for the most likely tokens or 0 for others: [2, n] in fp32.
+        Arguments and result are those of `Decoder.token_scores`. All logits at `positions` are in memory at
+        once.
         """
         arguments = {"use_cache": False} if "use_cache" in self._accepted else {}
         if "logits_to_keep" in self._accepted:

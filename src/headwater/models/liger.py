@@ -64,16 +64,7 @@ def liger_cross_entropy(
     Liger Kernel has one factor for all rows. With different factors, and for the dry run of the plan, which
     is not on a GPU, the loss is computed by `linear_cross_entropy`.
 
-    Args:
-        hidden: hidden states, [rows, width].
-        weight: weight of the output projection, [vocab, width].
-        bias: bias of the output projection, [vocab], or `None`.
-        targets: class indices, [rows]; ignored where the row's weight is 0.
-        row_weights: factor of each row in the sum, [rows].
-        softcap: see `linear_cross_entropy`.
-
-    Returns:
-        The loss, a scalar in fp32.
+    Arguments and result are those of `linear_cross_entropy`.
     """
     if not _is_on_gpu(hidden) or not row_weights.numel() or not _have_one_factor(row_weights):
         return linear_cross_entropy(hidden, weight, bias, targets, row_weights, softcap=softcap)

@@ -80,8 +80,8 @@ class Ownership:
     """Ownership of the pieces of all stages, with questions that one rank asks.
 
     Every rank updates a part of a stage in memory. A single rank of a host updates all that the host has of a
-    stage on disk, so that nobody else writes in the stage's file. That is the first rank, which fills slabs, or
-    one store rank after the other.
+    stage on disk, so that nobody else writes in the stage's file. That is the first rank, which fills slabs,
+    or one store rank after the other.
 
     Attributes:
         layouts: of the stages.
