@@ -150,6 +150,7 @@ def test_a_block_that_cannot_be_compiled_is_named(direction, tmp_path, monkeypat
 
     def failing(*args, **kwargs):
         if kwargs["is_backward"] == (direction == "backward"):
+            # torch's compiler raises this error for operators that it cannot translate.
             raise NotImplementedError(f"no code for this {direction}")
         return compile_one(*args, **kwargs)
 
