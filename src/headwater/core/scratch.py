@@ -51,6 +51,15 @@ def _open_unnamed(folder: Path, flags: int) -> int:
     return file
 
 
+def cache_folder() -> Path | None:
+    """Return the folder of what later runs can use again; `None` for a user without a home."""
+    try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return Path(root) / "headwater"
+
+
 def private_folder(path: Path) -> Path:
     """Make a folder that only this user can enter, or restrict an existing one to this user; return it.
 

@@ -31,13 +31,19 @@ def _use_one_core() -> None:
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    """Return the OpenMP library that torch has loaded, if it is found."""
+    path = openmp_library()
+    return None if path is None else ctypes.CDLL(str(path))
+
+
+def openmp_library() -> Path | None:
+    """Return the path of the OpenMP library that torch has loaded, if it is found."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
     # The library that is loaded: another copy of OpenMP would have its own number of threads.
     loaded = {line.split()[-1] for line in maps.read_text().splitlines()}
-    for path in sorted(loaded):
-        if Path(path).name.startswith(_OPENMP_LIBRARIES):
-            return ctypes.CDLL(path)
-    return None
+    return next((Path(path) for path in sorted(loaded) if _is_openmp(path)), None)
+
+
+def _is_openmp(path: str) -> bool:
+    return Path(path).name.startswith(_OPENMP_LIBRARIES)

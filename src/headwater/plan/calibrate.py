@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from headwater.core.cleanup import on_failure
+from headwater.core.scratch import cache_folder
 from headwater.plan.machine import existing_ancestor
 from headwater.plan.measuring import MOST_WALL_S, measure_apart
 from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_quick
@@ -142,11 +143,8 @@ def _still_holds(known: Known, device: str) -> bool:
 
 
 def _cache_file() -> Path | None:
-    try:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # a user without a home
-        return None
-    return Path(root) / "headwater" / "calibration.json"
+    folder = cache_folder()
+    return None if folder is None else folder / "calibration.json"
 
 
 def _machine_key(device: str, folder: Path | None) -> str:

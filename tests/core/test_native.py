@@ -1,0 +1,198 @@
+"""C sources that are compiled when they are first used: who may write the libraries, and their threads."""
+
+import logging
+import multiprocessing
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwater.core import native
+from headwater.core.errors import RunError
+from headwater.core.native import SWITCH, load, native_library, processor_flags
+from headwater.core.threads import single_core_pool
+from read_only import another_user
+
+SOURCE = """
+#include <omp.h>
+int most_threads(void) { return omp_get_max_threads(); }
+int number(void) { return NUMBER; }
+int team(void) {
+    int members = 0;
+    #pragma omp parallel reduction(+ : members)
+    members += 1;
+    return members;
+}
+"""
+FLAGS = ("-DNUMBER=7",)
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "sample.c"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "libraries"
+
+
+@pytest.fixture
+def no_memory():
+    """Forget what this process has loaded, before and after a test."""
+    native._loaded_once.cache_clear()
+    yield
+    native._loaded_once.cache_clear()
+
+
+def forbid_compiling(monkeypatch):
+    def fail(*_):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(native, "_compile", fail)
+
+
+def test_a_library_is_compiled_once_and_found_again(source, folder, monkeypatch):
+    assert load(source, FLAGS, folder).number() == 7
+    (stored,) = folder.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700 and stored.stat().st_mode & 0o077 == 0
+    forbid_compiling(monkeypatch)
+    assert load(source, FLAGS, folder).number() == 7
+
+
+def test_another_source_or_flag_is_another_library(source, folder):
+    first = load(source, FLAGS, folder)
+    assert load(source, ("-DNUMBER=8",), folder).number() == 8
+    source.write_text(SOURCE.replace("return NUMBER", "return NUMBER + 1"))
+    assert load(source, FLAGS, folder).number() == 8
+    assert first.number() == 7 and len(list(folder.iterdir())) == 3
+
+
+def test_a_library_uses_the_threads_of_torch(source, folder):
+    library = load(source, FLAGS, folder)
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert library.most_threads() == library.team() == count
+    finally:
+        torch.set_num_threads(before)
+    with single_core_pool(1, "alone") as pool:
+        assert pool.submit(library.team).result() == 1
+    names = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert len({name for name in names if "libgomp" in name or "libomp" in name or "libiomp" in name}) == 1
+
+
+@pytest.mark.parametrize("compiler", ["false", "/nonexistent/cc", "echo"])
+def test_a_compiler_that_fails_is_an_error_with_its_name(source, folder, monkeypatch, compiler):
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(RunError, match=compiler):
+        load(source, FLAGS, folder)
+    assert not list(folder.iterdir())
+
+
+def test_the_message_of_the_compiler_is_in_the_error(source, folder):
+    source.write_text("int number(void) { return missing; }")
+    with pytest.raises(RunError, match=r"sample\.c"):
+        load(source, (), folder)
+
+
+def test_an_unknown_function_is_found_when_the_library_is_made(source, folder):
+    source.write_text("int unknown(void);\nint number(void) { return unknown(); }")
+    with pytest.raises(RunError, match="unknown"):
+        load(source, (), folder)
+
+
+def test_a_machine_without_a_compiler(source, folder, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(folder))
+    with pytest.raises(RunError, match="no C compiler"):
+        load(source, FLAGS, folder)
+
+
+def test_a_folder_into_which_others_write_is_not_used(source, folder):
+    load(source, FLAGS, folder)
+    folder.chmod(0o722)
+    with pytest.raises(RunError, match="only this user"):
+        load(source, FLAGS, folder)
+
+
+def test_a_folder_of_another_user_is_not_used(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(RunError, match="only this user"):
+        load(source, FLAGS, tmp_path)
+
+
+def test_a_link_to_a_folder_is_not_followed(source, folder, tmp_path):
+    (tmp_path / "real").mkdir()
+    folder.symlink_to(tmp_path / "real")
+    with pytest.raises(RunError, match="libraries"):
+        load(source, FLAGS, folder)
+
+
+def test_a_file_that_others_could_have_written_is_not_loaded(source, folder):
+    load(source, FLAGS, folder)
+    (stored,) = folder.iterdir()
+    stored.chmod(0o722)
+    with pytest.raises(RunError, match="only this user"):
+        load(source, FLAGS, folder)
+    content = stored.read_bytes()
+    stored.unlink()
+    (folder / "real.so").write_bytes(content)
+    stored.symlink_to(folder / "real.so")
+    with pytest.raises(RunError, match="only this user"):
+        load(source, FLAGS, folder)
+
+
+def test_a_home_that_cannot_be_written(source, protected):
+    with another_user(), pytest.raises(RunError, match="Permission denied"):
+        load(source, FLAGS, protected / "cache" / "native")
+
+
+def load_at(barrier, source, folder, results):
+    barrier.wait()
+    results.put(load(source, FLAGS, folder).number())
+
+
+def test_two_processes_compile_at_once(source, folder):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.SimpleQueue()
+    processes = [context.Process(target=load_at, args=(barrier, source, folder, results)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert [results.get(), results.get()] == [7, 7]
+    for process in processes:
+        process.join()
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_the_switch_and_a_failure_leave_torchs_kernels(no_memory, monkeypatch, caplog, source):
+    monkeypatch.setattr(native, "_SOURCES", source.parent)
+    with caplog.at_level(logging.DEBUG, logger=native.__name__):
+        monkeypatch.setenv(SWITCH, "0")
+        assert native_library("sample", FLAGS) is None
+        native._loaded_once.cache_clear()
+        monkeypatch.delenv(SWITCH)
+        assert native_library("sample", FLAGS).number() == 7
+        monkeypatch.setenv("CC", "false")
+        assert native_library("sample", FLAGS).number() == 7  # loaded once in a process
+        assert native_library("sample", ("-DNUMBER=9",)) is None
+        assert native_library("sample", ("-DNUMBER=9",)) is None
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["DEBUG", "INFO"] and "false" in caplog.text
+
+
+def test_a_user_without_a_home(monkeypatch, source):
+    monkeypatch.setattr(native, "cache_folder", lambda: None)
+    with pytest.raises(RunError, match="home"):
+        load(source, FLAGS)
+
+
+def test_the_processor_has_flags():
+    listed = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
+    (line,) = (line for line in listed.splitlines() if line.startswith("Flags:"))
+    assert set(line.split()[1:]) == processor_flags()
