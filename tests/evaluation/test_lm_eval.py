@@ -83,3 +83,25 @@ def test_every_kind_of_task_equals_the_harness_own_model(library, trained, tasks
         expected = theirs(task)
         assert_same(from_library, expected, task)
         assert_same(from_run, expected, task)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_two_ranks_equal_one_rank_and_the_harness_own_model(tier, library, tasks, theirs, tmp_path):
+    names, count = ("arc_easy", "lambada", "rolling", "triviaqa"), 12
+    words = (f"--trainer.init.backend.tier={tier}", "--disk", tmp_path, "--truncate", "--limit", count)
+    # Three sequences of full length: a pass of two ranks has two of them each, so there are several passes.
+    one = ours(library, tasks, tmp_path / "one", *words, "--batch_size", "3", names=names)
+    two = ours(library, tasks, tmp_path / "two", *words, "--batch_size", "3", "--num_csx=2", names=names)
+    for task in names:
+        name = f"local_{task}"
+        for metric, value in one["results"][name].items():
+            if isinstance(value, float):
+                assert two["results"][name][metric] == pytest.approx(value, rel=1e-6), metric
+        for found, wanted in zip(answers(two["samples"][name]), answers(one["samples"][name]), strict=True):
+            for each, other in zip(numbers(found), numbers(wanted), strict=True):
+                # Log-likelihoods are numbers as text; texts and True begin with a letter.
+                if str(other).startswith("-"):
+                    assert float(each) == pytest.approx(float(other), rel=1e-6)
+                else:
+                    assert each == other
+        assert_same(two, theirs(task, count), task)

@@ -72,6 +72,25 @@ def test_no_tasks(message, library):
     assert "add --tasks" in message("lm_eval", library)
 
 
+def test_a_cache_of_several_ranks(message, library, tiny_task):
+    error = message("lm_eval", library, *tiny_task(), "--num_csx=2", "--use_cache", "answers")
+    assert "use_cache needs num_csx 1, got 2" in error
+    assert "leave --use_cache out" in error
+
+
+def test_more_ranks_than_cores(message, library, tiny_task):
+    error = message("lm_eval", library, *tiny_task(), "--num_csx", "4096")
+    assert "(cores of this machine), got 4096" in error
+
+
+def test_programs_of_several_ranks(message, library, tmp_path):
+    (tmp_path / "mine.jsonl").write_text(
+        '{"task_id": "a", "prompt": "def f():\\n", "test": "", "entry_point": "f"}\n'
+    )
+    options = ("--tasks", tmp_path / "mine.jsonl", "--num_csx", "2")
+    assert "one rank writes the programs; got 2" in message("bigcode_eval", library, *options)
+
+
 def test_an_unknown_task_names_the_nearest(message, library):
     error = message("lm_eval", library, "--tasks", "hellaswagg")
     assert "unknown task 'hellaswagg'" in error

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.core.errors import DataError
-from headwater.evaluation.passes import Request, check_ids, passes, windows
+from headwater.evaluation.passes import Request, check_ids, part_of_pass, passes, windows
 
 TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=6).map(tuple)
 REQUESTS = st.lists(st.builds(Request, TOKENS, TOKENS), max_size=12)
@@ -21,6 +21,17 @@ def test_every_request_is_in_one_pass_of_at_most_the_given_tokens(requests, max_
         longest = len(next(iter(each)))
         assert longest == max(map(len, each))
         assert longest * len(each) <= max_tokens or len(each) == 1
+
+
+@given(REQUESTS, st.integers(1, 40), st.integers(1, 4))
+def test_ranks_divide_each_pass_into_parts_of_at_most_the_given_tokens(requests, max_tokens, ranks):
+    for each in passes(requests, max_tokens, ranks):
+        parts = [part_of_pass(each, rank, ranks) for rank in range(ranks)]
+        assert sorted(tokens for part in parts for tokens in part) == sorted(each)
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        for part in parts:
+            assert all(group == each[tokens] for tokens, group in part.items())
+            assert len(part) <= 1 or max(map(len, part)) * len(part) <= max_tokens
 
 
 def test_requests_that_read_the_same_tokens_share_a_sequence():

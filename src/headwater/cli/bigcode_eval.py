@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.cli.arguments import USAGE, add_model_arguments, read_model
+from headwater.cli.evaluation_ranks import refuse_ranks
 from headwater.cli.harness_options import Options, add_options, read_options
 from headwater.cli.output import open_console
 from headwater.config.bigcode import BigCodeArguments
@@ -98,6 +99,7 @@ def _results(
             where=_PLACE,
             remedy="name a run or a params file, or written programs with --load_generations_path",
         )
+    refuse_ranks(args)
     open_console(config)
     codec = model_codec(config, args.tokenizer, args.eos_id)
     inference = Inference(args.batch_size, args.max_sequence_length, args.checkpoint_path, generates=True)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headwater.cli.arguments import USAGE, add_model_arguments, read_model
+from headwater.cli.evaluation_ranks import first_rank_speaks, join_evaluation, launch_evaluation
 from headwater.cli.output import open_console
 from headwater.core.files import check_place, replace_file
 from headwater.evaluation.texts import TextScore, read_texts, score_texts
@@ -47,14 +48,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate texts and print a table; return the exit code."""
     config = read_model(args)
-    open_console(config)
     if args.output_path is not None:
         check_place(args.output_path, expected="a file")
-    codec = model_codec(config, args.tokenizer, args.eos_id)
-    texts = [text for path in args.text for text in read_texts(path, args.text_field, args.subset_field)]
-    inference = Inference(args.batch_size, args.max_sequence_length, args.checkpoint_path)
-    with open_scorer(config, inference) as scorer:
-        found = score_texts(scorer, codec, texts)
+    code = launch_evaluation(config, args)
+    if code is not None:
+        return code
+    fabric = join_evaluation(config)
+    with first_rank_speaks(fabric):
+        open_console(config)
+        codec = model_codec(config, args.tokenizer, args.eos_id)
+        texts = [text for path in args.text for text in read_texts(path, args.text_field, args.subset_field)]
+        inference = Inference(args.batch_size, args.max_sequence_length, args.checkpoint_path)
+        with open_scorer(config, inference, fabric) as scorer:
+            found = score_texts(scorer, codec, texts)
+    return 0 if fabric.rank != 0 else _report(args, found)
+
+
+def _report(args: argparse.Namespace, found: dict[str, TextScore]) -> int:
+    """Print the results, write their file, and return the exit code."""
     _print(found)
     if args.output_path is not None:
         content = {name: _numbers(score) for name, score in found.items()}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwater.cli.arguments import USAGE, add_model_arguments, read_model
+from headwater.cli.evaluation_ranks import first_rank_speaks, join_evaluation, launch_evaluation
 from headwater.cli.harness_options import Options, add_options, read_options
 from headwater.cli.output import open_console
 from headwater.config.harness import HarnessArguments
@@ -14,6 +16,9 @@ from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.trainer.harness import evaluate_tasks, load_tasks
 from headwater.trainer.inference import Inference, model_codec
+
+if TYPE_CHECKING:
+    from headwater.evaluation.tasks import Results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,11 +75,22 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate a model, print the results and write them; return the exit code."""
     config = read_model(args)
     arguments = harness_arguments(args, config)
-    open_console(config)
-    tasks = load_tasks(arguments)
-    codec = model_codec(config, args.tokenizer, args.eos_id)
-    inference = Inference(args.batch_size, args.max_sequence_length, args.checkpoint_path, tasks.generates)
-    results = evaluate_tasks(config, arguments, inference, codec, tasks)
+    code = launch_evaluation(config, args)
+    if code is not None:
+        return code
+    fabric = join_evaluation(config)
+    with first_rank_speaks(fabric):
+        open_console(config)
+        tasks = load_tasks(arguments)
+        codec = model_codec(config, args.tokenizer, args.eos_id)
+        length = args.max_sequence_length
+        inference = Inference(args.batch_size, length, args.checkpoint_path, tasks.generates)
+        results = evaluate_tasks(config, arguments, inference, codec, tasks, fabric)
+    return 0 if results is None or fabric.rank != 0 else _write(results, arguments)
+
+
+def _write(results: Results, arguments: HarnessArguments) -> int:
+    """Print the results, write their files, and return the exit code."""
     from headwater.evaluation.tasks import as_json, tables, write_results
 
     if arguments.show_config:
@@ -94,14 +110,19 @@ def harness_arguments(args: argparse.Namespace, config: RunConfig) -> HarnessArg
     section = next(iter(config.init.eleuther_harnesses), None)
     given = None if section is None else section.eeh_args
     arguments = read_options(HarnessArguments, "eeh_args", _OPTIONS, args, given)
-    for problem, remedy in _problems(arguments):
+    num_csx = config.init.backend.cluster_config.num_csx
+    for problem, remedy in _problems(arguments, num_csx):
         raise ConfigError(problem, where="headwater lm_eval", remedy=remedy)
     return arguments
 
 
-def _problems(arguments: HarnessArguments) -> Iterator[tuple[str, str]]:
-    """Yield what is missing, each with its remedy."""
+def _problems(arguments: HarnessArguments, num_csx: int) -> Iterator[tuple[str, str]]:
+    """Yield what is missing or does not fit together, each with its remedy."""
     if not arguments.names:
         yield "there are no tasks", "add --tasks, such as --tasks lambada_openai,hellaswag"
     if (arguments.log_samples or arguments.predict_only) and arguments.output_path is None:
         yield "samples have no place", "add --output_path with a folder"
+    caches = {"use_cache": arguments.use_cache, "cache_requests": arguments.cache_requests}
+    for name in (name for name, value in caches.items() if value is not None and num_csx > 1):
+        # Each rank would read and write the same database.
+        yield f"{name} needs num_csx 1, got {num_csx}", f"add --num_csx 1, or leave --{name} out"

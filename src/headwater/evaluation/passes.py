@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from headwater.core.errors import DataError
@@ -48,15 +49,17 @@ Pass = Mapping[tuple[int, ...], Sequence[int]]
 """Sequences that the model reads in one pass over its weights, each with the numbers of its requests."""
 
 
-def passes(requests: Sequence[Request], max_tokens: int) -> Iterator[Pass]:
+def passes(requests: Sequence[Request], max_tokens: int, ranks: int = 1) -> Iterator[Pass]:
     """Divide requests into passes, the longest sequences first.
 
     Requests that read the same tokens share a sequence, such as answers of one token to the same question.
-    A pass is padded to its longest sequence, so neighbours in length are put together.
+    A pass is padded to its longest sequence, so neighbours in length are put together. Several ranks share
+    a pass; see `part_of_pass`.
 
     Args:
         requests: the requests.
-        max_tokens: most tokens of a pass, padding included; one sequence is never divided.
+        max_tokens: most tokens of a pass on each rank, padding included; one sequence is never divided.
+        ranks: number of ranks that compute a pass.
 
     Yields:
         The passes. Every request is in one of them.
@@ -66,9 +69,17 @@ def passes(requests: Sequence[Request], max_tokens: int) -> Iterator[Pass]:
         sharing.setdefault(request.inputs, []).append(number)
     longest_first = sorted(sharing, key=lambda tokens: (-len(tokens), tokens))
     while longest_first:
-        count = max(1, max_tokens // len(longest_first[0]))
+        count = ranks * max(1, max_tokens // len(longest_first[0]))
         yield {tokens: sharing[tokens] for tokens in longest_first[:count]}
         del longest_first[:count]
+
+
+def part_of_pass(each: Pass, rank: int, ranks: int) -> Pass:
+    """Return the sequences of a pass that a rank computes: every n-th one of n ranks.
+
+    Each rank gets sequences of all lengths. Parts differ by at most one sequence, and may be empty.
+    """
+    return dict(itertools.islice(each.items(), rank, None, ranks))
 
 
 def windows(tokens: Sequence[int], prefix: int, max_length: int) -> Iterator[Request]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.patience import noticed
 from headwater.core.units import counted
-from headwater.evaluation.passes import Pass, Request, Score, check_ids, passes
+from headwater.evaluation.passes import Pass, Request, Score, check_ids, part_of_pass, passes
 from headwater.generation.batcher import ACTIVE_PER_ROW, Batcher, GenerationRequest, Limits
 from headwater.generation.sampling import Chosen, Sampling
 from headwater.models.sequences import LanguageModel, read_largest
@@ -52,13 +52,14 @@ class Scorer:
     """Answers requests with a streamed model.
 
     The sequences of a pass are computed together, so each weight is fetched once for all of them. A pass
-    holds at most `max_tokens` tokens: sequences of half the length are twice as many.
+    holds at most `max_tokens` tokens: sequences of half the length are twice as many. The ranks of the engine
+    divide each pass, and must make the same calls. All of them return all results.
 
     Args:
         engine: has the model.
         vocab_size: tokens in the model's vocabulary.
         max_length: most tokens that the model may read at once.
-        max_tokens: most tokens of a pass; at least `max_length`.
+        max_tokens: most tokens of a pass on this rank; at least `max_length`.
     """
 
     def __init__(self, engine: Engine, vocab_size: int, max_length: int, max_tokens: int) -> None:
@@ -85,14 +86,20 @@ class Scorer:
                 remedy="shorten the text, or use a model with more positions",
             )
         found: dict[int, Score] = {}
+        fabric, count = self._engine.fabric, 0
         with self._computing("log-likelihoods", len(requests)) as done:
-            for each in passes(requests, self._max_tokens):
-                found |= self._pass_scores(requests, each)
-                done(len(found))
+            for each in passes(requests, self._max_tokens, fabric.size):
+                own = part_of_pass(each, fabric.rank, fabric.size)
+                if own:
+                    found |= self._pass_scores(requests, own)
+                count += sum(map(len, each.values()))
+                done(count)
+            for others in fabric.gather_objects(found, dict[int, Score]):
+                found |= others
         return [found[number] for number in range(len(requests))]
 
     def _pass_scores(self, requests: Sequence[Request], each: Pass) -> dict[int, Score]:
-        """Return the scores of the requests of a pass, by the number of the request."""
+        """Return the scores of the requests of a pass on this rank, by the number of the request."""
         targets: list[int] = []
         rows: list[int] = []
         places: list[int] = []
@@ -151,16 +158,23 @@ class Scorer:
 
         # The longest first: at the end, memory for many short ones is less often unused.
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].tokens))
-        found = {number: batcher.add(request(prompts[number])) for number in order}
+        fabric = self._engine.fabric
+        own = {number: batcher.add(request(prompts[number])) for number in order[fabric.rank :: fabric.size]}
         with self._computing("generated texts", len(prompts)) as done:
-            batcher.run(lambda left: done(len(prompts) - left))
-        return [found[number].text_tokens for number in range(len(prompts))]
+            # The other ranks are about as far.
+            batcher.run(lambda left: done(min((len(own) - left) * fabric.size, len(prompts))))
+            texts = {number: each.text_tokens for number, each in own.items()}
+            for others in fabric.gather_objects(texts, dict[int, list[int]]):
+                texts |= others
+        return [texts[number] for number in range(len(prompts))]
 
     @contextmanager
     def _computing(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
         """Compute in eval mode, and print the progress. Yield a function that is told the number done."""
         training = self._engine.model.training
         self._engine.model.eval()
+        if self._engine.fabric.size > 1:
+            self._engine.store.flush()  # so that each rank can read weights without the others
         try:
             with noticed(f"evaluating: 0 of {counted(total, 'request', 'requests')} for {what}") as activity:
 

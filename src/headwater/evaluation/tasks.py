@@ -89,8 +89,11 @@ class Tasks:
         self.generates = any(task.OUTPUT_TYPE == "generate_until" for task in tasks)
         """True if a task asks the model to generate text."""
 
-    def run(self, model: HarnessModel) -> Results:
+    def run(self, model: HarnessModel) -> Results | None:
         """Evaluate a model. The states of random generators are the same after it as before.
+
+        Returns:
+            The results. The harness returns them on the first rank of a host, and `None` on the others.
 
         Raises:
             DataError: if a request does not fit into the model.
@@ -122,8 +125,7 @@ class Tasks:
                 rewrite_requests_cache=caching == "refresh",
                 delete_requests_cache=caching == "delete",
             )
-        assert results is not None, "the harness returns results on its first rank, and there is one"
-        return dict(results)
+        return None if results is None else dict(results)
 
 
 def _generation(arguments: HarnessArguments) -> dict[str, Any] | None:

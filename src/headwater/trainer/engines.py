@@ -135,6 +135,7 @@ def trained_model(
     checkpoint: Path | None,
     *,
     names: Names | None = None,
+    fabric: Fabric = ALONE,
 ) -> Iterator[Engine]:
     """Open an engine in eval mode with the weights of a checkpoint.
 
@@ -144,6 +145,7 @@ def trained_model(
         work: the largest batch that will be computed.
         checkpoint: its path; the newest checkpoint in the model_dir if not given.
         names: names that a parameter may have in the checkpoint; its own name if not given.
+        fabric: the ranks that evaluate together. All of them call this.
 
     Yields:
         The engine.
@@ -153,10 +155,11 @@ def trained_model(
     """
     checkpoints = CheckpointManager(init.model_dir)
     with open_loaded(
-        lambda: find_trained(checkpoint, checkpoints, init.model_dir),
-        lambda _: open_engine(init, trainable, work, disk_folder(init.backend), blank=True),
+        lambda: fabric.agree(lambda: find_trained(checkpoint, checkpoints, init.model_dir), Start),
+        lambda _: open_engine(init, trainable, work, disk_folder(init.backend), blank=True, fabric=fabric),
         lambda engine, start: start.load(engine, checkpoints, names=names or (lambda name: (name,))),
         checkpoints,
+        fabric,
     ) as (_, engine):
         engine.model.eval()
         yield engine

@@ -9,7 +9,10 @@ from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.data.codec import Codec
 from headwater.evaluation.scorer import Scorer
+from headwater.fabric.alike import check_alike
+from headwater.fabric.fabric import ALONE, Fabric
 from headwater.trainer.inference import Inference, open_scorer
+from headwater.trainer.ranks import keys_of
 
 if TYPE_CHECKING:
     from headwater.evaluation.tasks import Results, Tasks
@@ -35,8 +38,13 @@ def load_tasks(arguments: HarnessArguments) -> Tasks:
 
 
 def evaluate_tasks(
-    config: RunConfig, arguments: HarnessArguments, inference: Inference, codec: Codec, tasks: Tasks
-) -> Results:
+    config: RunConfig,
+    arguments: HarnessArguments,
+    inference: Inference,
+    codec: Codec,
+    tasks: Tasks,
+    fabric: Fabric = ALONE,
+) -> Results | None:
     """Evaluate a checkpoint on tasks, and return the results of the harness.
 
     Args:
@@ -45,19 +53,28 @@ def evaluate_tasks(
         inference: how the model is evaluated.
         codec: the tokenizer.
         tasks: the tasks.
+        fabric: the ranks that evaluate together. All of them call this.
+
+    Returns:
+        The results; `None` on a rank that is not the first of its host.
+
+    Raises:
+        ConfigError: if the ranks have different arguments.
     """
+    if fabric.size > 1:
+        check_alike(fabric, dict(keys_of(arguments.model_dump(exclude={"output_path"}), "lm_eval")))
     settings = {
         "headwater_model": config.init.model.name,
         "checkpoint": str(inference.checkpoint or "newest"),
     }
-    with open_scorer(config, inference) as scorer:
+    with open_scorer(config, inference, fabric) as scorer:
         return run_tasks(tasks, arguments, scorer, codec, settings)
 
 
 def run_tasks(
     tasks: Tasks, arguments: HarnessArguments, scorer: Scorer, codec: Codec, settings: dict[str, Any]
-) -> Results:
-    """Evaluate an open model on tasks, and return the results of the harness.
+) -> Results | None:
+    """Evaluate an open model on tasks, and return the results of the harness; see `evaluate_tasks`.
 
     Args:
         tasks: the tasks.

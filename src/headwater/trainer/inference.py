@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.loss_function import LossFunction
 from headwater.data.codec import Codec, mask_token_id, open_codec, open_tokenizer
 from headwater.evaluation.scorer import Scorer, check_length, largest_pass
+from headwater.fabric.fabric import ALONE, Fabric
 from headwater.generation.batcher import ACTIVE_PER_ROW, Batcher, Limits
 from headwater.generation.fill_mask import MaskFiller, MaskModel, likely
 from headwater.models.sequences import LanguageModel, read_largest
@@ -42,7 +44,7 @@ class Inference:
     """Settings for the evaluation of a language model.
 
     Attributes:
-        batch_size: most sequences of full length that are computed at once. The plan may choose fewer.
+        batch_size: most sequences of full length that all ranks compute at once. The plan may choose fewer.
         max_length: most tokens that the model may read at once; its positions if not given.
         checkpoint: the checkpoint; the newest in the model_dir if not given. A transformers model without one
             has the weights in its folder.
@@ -71,12 +73,13 @@ class Opened:
 
 
 @contextmanager
-def open_scorer(config: RunConfig, inference: Inference) -> Iterator[Scorer]:
+def open_scorer(config: RunConfig, inference: Inference, fabric: Fabric = ALONE) -> Iterator[Scorer]:
     """Open the language model of a run with the weights of a checkpoint.
 
     Args:
         config: the run.
         inference: how the model is evaluated.
+        fabric: the ranks that evaluate together. All of them call this.
 
     Yields:
         The model, as a scorer.
@@ -87,7 +90,7 @@ def open_scorer(config: RunConfig, inference: Inference) -> Iterator[Scorer]:
         DoesNotFitError: if not even one sequence fits into the memory of the params.
     """
     largest = functools.partial(largest_pass, generates=inference.generates)
-    with _opened(config, language_model(config), inference, largest) as model:
+    with _opened(config, language_model(config), inference, largest, fabric) as model:
         size = model.engine.plan.micro_batch_size
         yield make_scorer(model.engine, model.vocab_size, model.length, size)
 
@@ -181,18 +184,20 @@ def _opened(
     model: DecoderConfig | BertConfig | HuggingFaceConfig,
     inference: Inference,
     largest: LossFunction,
+    fabric: Fabric = ALONE,
 ) -> Iterator[Opened]:
-    """Open a model with a plan for the pass that `largest` runs."""
+    """Open a model with a plan for the pass that `largest` runs. Several ranks divide its batch."""
     length = check_length(model.max_position_embeddings, inference.max_length)
     init = config.init.model_copy(update={"model": model})
     trainable = dataclasses.replace(zoo_trainable(init, length), loss=largest)
-    work = Workload(inference.batch_size, micro_batch_size=config.init.backend.micro_batch_size)
+    batch_size = math.ceil(inference.batch_size / fabric.num_csx)
+    work = Workload(batch_size, micro_batch_size=config.init.backend.micro_batch_size)
     if _has_library_weights(config, inference.checkpoint):
         trainable.check_initial()
-        opened = open_engine(init, trainable, work, disk_folder(init.backend), blank=False)
+        opened = open_engine(init, trainable, work, disk_folder(init.backend), blank=False, fabric=fabric)
     else:
         names = policy_names if isinstance(config.init.model, DPOConfig) else None
-        opened = trained_model(init, trainable, work, inference.checkpoint, names=names)
+        opened = trained_model(init, trainable, work, inference.checkpoint, names=names, fabric=fabric)
     with opened as engine:
         engine.model.eval()
         yield Opened(engine, model.vocab_size, length)

@@ -151,6 +151,7 @@ class EvalHarness(TrainingEvaluation):
         assert self._tasks is not None, "the tasks are loaded when the run starts"
         settings = {"headwater_model": self.model.name, "step": step}
         results = run_tasks(self._tasks, self._arguments, scorer, codec, settings)
+        assert results is not None, "the only rank of a run is the first of its host"
         path = write_results(results, self.folder / (self._arguments.output_path or ""), step)
         logger.info("results of step %d, written to %s:\n%s", step, path, tables(results))
         return harness_metrics(results)

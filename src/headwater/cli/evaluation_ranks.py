@@ -1,0 +1,84 @@
+"""Ranks of the commands that evaluate language models. All ranks run the same command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+from headwater.config.run import RunConfig
+from headwater.core.errors import ConfigError
+from headwater.core.placement import Placement
+from headwater.fabric.alike import check_alike
+from headwater.fabric.cluster import is_watched, join
+from headwater.fabric.fabric import Fabric
+from headwater.trainer.ranks import NUM_CSX, launch, program_and_params
+
+
+def launch_evaluation(config: RunConfig, args: argparse.Namespace) -> int | None:
+    """Evaluate in ranks if the params ask for several, and return the exit code; otherwise return `None`.
+
+    Store ranks of the params are left out: an evaluation updates no weights.
+
+    Args:
+        config: the run.
+        args: the arguments of the command.
+    """
+    num_csx = config.init.backend.cluster_config.num_csx
+    # A rank has the same command line: if it launched ranks too, this would never end.
+    if num_csx == 1 or is_watched():
+        return None
+    # For `-P` see [Note: planted modules].
+    command = ("-P", "-m", "headwater", *args.words)
+    return launch(Placement(num_csx), command, max_restarts=0, in_place=args.is_process)
+
+
+def join_evaluation(config: RunConfig) -> Fabric:
+    """Connect to the other ranks of an evaluation, and return all ranks.
+
+    Raises:
+        ConfigError: if the ranks are not as many as the params say, or have other params.
+        RankError: if a rank cannot be reached.
+    """
+    cluster = config.init.backend.cluster_config
+    fabric = join(cluster.rank_timeout_s)
+    if fabric.size != cluster.num_csx:
+        raise ConfigError(
+            f"num_csx={cluster.num_csx}, but {fabric.size} ranks were started",
+            where=NUM_CSX,
+            remedy=f"write --num_csx {fabric.size}",
+        )
+    if fabric.size > 1:
+        check_alike(fabric, program_and_params(config))
+    return fabric
+
+
+def refuse_ranks(args: argparse.Namespace) -> None:
+    """Raise if the command line asks for several ranks. Those of the params have no effect on this command.
+
+    Raises:
+        ConfigError: if it does.
+    """
+    for flag in args.overrides:
+        name, _, number = flag.rpartition("=")
+        if name.rpartition(".")[2] == "num_csx" and number != "1":
+            raise ConfigError(
+                f"expected num_csx 1, because one rank writes the programs; got {number}",
+                where=name,
+                remedy="leave it out",
+            )
+
+
+@contextmanager
+def first_rank_speaks(fabric: Fabric) -> Iterator[None]:
+    """Drop the output of all ranks but rank 0 in the context. All compute the same, and would print the same.
+
+    Errors are not lost: the launcher prints them.
+    """
+    if fabric.rank == 0:
+        yield
+        return
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
