@@ -205,6 +205,7 @@ class DeviceDouble(Device):
     """
 
     torch_device = torch.device("cpu")
+    product = "double"
     reads_host = False
 
     def __init__(self, seed: int = 0) -> None:

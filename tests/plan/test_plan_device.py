@@ -19,7 +19,7 @@ from headwater.plan.budget import make_plan
 from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import draw_plan, render_plan
-from headwater.plan.types import Resources
+from headwater.plan.types import Activations, Resources, StoreShare
 
 ARGUMENTS = {
     "batch_size": 4,
@@ -129,12 +129,32 @@ def test_a_tier_larger_than_the_device_is_refused_with_the_nearest_number_that_f
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"), [({"device": "cpu"}, "the CPU computes"), ({"ranks": 2}, "several ranks train")]
+    ("changes", "found"),
+    [
+        ({"device": "cpu"}, "the CPU computes"),
+        ({"ranks": 2, "share": StoreShare(sums_stay=True)}, "there are several hosts"),
+        ({"ranks": 3, "share": StoreShare(store_ranks=1)}, "there are store ranks"),
+        ({"ranks": 2, "device_tier": False}, "several ranks run a loop of yours"),
+    ],
 )
-def test_a_device_tier_needs_one_rank_on_a_gpu(changes, found):
+def test_a_device_tier_needs_the_ranks_of_one_host_on_gpus(changes, found):
     with pytest.raises(ConfigError, match=found):
         planned(GIB, fixed=Fixed(stages_on_device=2), **changes)
     assert not planned(GIB, **changes).on_device
+
+
+def test_each_of_several_ranks_has_the_stages_and_the_sums_of_their_gradients_arrive():
+    fixed = Fixed(stages_on_device=5, micro_batch_size=4, num_slabs=4, activations=Activations.KEEP)
+    one, two = (planned(64 * GIB, fixed=fixed, ranks=ranks) for ranks in (1, 2))
+    assert one.on_device == two.on_device
+    block = max(one.trace.stages[stage].numel for stage in one.on_device)
+    held = 2 * sum(one.trace.stages[stage].numel for stage in one.on_device)
+    alone, both = one.prediction.device_parts, two.prediction.device_parts
+    assert both["weight store"] == alone["weight store"]
+    assert both["staging"] == alone["staging"] + 2 * block
+    assert both["gradients"] < alone["gradients"], "they leave the device"
+    assert two.prediction.host_parts["gradients"] >= one.prediction.host_parts["gradients"] + held
+    assert two.prediction.step_parts["link"] > one.prediction.step_parts["link"]
 
 
 def test_a_second_plan_leaves_room_for_the_stages_that_the_first_one_has_on_the_device():

@@ -107,6 +107,7 @@ class Planner:
                     calibration=rates,
                     ranks=fabric.local_size,
                     share=_share(fabric),
+                    device_tier=fabric.size == 1,  # a loop may change weights in another way on each rank
                     divided=lambda: map(_always, divided),
                     fused_updates=updaters.are_fused_on(self.device),
                 )

@@ -105,7 +105,7 @@ class BackendConfig(Section):
         stages_in_memory: number of stages that `tier: disk` keeps in host memory all the same; the plan
             chooses it if `tier` is `auto`. At least one stage stays on disk.
         stages_on_device: number of stages that are stored and updated in the memory of the GPU; as many as
-            fit if absent, all if the model has fewer. For one rank on a GPU.
+            fit if absent, all if the model has fewer. For the ranks of one host, each on a GPU.
         gradient_tier: storage of gradients that wait for the update.
         masters: `split` always stores bf16 weights and their fp32 masters in 4 bytes per parameter; `auto`
             uses 6 bytes, with faster updates, if they fit.

@@ -148,9 +148,9 @@ def check(request: Request) -> None:
             remedy="set disk to a folder, or write activations: recompute",
         )
     if fixed.stages_on_device and not request.may_use_device_tier:
-        found = "the CPU computes" if request.device == "cpu" else "several ranks train"
         raise ConfigError(
-            f"expected one rank that computes on a GPU for stages_on_device, but {found}",
+            "expected ranks of one host that compute on GPUs for stages_on_device, "
+            f"but {_without_device_tier(request)}",
             where="stages_on_device",
             remedy="leave stages_on_device out",
         )
@@ -161,6 +161,15 @@ def check(request: Request) -> None:
             where="num_slabs",
             remedy=f"write {least} or more, or leave num_slabs out",
         )
+
+
+def _without_device_tier(request: Request) -> str:
+    """Return the reason why no stage can be in device memory."""
+    if request.device == "cpu":
+        return "the CPU computes"
+    if request.share.sums_stay:
+        return "there are several hosts"
+    return "there are store ranks" if request.share.store_ranks else "several ranks run a loop of yours"
 
 
 def _check_micro_batch_size(request: Request) -> None:

@@ -146,7 +146,9 @@ class Footprint:
         if not plan.shares_slabs:
             slabs *= self._ranks_beside(plan)
         on_device = _on_device_bytes(
-            [self.stages[stage] for stage in plan.on_device], self._device_workspaces
+            [self.stages[stage] for stage in plan.on_device],
+            self._device_workspaces,
+            arriving=max((self.arriving_sum(plan, stage) for stage in plan.on_device), default=0),
         )
         compute = {"slabs": slabs} | on_device | peak.parts
         host, disk = self._store_bytes(plan)
@@ -155,7 +157,7 @@ class Footprint:
             disk["gradients"] = held
         if plan.device == "cpu":
             return Memory({}, host | compute, disk | {"activations": moved})
-        elsewhere = [stage for index, stage in enumerate(self.stages) if index not in plan.on_device]
+        elsewhere = (self.stages[stage] for stage in self._summed_on_host(plan))
         largest = max((stage.gradient_sum for stage in elsewhere), default=0)
         on_disk = plan.gradient_tier == "disk"
         arriving = self._ranks * largest if on_disk or self.sums_stay else 0
@@ -232,10 +234,17 @@ class Footprint:
     def held_gradients(self, plan: Plan) -> int:
         """Return the bytes of the gradients that the store keeps from the end of backward to the update.
 
-        Those of stages in device memory are not counted: see `peak`.
+        Those that stay on the device are not counted: see `peak`.
         """
-        stages = (stage for stage in range(len(self.stages)) if stage not in plan.on_device)
-        return sum(self.held_gradient(plan, stage) for stage in stages)
+        return sum(self.held_gradient(plan, stage) for stage in self._summed_on_host(plan))
+
+    def _summed_on_host(self, plan: Plan) -> Iterator[int]:
+        """Yield the stages whose gradients leave the device: with several ranks those of all stages."""
+        return (stage for stage in range(len(self.stages)) if self.sums_stay or stage not in plan.on_device)
+
+    def arriving_sum(self, plan: Plan, stage: int) -> int:
+        """Return the bytes of a stage's gradients that each rank copies from the sums to its device."""
+        return self.held_gradient(plan, stage) if self.sums_stay else 0
 
     def held_gradient(self, plan: Plan, stage: int) -> int:
         """Return the bytes of one stage's gradients that the store keeps from backward to the update."""
@@ -304,7 +313,8 @@ class Footprint:
                 for position, stage in enumerate(self.trace.uses)
             ]
             largest = [*accumulate(reversed(complete), max)][::-1]
-            staying = {stage: self.held_gradient(plan, stage) for stage in plan.on_device}
+            on_device = () if self.sums_stay else plan.on_device
+            staying = {stage: self.held_gradient(plan, stage) for stage in on_device}
             if plan.num_micro_batches > 1:  # all sums wait
                 waiting = [sum(staying.values())] * len(self.trace.uses)
             else:
@@ -360,19 +370,20 @@ def _complete_after(sizes: Mapping[int, int], uses: Sequence[int], first_use: Ma
     return [*accumulate(reversed(complete), initial=0)][-2::-1]
 
 
-def _on_device_bytes(held: Sequence[StageBytes], workspaces: int) -> dict[str, int]:
+def _on_device_bytes(held: Sequence[StageBytes], workspaces: int, *, arriving: int) -> dict[str, int]:
     """Return the bytes of stages in device memory, and of the workspaces of their updates.
 
     Args:
         held: the stages.
         workspaces: number of fp32 tensors that an update needs beside pieces.
+        arriving: bytes of the memory in which summed gradients arrive.
     """
     if not held:
         return {}
     batch = min(2 * DEVICE_PIECE_ELEMENTS, max(stage.trained for stage in held))
     return {
         "weight store": sum(stage.stored for stage in held),
-        "staging": workspaces * batch * _FP32_BYTES,
+        "staging": workspaces * batch * _FP32_BYTES + arriving,
     }
 
 

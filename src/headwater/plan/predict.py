@@ -234,8 +234,10 @@ class Predictor:
             return Phases()
         count, fetched = plan.num_micro_batches, self._fetched_bytes(plan, plan.on_device)
         moved = self.footprint.offloaded_bytes(plan.activations)
-        gradients = count * sum(stage.gradient for stage in self._updated(plan.on_device))
-        first = max(fetched.first, moved)
+        staying = () if self.footprint.sums_stay else plan.on_device
+        gradients = count * sum(stage.gradient for stage in self._updated(staying))
+        sums = sum(self.footprint.arriving_sum(plan, stage) for stage in plan.on_device)
+        first = max(fetched.first + sums, moved)
         rest = max(fetched.rest + count * moved, gradients + (count - 1) * moved)
         return Phases(first / self._link_bytes_per_s, rest / self._link_bytes_per_s)
 

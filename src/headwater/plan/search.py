@@ -79,9 +79,12 @@ class Request:
 
     @property
     def may_use_device_tier(self) -> bool:
-        """True if stages may be stored and updated in device memory: one rank computes on an accelerator."""
-        alone = self.ranks == 1 and not self.share.sums_stay
-        return self.device_tier and alone and self.device != "cpu"
+        """True if stages may be stored and updated in device memory.
+
+        Either one rank computes on an accelerator, or all ranks are on one host and do; see [Note: replicas].
+        """
+        one_host = not self.share.sums_stay and not self.share.store_ranks
+        return self.device_tier and one_host and self.device != "cpu"
 
     @property
     def chooses_device_tier(self) -> bool:

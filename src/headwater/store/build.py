@@ -20,7 +20,7 @@ from headwater.store.gradients.port import GradientSink
 from headwater.store.gradients.ranks import RankGradients
 from headwater.store.gradients.sizes import SumSizes
 from headwater.store.gradients.stage_exchange import HostRun, StageExchange
-from headwater.store.gradients.storage import DiskStorage, GradientStorage, MemoryStorage
+from headwater.store.gradients.storage import DiskStorage, GradientStorage, MemoryStorage, PageLock
 from headwater.store.layout import DEVICE_PIECE_ELEMENTS, PIECE_ELEMENTS
 from headwater.store.ownership import Ownership
 from headwater.store.rule import stage_layout
@@ -38,12 +38,14 @@ class GradientOptions:
             own dtype.
         folder: where gradients wait on disk; `None` if they wait in memory.
         verify: compare all that is read from disk with checksums of what was written.
+        page_lock: locks the pages of sums in memory, which a device then reads faster; `None` if none does.
         user_loop: true if a user's loop reads gradients, changes them and keeps them over steps.
     """
 
     sum_dtype: torch.dtype | None = None
     folder: Path | None = None
     verify: bool = False
+    page_lock: PageLock | None = None
     user_loop: bool = False
 
 
@@ -65,7 +67,8 @@ def build_store(
         rule: how parameters are updated.
         make_tier: returns the tier of the layouts in an `Ownership`.
         on_disk: indices of the stages that the tier keeps in files.
-        on_device: indices of the stages that it keeps in device memory. Their gradients stay there too.
+        on_device: indices of the stages that it keeps in device memory. Their gradients stay there too, if
+            there is one rank.
         gradients: how gradients are summed.
         order: every parameter in the model's order, in which norms are combined.
         fabric: the ranks that train together.
@@ -81,7 +84,14 @@ def build_store(
         )
         for stage in stages
     ]
-    ownership = Ownership(layouts, ranks.rank, ranks.placement, ranks.hosts, on_disk=on_disk)
+    ownership = Ownership(
+        layouts,
+        ranks.rank,
+        ranks.placement,
+        ranks.hosts,
+        on_disk=on_disk,
+        replicated=on_device if ranks.size > 1 else (),
+    )
     tier = make_tier(ownership)
     with on_failure(tier.close):  # there may be no room for the gradients: give the tier's room back
         sink = make_gradients(stages, fabric, ownership.host_run, gradients, on_device)
@@ -102,11 +112,11 @@ def make_gradients(
         fabric: the ranks of all hosts.
         host_run: says which host updates which elements.
         options: the ways in which gradients are summed.
-        on_device: indices of the stages whose gradients stay in device memory; only with one rank.
+        on_device: indices of the stages in device memory. With one rank their gradients stay there.
     """
     if fabric.size == 1:
         return LocalGradients(stages, _buffer(stages, options, on_device), options.sum_dtype)
-    assert not on_device, "sums of several ranks are in host memory or on disk"
+    assert not (on_device and options.user_loop), "each rank would have other weights after a change"
     # A user's loop sums on each host, and hosts are put together when a sum is read.
     storage = _storage(stages, fabric.neighbours if options.user_loop else fabric, options)
     if options.user_loop:
@@ -132,5 +142,5 @@ def _buffer(
 def _storage(stages: Sequence[StageSpec], fabric: Fabric, options: GradientOptions) -> GradientStorage:
     sizes = SumSizes(stages, options.sum_dtype)
     if options.folder is None:
-        return MemoryStorage(sizes, fabric)
+        return MemoryStorage(sizes, fabric, options.page_lock)
     return DiskStorage(stages, sizes, fabric, options.folder, verify=options.verify)

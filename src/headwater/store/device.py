@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import final
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, final
 
 import torch
 
-from headwater.core.buffers import aligned_empty
+from headwater.core.buffers import aligned_empty, round_up
 from headwater.core.errors import PlanError, StoreError
 from headwater.core.streams import Stream
 from headwater.core.units import format_bytes
 from headwater.store.layout import Group, StageLayout
 from headwater.store.tier import WHOLE, Pages, Tier, all_pages, no_pages
+
+if TYPE_CHECKING:
+    from headwater.store.gradients.port import Gradients
+
+ARRIVAL_ALIGNMENT_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +36,66 @@ class DeviceMemory:
     allocate: Callable[[int], torch.Tensor]
     compute: Stream
     new_stream: Callable[[], Stream]
+
+
+@final
+class Arrivals:
+    """Device memory in which the summed gradients of several ranks arrive for the update of a stage.
+
+    [Note: replicas]
+    With several ranks on a host, each has a replica of every stage in device memory. The ranks add their
+    gradients to sums in host memory or files, in the order of ranks, as they do for all other stages. Each
+    rank then copies the sums of a stage to its device and updates its replica. All ranks run the same kernels
+    on the same bits, so the replicas stay equal without an exchange of weights. A rank counts as updated when
+    its copy of the sums is done: only after that may a rank of the next step change the sums.
+
+    Args:
+        memory: the device.
+        num_bytes: of the gradients of the largest stage; see `arriving_bytes`.
+    """
+
+    def __init__(self, memory: DeviceMemory, num_bytes: int) -> None:
+        self._memory = memory
+        self._buffer = memory.allocate(num_bytes)
+        self._stream = memory.new_stream()
+        self._used = memory.compute.record()
+        self._lock = threading.Lock()  # threads may update two stages at the same time
+
+    @contextmanager
+    def received(self, gradients: Gradients) -> Iterator[Gradients]:
+        """Enter a context with copies of gradients on the device. They are valid inside it."""
+        compute = self._memory.compute
+        with self._lock:
+            # After the update before, and not after all that is queued: copies run beside the computation.
+            self._stream.wait(self._used)
+            copies, start = list[torch.Tensor | None](), 0
+            for gradient in gradients:
+                if gradient is None:
+                    copies.append(None)
+                    continue
+                flat = self._buffer[start : start + gradient.nbytes].view(gradient.dtype)
+                copies.append(flat.view(gradient.shape))
+                self._stream.copy(flat, gradient.view(-1))
+                start += round_up(gradient.nbytes, ARRIVAL_ALIGNMENT_BYTES)
+            arrived = self._stream.record()
+            compute.wait(arrived)
+            arrived.synchronize()  # from here on other ranks may change the sums
+            try:
+                yield copies
+            finally:
+                self._used = compute.record()
+
+
+def arriving_bytes(layout: StageLayout, sum_dtype: torch.dtype | None) -> int:
+    """Return the bytes of `Arrivals` for the gradients of one stage.
+
+    Args:
+        layout: of the stage.
+        sum_dtype: dtype of the sums; `None` for that of the weights.
+    """
+    params = (param for param in layout.stage.params if param.requires_grad)
+    sizes = (param.numel * (sum_dtype or param.wire_dtype).itemsize for param in params)
+    return sum(round_up(size, ARRIVAL_ALIGNMENT_BYTES) for size in sizes)
 
 
 @final
@@ -51,14 +116,16 @@ class DeviceStage:
     Args:
         layout: of the stage.
         memory: the device. The calling thread is the one that computes.
+        arrivals: receives gradients from host memory; `None` if they are on the device already.
     """
 
-    def __init__(self, layout: StageLayout, memory: DeviceMemory) -> None:
+    def __init__(self, layout: StageLayout, memory: DeviceMemory, arrivals: Arrivals | None = None) -> None:
         self.wire = memory.allocate(layout.wire_bytes)
         self._rest = memory.allocate(layout.rest_bytes)
         self._compute = memory.compute
         self._changed = memory.compute.record()
         self._computing_thread = threading.get_ident()
+        self._arrivals = arrivals
 
     def bytes_of(self, group: Group) -> torch.Tensor:
         """Return the bytes of a group on the device."""
@@ -71,6 +138,10 @@ class DeviceStage:
     def commit(self) -> None:
         """Delay later changes and copies until the work that the caller has queued until now is done."""
         self._changed = self._compute.record()
+
+    def received(self, gradients: Gradients) -> AbstractContextManager[Gradients]:
+        """Return a context with the gradients of an update on the device: those given, or copies of them."""
+        return nullcontext(gradients) if self._arrivals is None else self._arrivals.received(gradients)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -91,6 +162,8 @@ class DeviceTier(Tier):
     Args:
         layouts: one per stage.
         memory: the device.
+        arrivals_bytes: bytes of `Arrivals`, where the gradients of several ranks are summed in host memory; 0
+            if gradients stay on the device.
 
     Raises:
         StoreError: if the device has no room for the stages.
@@ -98,13 +171,16 @@ class DeviceTier(Tier):
 
     writes_behind = False
 
-    def __init__(self, layouts: Sequence[StageLayout], memory: DeviceMemory) -> None:
+    def __init__(
+        self, layouts: Sequence[StageLayout], memory: DeviceMemory, *, arrivals_bytes: int = 0
+    ) -> None:
         super().__init__(layouts)
         self._compute = memory.compute
         try:
-            self._stages = [DeviceStage(layout, memory) for layout in layouts]
+            arrivals = Arrivals(memory, arrivals_bytes) if arrivals_bytes else None
+            self._stages = [DeviceStage(layout, memory, arrivals) for layout in layouts]
         except (torch.OutOfMemoryError, PlanError) as error:
-            needed = sum(layout.wire_bytes + layout.rest_bytes for layout in layouts)
+            needed = arrivals_bytes + sum(layout.wire_bytes + layout.rest_bytes for layout in layouts)
             raise StoreError(
                 f"the device has no room for the {format_bytes(needed)} of stages that the plan stores there",
                 remedy="another process may have taken memory since the plan was made: start again, or write "

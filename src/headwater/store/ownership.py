@@ -81,12 +81,14 @@ class Ownership:
 
     Every rank updates a part of a stage in memory. A single rank of a host updates all that the host has of a
     stage on disk, so that nobody else writes in the stage's file. That is the first rank, which fills slabs,
-    or one store rank after the other.
+    or one store rank after the other. A replicated stage is in the device memory of every rank, and each rank
+    updates all of its replica; see [Note: replicas] in `store/device.py`.
 
     Attributes:
         layouts: of the stages.
         rank: this rank.
         host: its host.
+        replicated: the stages of which every rank has a replica.
 
     Args:
         layouts: of the stages.
@@ -94,6 +96,8 @@ class Ownership:
         placement: which ranks update.
         hosts: the host of each rank.
         on_disk: indices of the stages that are in files.
+        replicated: indices of the stages of which every rank has a replica; only with one host, whose ranks
+            all compute.
     """
 
     def __init__(
@@ -104,10 +108,13 @@ class Ownership:
         hosts: Sequence[int],
         *,
         on_disk: Collection[int],
+        replicated: Collection[int] = (),
     ) -> None:
+        assert not replicated or (hosts[-1] == 0 and not placement.num_memx), "each rank has a replica"
         self.layouts = layouts
         self.rank = rank
         self.host = hosts[rank]
+        self.replicated = frozenset(replicated)
 
         def updating(owner: int, stage: int) -> int:
             there = [other for other in placement.owners if hosts[other] == hosts[owner]]
@@ -135,7 +142,7 @@ class Ownership:
 
     def is_mine(self, stage: int, piece: Piece) -> bool:
         """True if this rank updates a piece."""
-        return self._stages[stage].owner(piece) == self.rank
+        return stage in self.replicated or self._stages[stage].owner(piece) == self.rank
 
     def is_first_of_mine(self, stage: int, param: int) -> bool:
         """True if this rank updates the first piece of a parameter."""

@@ -1,17 +1,23 @@
-"""Equal weights on all hosts at the start of a run. Each host's store holds all weights."""
+"""Equal weights at the start of a run: on all hosts, and in the replicas of all ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from headwater.core.buffers import aligned_empty
+from headwater.core.errors import StoreError
 from headwater.fabric.fabric import PIECE_BYTES, Fabric
-from headwater.fabric.link import Link
-from headwater.store.store import WeightStore
 from headwater.store.tier import all_pages
+
+if TYPE_CHECKING:
+    from headwater.fabric.link import Link
+    from headwater.store.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +39,40 @@ def take_from_first_host(store: WeightStore, fabric: Fabric) -> None:
         link.close()
     # The other ranks of a host must not read before their leader has received.
     fabric.barrier("the first weights of all hosts")
+
+
+def checksum(values: torch.Tensor, before: int = 0) -> int:
+    """Return the CRC-32 of values in host memory, continued from the checksum of other values."""
+    return zlib.crc32(values.detach().contiguous().view(-1).view(torch.uint8).numpy().data, before)
+
+
+def refuse_unequal_replicas(fabric: Fabric, device: str, checksums: Mapping[str, int]) -> None:
+    """Raise if replicas of ranks would differ. All ranks call this together.
+
+    Args:
+        fabric: the ranks.
+        device: the product name of this rank's device. Other products may round updates differently.
+        checksums: stage -> checksum of the first weights of this rank's replica.
+
+    Raises:
+        StoreError: if a rank has another device or other weights than the first rank.
+    """
+    devices = fabric.gather_objects(device, str)
+    every = fabric.gather_objects(dict(checksums), dict[str, int])
+    for rank, (its_device, its_checksums) in enumerate(zip(devices, every, strict=True)):
+        if its_device != devices[0]:
+            raise StoreError(
+                f"expected equal devices on all ranks, found {devices[0]} on rank 0 "
+                f"and {its_device} on rank {rank}",
+                remedy="write stages_on_device: 0, so that no stage is updated in device memory",
+            )
+        different = [name for name, value in its_checksums.items() if value != every[0][name]]
+        if different:
+            raise StoreError(
+                f"expected equal first weights on all ranks, found others on rank {rank} than on rank 0",
+                where=f"stage {different[0]!r}",
+                remedy="make the weights from the same seed on each rank, or write stages_on_device: 0",
+            )
 
 
 def _take_stage(store: WeightStore, stage: int, link: Link) -> bool:

@@ -38,6 +38,9 @@ class SnapshotElsewhere:
         self._store = store
         self._up_to = store.ledger.num_commits
         self._sent = 0  # how many stages were sent
+        for stage in store.ownership.replicated:
+            # As on rank 0, which waits until all ranks have updated a replica.
+            store.flush_stage(stage)
         store.access.before_update = self._before_update
 
     def _before_update(self, stage: int, commit: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from headwater.core.device_memory import is_out_of_memory
 from headwater.core.errors import DeviceFullError
 from headwater.core.recorder import RECORDER, UPDATE
-from headwater.store.gradients.port import GradientSink
+from headwater.store.gradients.port import Gradients, GradientSink
 from headwater.store.layout import Group
 from headwater.store.ownership import Ownership
 from headwater.store.rules import UpdateRules
@@ -82,13 +82,19 @@ class StageUpdate:
         gradients = self._gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
         layout, before = self._tier.layouts[stage], self._scalars.by_stage[stage]
-        on_device = self._tier.on_device(stage) is not None
-        progress = self._unfinished.pop(stage, None) or Progress.of(before, undoable=on_device)
+        device = self._tier.on_device(stage)
+        progress = self._unfinished.pop(stage, None) or Progress.of(before, undoable=device is not None)
         try:
-            with self._bytes_of(stage, buffer) as (image, groups):
-                self._updater.apply(layout, image, groups, gradients, before, pending, progress)
+            with (
+                nullcontext(gradients) if device is None else device.received(gradients) as received,
+                self._bytes_of(stage, buffer) as (image, groups),
+            ):
+                try:
+                    self._updater.apply(layout, image, groups, received, before, pending, progress)
+                finally:
+                    gradients = _unused(gradients, received)
         except RuntimeError as error:
-            if not (on_device and is_out_of_memory(error)):
+            if device is None or not is_out_of_memory(error):
                 raise
             self._gradients.put_back(stage, gradients)
             self._unfinished[stage] = progress
@@ -110,6 +116,12 @@ class StageUpdate:
         part = self._ownership.own_bytes(stage)
         with self._tier.wire(stage, buffer, write=True, part=part) as image:
             yield image, self._tier.groups(stage, own, write=all_pages)
+
+
+def _unused(gradients: Gradients, received: Gradients) -> Gradients:
+    """Return the gradients whose copy on the device, or they themselves, an update has not freed."""
+    pairs = zip(gradients, received, strict=True)
+    return [None if copy is None else gradient for gradient, copy in pairs]
 
 
 def _without_memory(stage: str, pending: Pending, error: RuntimeError) -> DeviceFullError:

@@ -213,9 +213,10 @@ class WeightStore:
         editable(self.gradients).replace((stage, param), gradient.to(self.gradient_device(stage)))
 
     def gradient_device(self, stage: int) -> torch.device:
-        """Return the device of a stage's gradients: `cpu`, unless the stage is in device memory."""
+        """Return the device of a stage's gradients: `cpu`, unless they stay in device memory."""
         place = self.tier.on_device(stage)
-        return torch.device("cpu") if place is None else place.wire.device
+        # Ranks sum their gradients in memory that all of them reach.
+        return torch.device("cpu") if place is None or self.fabric.size > 1 else place.wire.device
 
     def end_micro_batch(self) -> None:
         """Tell the store that this rank has no more gradients of this micro-batch."""

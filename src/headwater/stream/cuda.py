@@ -35,6 +35,7 @@ class CudaDevice(Device):
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.product = torch.cuda.get_device_name(self.torch_device)
         self.compute = CudaStream(self.torch_device, None)
 
     def allocate_slab(self, num_bytes: int) -> torch.Tensor:

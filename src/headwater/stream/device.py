@@ -21,11 +21,13 @@ class Device(abc.ABC):
 
     Attributes:
         torch_device: the device of slabs and batches.
+        product: the name of the product. Two devices with one name compute the same bits.
         reads_host: true if the device computes on host memory, so that weights need not be copied.
         compute: the stream on which the calling thread computes.
     """
 
     torch_device: torch.device
+    product: str
     reads_host: bool
     compute: Stream
 
@@ -59,6 +61,7 @@ class CpuDevice(Device):
     """The CPU as compute device: its memory is host memory, and operations end before their call returns."""
 
     torch_device = torch.device("cpu")
+    product = "CPU"
     reads_host = True
     compute = IMMEDIATE
 

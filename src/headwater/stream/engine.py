@@ -20,6 +20,7 @@ from headwater.plan.types import Plan
 from headwater.plan.writes import refuse_assignments_after_use
 from headwater.store.named import keys_by_name
 from headwater.store.pieces import PieceState
+from headwater.store.replicas import checksum, refuse_unequal_replicas
 from headwater.store.rule import UpdateRule
 from headwater.store.rules import UpdateRules
 from headwater.store.update import Update
@@ -89,9 +90,14 @@ class Engine:
             self._restore_forwards = compiling(model, plan.trace.stages)
             made.callback(self._restore_forwards)
             self._binder = _make_binder(model, plan, self.store, self._device, weights)
-            for stage in range(len(plan.trace.stages)):
-                self._fill(stage, initial)  # before `adopt`, which frees the present values
+            checksums = {}
+            for stage, spec in enumerate(plan.trace.stages):
+                checksums[spec.name] = self._fill(
+                    stage, initial
+                )  # before `adopt`, which frees the present values
                 self._binder.adopt(stage)
+            if self.store.ownership.replicated:
+                refuse_unequal_replicas(fabric, self._device.product, checksums)
             share = 1 / fabric.size if options.user_loop else 1.0  # `train_step` divides the loss itself
             self.executor = Executor(
                 model,
@@ -119,17 +125,22 @@ class Engine:
         self._detached = False
         return_pages()  # initial values took more memory than a step is allowed to take
 
-    def _fill(self, stage: int, initial: Initial | None) -> None:
+    def _fill(self, stage: int, initial: Initial | None) -> int:
+        """Write the first values of a stage to the store. Return their checksum if it has replicas."""
         specs = self.store.stages[stage].params
         present = (param.detach() for param in self._binder.stages[stage].params)
         values = list(present) if initial is None else [initial(spec) for spec in specs]
         _refuse_meta(self.store.stages[stage], values)
+        is_replicated, total = stage in self.store.ownership.replicated, 0
 
         def fill(piece: PieceState) -> None:
+            nonlocal total
             flat = values[piece.param].reshape(-1)
             piece.master.copy_(flat[piece.start : piece.start + piece.master.numel()])
+            total = checksum(piece.master, total) if is_replicated else total
 
         self.store.parameters.write(stage, fill)
+        return total
 
     def train_step(
         self,

@@ -22,7 +22,7 @@ class GradientCopies:
     """Copies gradients to page-locked memory beside the computation, and adds them to the store on a thread.
 
     Gradients of stages on the device stay there; the thread adds them, and only their norms are copied.
-    With several ranks gradients are added on autograd's thread, when their copies have had time to end.
+    With several ranks all are copied, and added on autograd's thread when their copies have had time to end.
     Autograd's thread queues a copy and continues. It blocks only if more bytes wait to be added than the
     gradients of the largest stage have: each of these is on the device, perhaps beside its sum. Every use of
     `store.gradients` first waits for the gradients that are on their way; see `WeightStore.gradients`.
@@ -42,7 +42,8 @@ class GradientCopies:
         self._is_alone = store.fabric.size == 1
         self._additions: Additions = AdditionThread(most) if self._is_alone else LaterAdditions(most)
         self._adding = InFlight(most)
-        self._staying = {s.index for s in store.stages if store.tier.on_device(s.index) is not None}
+        on_device = (s.index for s in store.stages if store.tier.on_device(s.index) is not None)
+        self._staying = set(on_device if self._is_alone else ())  # ranks sum their gradients on the host
         store.await_gradients = self.finish
 
     def send(self, key: ParamKey, gradient: torch.Tensor, *, last: bool) -> None:

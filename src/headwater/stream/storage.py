@@ -11,7 +11,7 @@ import torch
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.types import Plan
 from headwater.store.build import GradientOptions, build_store
-from headwater.store.device import DeviceMemory, DeviceTier
+from headwater.store.device import DeviceMemory, DeviceTier, arriving_bytes
 from headwater.store.disk import DiskTier, file_sizes
 from headwater.store.files import sums_bytes
 from headwater.store.memory import MemoryTier
@@ -59,7 +59,9 @@ def make_store(
 
         def on_device(stages: Sequence[int]) -> Tier:
             memory = DeviceMemory(device.allocate_slab, device.compute, device.new_stream)
-            return DeviceTier([ownership.layouts[stage] for stage in stages], memory)
+            layouts = [ownership.layouts[stage] for stage in stages]
+            arriving = max(arriving_bytes(layout, sum_dtype) for layout in layouts) if ranks.size > 1 else 0
+            return DeviceTier(layouts, memory, arrivals_bytes=arriving)
 
         # The device first: it has the least room.
         tiers = [(plan.on_device, on_device), (plan.in_host_memory, in_memory), (plan.on_disk, on_disk)]
@@ -75,7 +77,14 @@ def make_store(
         make_tier,
         on_disk=plan.on_disk,
         on_device=plan.on_device,
-        gradients=GradientOptions(sum_dtype, folder, options.verify_disk, user_loop=options.user_loop),
+        gradients=GradientOptions(
+            sum_dtype,
+            folder,
+            options.verify_disk,
+            # Each rank copies the sums of stages in device memory to its device.
+            page_lock=device.page_lock if plan.on_device else None,
+            user_loop=options.user_loop,
+        ),
         order=order,
         fabric=fabric,
     )

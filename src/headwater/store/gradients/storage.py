@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import final
@@ -19,6 +19,10 @@ from headwater.store.gradients.sizes import SumSizes
 
 _BLOCK_BYTES = 4 << 20
 _ALIGNMENT_BYTES = 64
+
+
+PageLock = Callable[[Sequence[torch.Tensor]], Callable[[], None]]
+"""Page-locks host memory, and returns a function that unlocks it."""
 
 
 class GradientStorage(abc.ABC):
@@ -91,12 +95,14 @@ class MemoryStorage(GradientStorage):
     Args:
         sizes: of the sums.
         fabric: the ranks.
+        page_lock: locks the pages of the sums; returns a function that unlocks them.
     """
 
-    def __init__(self, sizes: SumSizes, fabric: Fabric) -> None:
+    def __init__(self, sizes: SumSizes, fabric: Fabric, page_lock: PageLock | None = None) -> None:
         self.sizes = sizes
         places, end = _places(sizes.dtypes, sizes, _ALIGNMENT_BYTES)
         whole = fabric.allocate(end)
+        self._unlock = page_lock([whole]) if page_lock is not None else lambda: None
         self._sums = {
             key: whole[offset : offset + sizes.num_bytes(key)].view(sizes.dtypes[key])
             for key, offset in places.items()
@@ -119,6 +125,7 @@ class MemoryStorage(GradientStorage):
         pass
 
     def close(self) -> None:
+        self._unlock()
         self._sums.clear()
 
 
