@@ -88,7 +88,7 @@ class Ownership:
         layouts: of the stages.
         rank: this rank.
         host: its host.
-        replicated: the stages of which every rank has a replica.
+        replicated: the stages that have a replica on every rank.
 
     Args:
         layouts: of the stages.
@@ -96,7 +96,7 @@ class Ownership:
         placement: which ranks update.
         hosts: the host of each rank.
         on_disk: indices of the stages that are in files.
-        replicated: indices of the stages of which every rank has a replica; only with one host, whose ranks
+        replicated: indices of the stages that have a replica on every rank; only with one host, whose ranks
             all compute.
     """
 
