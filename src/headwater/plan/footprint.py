@@ -148,7 +148,7 @@ class Footprint:
         on_device = _on_device_bytes(
             [self.stages[stage] for stage in plan.on_device],
             self._device_workspaces,
-            arriving=max((self.arriving_sum(plan, stage) for stage in plan.on_device), default=0),
+            arriving=max(arriving_sums(self, plan), default=0),
         )
         compute = {"slabs": slabs} | on_device | peak.parts
         host, disk = self._store_bytes(plan)
@@ -157,7 +157,8 @@ class Footprint:
             disk["gradients"] = held
         if plan.device == "cpu":
             return Memory({}, host | compute, disk | {"activations": moved})
-        elsewhere = (self.stages[stage] for stage in self._summed_on_host(plan))
+        staying = _staying(plan, self.sums_stay)
+        elsewhere = [stage for index, stage in enumerate(self.stages) if index not in staying]
         largest = max((stage.gradient_sum for stage in elsewhere), default=0)
         on_disk = plan.gradient_tier == "disk"
         arriving = self._ranks * largest if on_disk or self.sums_stay else 0
@@ -236,15 +237,9 @@ class Footprint:
 
         Those that stay on the device are not counted: see `peak`.
         """
-        return sum(self.held_gradient(plan, stage) for stage in self._summed_on_host(plan))
-
-    def _summed_on_host(self, plan: Plan) -> Iterator[int]:
-        """Yield the stages whose gradients leave the device: with several ranks those of all stages."""
-        return (stage for stage in range(len(self.stages)) if self.sums_stay or stage not in plan.on_device)
-
-    def arriving_sum(self, plan: Plan, stage: int) -> int:
-        """Return the bytes of a stage's gradients that each rank copies from the sums to its device."""
-        return self.held_gradient(plan, stage) if self.sums_stay else 0
+        staying = _staying(plan, self.sums_stay)
+        stages = (stage for stage in range(len(self.stages)) if stage not in staying)
+        return sum(self.held_gradient(plan, stage) for stage in stages)
 
     def held_gradient(self, plan: Plan, stage: int) -> int:
         """Return the bytes of one stage's gradients that the store keeps from backward to the update."""
@@ -313,8 +308,7 @@ class Footprint:
                 for position, stage in enumerate(self.trace.uses)
             ]
             largest = [*accumulate(reversed(complete), max)][::-1]
-            on_device = () if self.sums_stay else plan.on_device
-            staying = {stage: self.held_gradient(plan, stage) for stage in on_device}
+            staying = {stage: self.held_gradient(plan, stage) for stage in _staying(plan, self.sums_stay)}
             if plan.num_micro_batches > 1:  # all sums wait
                 waiting = [sum(staying.values())] * len(self.trace.uses)
             else:
@@ -353,6 +347,17 @@ class Footprint:
             if first == position:  # complete: with the copy that is written, or the old sum and the new one
                 total += self.stages[stage].gradient if exact else 2 * self.stages[stage].gradient_sum
         return total
+
+
+def _staying(plan: Plan, sums_stay: bool) -> tuple[int, ...]:
+    """Return the stages whose gradients stay on the device; none if several ranks sum them on the host."""
+    return () if sums_stay else plan.on_device
+
+
+def arriving_sums(footprint: Footprint, plan: Plan) -> list[int]:
+    """Return for each stage in device memory the bytes of sums that a rank copies to its device."""
+    stages = plan.on_device if footprint.sums_stay else ()
+    return [footprint.held_gradient(plan, stage) for stage in stages]
 
 
 def _complete_after(sizes: Mapping[int, int], uses: Sequence[int], first_use: Mapping[int, int]) -> list[int]:

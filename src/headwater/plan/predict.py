@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from headwater.core.units import GIB
 from headwater.plan.belady import simulate, slab_capacity, slab_positions
-from headwater.plan.footprint import Footprint, StageBytes
+from headwater.plan.footprint import Footprint, StageBytes, arriving_sums
 from headwater.plan.types import Calibration, Plan, Prediction
 
 NOMINAL = Calibration(
@@ -236,7 +236,7 @@ class Predictor:
         moved = self.footprint.offloaded_bytes(plan.activations)
         staying = () if self.footprint.sums_stay else plan.on_device
         gradients = count * sum(stage.gradient for stage in self._updated(staying))
-        sums = sum(self.footprint.arriving_sum(plan, stage) for stage in plan.on_device)
+        sums = sum(arriving_sums(self.footprint, plan))
         first = max(fetched.first + sums, moved)
         rest = max(fetched.rest + count * moved, gradients + (count - 1) * moved)
         return Phases(first / self._link_bytes_per_s, rest / self._link_bytes_per_s)

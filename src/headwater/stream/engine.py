@@ -90,14 +90,7 @@ class Engine:
             self._restore_forwards = compiling(model, plan.trace.stages)
             made.callback(self._restore_forwards)
             self._binder = _make_binder(model, plan, self.store, self._device, weights)
-            checksums = {}
-            for stage, spec in enumerate(plan.trace.stages):
-                checksums[spec.name] = self._fill(
-                    stage, initial
-                )  # before `adopt`, which frees the present values
-                self._binder.adopt(stage)
-            if self.store.ownership.replicated:
-                refuse_unequal_replicas(fabric, self._device.product, checksums)
+            self._fill_all(initial)
             share = 1 / fabric.size if options.user_loop else 1.0  # `train_step` divides the loss itself
             self.executor = Executor(
                 model,
@@ -124,6 +117,15 @@ class Engine:
         self._step = TrainStep(self.store, self.executor, self.buffers, self._micro_batches, fabric, bound)
         self._detached = False
         return_pages()  # initial values took more memory than a step is allowed to take
+
+    def _fill_all(self, initial: Initial | None) -> None:
+        checksums = {}
+        for stage in self.store.stages:
+            # Before `adopt`, which frees the present values.
+            checksums[stage.name] = self._fill(stage.index, initial)
+            self._binder.adopt(stage.index)
+        if self.store.ownership.replicated:
+            refuse_unequal_replicas(self.fabric, self._device.product, checksums)
 
     def _fill(self, stage: int, initial: Initial | None) -> int:
         """Write the first values of a stage to the store. Return their checksum if it has replicas."""
