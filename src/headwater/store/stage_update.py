@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -20,8 +20,8 @@ from headwater.store.tier import Tier, all_pages
 from headwater.store.update import Pending, Progress
 from headwater.store.updater import Updater
 
-_Bytes = tuple[torch.Tensor, Iterable[tuple[Group, torch.Tensor]]]
-"""A wire image, and groups with their bytes."""
+_Bytes = tuple[torch.Tensor, Iterable[tuple[Group, torch.Tensor]], Gradients]
+"""A wire image, groups with their bytes, and the gradients of the parameters."""
 
 
 @final
@@ -82,21 +82,16 @@ class StageUpdate:
         gradients = self._gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
         layout, before = self._tier.layouts[stage], self._scalars.by_stage[stage]
-        device = self._tier.on_device(stage)
-        progress = self._unfinished.pop(stage, None) or Progress.of(before, undoable=device is not None)
+        on_device = self._tier.on_device(stage) is not None
+        progress = self._unfinished.pop(stage, None) or Progress.of(before, undoable=on_device)
+        received = gradients
         try:
-            with (
-                nullcontext(gradients) if device is None else device.received(gradients) as received,
-                self._bytes_of(stage, buffer) as (image, groups),
-            ):
-                try:
-                    self._updater.apply(layout, image, groups, received, before, pending, progress)
-                finally:
-                    gradients = _unused(gradients, received)
+            with self._bytes_of(stage, gradients, buffer) as (image, groups, received):
+                self._updater.apply(layout, image, groups, received, before, pending, progress)
         except RuntimeError as error:
-            if device is None or not is_out_of_memory(error):
+            if not (on_device and is_out_of_memory(error)):
                 raise
-            self._gradients.put_back(stage, gradients)
+            self._gradients.put_back(stage, _unused(gradients, received))
             self._unfinished[stage] = progress
             raise _without_memory(layout.stage.name, pending, error) from error
         self._scalars.by_stage[stage] = progress.after
@@ -105,17 +100,17 @@ class StageUpdate:
         self._gradients.put_back(stage, gradients)  # those of parameters that the commit did not name
 
     @contextmanager
-    def _bytes_of(self, stage: int, buffer: torch.Tensor | None) -> Iterator[_Bytes]:
-        """Yield the wire image and this rank's groups of a stage where its update runs, to be changed."""
+    def _bytes_of(self, stage: int, gradients: Gradients, buffer: torch.Tensor | None) -> Iterator[_Bytes]:
+        """Yield wire image, own groups and gradients of a stage where its update runs, to be changed."""
         own = self._ownership.own_groups(stage)
         device = self._tier.on_device(stage)
         if device is not None:
-            with device.changing():
-                yield device.wire, ((group, device.bytes_of(group)) for group in own)
+            with device.received(gradients) as received, device.changing():
+                yield device.wire, ((group, device.bytes_of(group)) for group in own), received
             return
         part = self._ownership.own_bytes(stage)
         with self._tier.wire(stage, buffer, write=True, part=part) as image:
-            yield image, self._tier.groups(stage, own, write=all_pages)
+            yield image, self._tier.groups(stage, own, write=all_pages), gradients
 
 
 def _unused(gradients: Gradients, received: Gradients) -> Gradients:
