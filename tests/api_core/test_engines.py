@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import headwater as hw
+from headwater.api import engines
 from headwater.api.compile import streamed
 from headwater.api.engines import EngineSteps, build_engine
 from headwater.config.sections import BackendConfig
@@ -61,3 +62,11 @@ def test_the_loop_of_a_user_trains_an_engine_without_steps(plan, allocator):
         trained = dict(engine.named_masters())
     for name, value in plainly_trained().state_dict().items():
         assert torch.equal(trained[name], value), name
+
+
+def test_a_loop_of_a_user_is_told_once_that_auto_compiles_no_blocks(plan, caplog):
+    engines._warn_of_eager_blocks.cache_clear()
+    for _ in range(2):
+        with build_engine(make_model(), plan, SGD, BackendConfig(compile="auto")):
+            pass
+    assert caplog.text.count("compile: auto does not compile blocks in a loop of yours") == 1

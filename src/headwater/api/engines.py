@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from pathlib import Path
 
 from torch import nn
@@ -17,6 +19,8 @@ from headwater.plan.types import Plan
 from headwater.store.rules import UpdateRules
 from headwater.stream.engine import Engine
 from headwater.stream.options import EngineOptions, Initial
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +77,13 @@ def build_engine(
     # Before the engine allocates: memory that malloc has taken already keeps its pages.
     if plan.device == "cpu" and backend.allocator == "tuned":
         tune_allocator(keep=plan.memory_is_ample)
+    if steps is None and backend.compile == "auto":
+        _warn_of_eager_blocks()
     own = steps or EngineSteps()
     options = EngineOptions(
         user_loop=steps is None,
         fast_matmul=backend.matmul == "fast",
-        compile_blocks=backend.compile,
+        compile_blocks=plan.blocks.compiled if backend.compile == "auto" else backend.compile,
         verify_disk=backend.verify_disk,
     )
     return Engine(
@@ -89,4 +95,12 @@ def build_engine(
         loss_function=own.loss_function,
         fabric=fabric,
         options=options,
+    )
+
+
+@functools.cache
+def _warn_of_eager_blocks() -> None:
+    logger.warning(
+        "compile: auto does not compile blocks in a loop of yours, whose number of steps is not known; "
+        "compile: true compiles them"
     )

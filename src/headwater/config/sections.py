@@ -112,7 +112,7 @@ class BackendConfig(Section):
         optimizer_state: `bf16` stores optimizer state in half the bytes; it is rounded stochastically, so the
             run is not exact.
         compile: compile each distinct block with `torch.compile`. Results then differ from torch's in
-            rounding.
+            rounding. `auto` measures both ways before a 16-bit training, and compiles if that saves time.
         matmul: `fast` allows fp32 matrix products that differ from torch's in rounding.
         loss: `liger` computes the loss of a decoder by the package liger-kernel, on a CUDA device. `chunked`
             needs no package, and has no logits of the whole batch in memory either.
@@ -137,7 +137,7 @@ class BackendConfig(Section):
     gradient_tier: Tier = "auto"
     masters: Literal["auto", "split"] = "auto"
     optimizer_state: Literal["exact", "bf16"] = "exact"
-    compile: bool = False
+    compile: bool | Literal["auto"] = False
     matmul: Literal["exact", "fast"] = "exact"
     loss: Literal["chunked", "liger"] = "chunked"
     allocator: Literal["tuned", "system"] = "tuned"

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
-import os
-import platform
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from headwater.core.cleanup import on_failure
-from headwater.core.scratch import cache_folder
 from headwater.plan.machine import existing_ancestor
+from headwater.plan.machine_cache import cache_file, machine_key, read_entries, write_entries
 from headwater.plan.measuring import MOST_WALL_S, measure_apart
 from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_quick
 from headwater.plan.types import Calibration
 
 _QUIET_LIFE_S, _BUSY_LIFE_S, _UNDOUBTED_S = 30 * 86_400.0, 3_600.0, 600.0
+_FILE = "calibration.json"
 _TOLERANCE = 1.5
 """Quick checks that differ by less than this factor count as equal."""
 
@@ -100,13 +94,13 @@ def calibrate(
         ConfigError: if `disk` cannot be written to.
     """
     folder = None if disk is None else existing_ancestor(disk)
-    key = _machine_key(device, folder)
+    key = machine_key(device, folder)
     if recalibrate or key not in _IN_THIS_PROCESS:
 
         def measure() -> Measurement | None:
             return measure_apart(device, folder, budget, most_wall_s=most_wall_s)
 
-        _IN_THIS_PROCESS[key] = _rates(key, device, measure, recalibrate, cache or _cache_file())
+        _IN_THIS_PROCESS[key] = _rates(key, device, measure, recalibrate, cache or cache_file(_FILE))
     return _IN_THIS_PROCESS[key]
 
 
@@ -142,37 +136,9 @@ def _still_holds(known: Known, device: str) -> bool:
     return known.is_undoubted(now_s) or (known.is_young(now_s) and known.holds(time_quick(device)))
 
 
-def _cache_file() -> Path | None:
-    folder = cache_folder()
-    return None if folder is None else folder / "calibration.json"
-
-
-def _machine_key(device: str, folder: Path | None) -> str:
-    gpu = "" if device == "cpu" else torch.cuda.get_device_name(device)
-    # The rates depend on all of these. Several machines may have the same home folder, hence the node.
-    parts = (platform.node(), _cpu_model(), torch.__version__, torch.get_num_threads(), device, gpu)
-    return "|".join(map(str, (*parts, _mount_point(folder) if folder else "")))
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
-
-
-def _mount_point(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.is_mount())
-
-
 def _read_cache(cache: Path | None) -> dict[str, Known]:
     """Return stored measurements, without damaged entries and entries of versions with other fields."""
-    if cache is None:
-        return {}
-    try:
-        entries = json.loads(cache.read_text()).items()
-    except (OSError, ValueError, AttributeError):
-        return {}
+    entries = read_entries(cache).items()
     return {key: known for key, entry in entries if (known := _parse(entry)) is not None}
 
 
@@ -204,26 +170,10 @@ def _is_positive(number: object) -> bool:
 
 def _store(cache: Path | None, key: str, fresh: Known) -> None:
     """Add a measurement to the cache. If the cache cannot be written, log a warning."""
-    if cache is None:
-        return
     # Read again: another process may have stored its rates while this one measured.
     entries = _read_cache(cache) | {key: fresh}
     document = {
         key: dataclasses.asdict(known.measurement) | {"taken_s": known.taken_s}
         for key, known in entries.items()
     }
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=cache.parent)
-        with on_failure(lambda: Path(name).unlink(missing_ok=True)):
-            with os.fdopen(handle, "w") as file:
-                file.write(json.dumps(document, indent=1))
-            # Other processes may read the cache now: they find the old content or the new one.
-            Path(name).replace(cache)
-    except OSError as error:
-        logger.warning(
-            "the rates of this machine cannot be stored: %s: %s; set XDG_CACHE_HOME to a folder that can be "
-            "written to",
-            cache,
-            error.strerror,
-        )
+    write_entries(cache, document, what="the rates of this machine")

@@ -193,6 +193,7 @@ def _decisions(plan: Plan) -> Iterator[str]:
         if plan.has_bf16_state:
             yield "optimizer state: bf16, rounded stochastically; the run is not exact"
         yield f"{state}: {tier}; gradients wait for the update: {plan.gradient_tier}"
+    yield from _blocks_text(plan)
     samples = plan.micro_batch_size * plan.num_micro_batches
     count = plan.placement.num_csx
     ranks = "" if count == 1 else f"{count} CSXs × "
@@ -202,6 +203,14 @@ def _decisions(plan: Plan) -> Iterator[str]:
         share = format_count(sum(stage.numel for stage in plan.trace.stages) // len(owners))
         names = f"rank {owners[0]}" if len(owners) == 1 else f"ranks {owners[0]} to {owners[-1]}"
         yield f"masters are updated by {names}, {share} parameters each; these ranks do not compute"
+
+
+def _blocks_text(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about compiled blocks, if they are compiled or a measurement could decide it."""
+    blocks = plan.blocks
+    if blocks.compiled or blocks.reason:
+        reason = f": {blocks.reason}" if blocks.reason else ""
+        yield f"blocks are {'compiled' if blocks.compiled else 'not compiled'}{reason}"
 
 
 def _tiers_text(plan: Plan) -> str:

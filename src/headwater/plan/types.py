@@ -293,6 +293,19 @@ def shares_slabs(tier: Tier | None, device: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The choice between compiled and eager blocks.
+
+    Attributes:
+        compiled: True if blocks are compiled.
+        reason: why, if the choice was made by a measurement or for lack of one; empty if the user made it.
+    """
+
+    compiled: bool = False
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """Schedule, slabs, tiers, activations and micro-batches, decided before anything is allocated.
 
@@ -315,6 +328,7 @@ class Plan:
         in_memory: stages that are stored in host memory although `tier` is `disk`.
         on_device: stages whose weights, masters, optimizer state and gradients are in device memory, whatever
             `tier` is. The device updates them.
+        blocks: whether blocks are compiled.
     """
 
     trace: Trace
@@ -333,6 +347,7 @@ class Plan:
     placement: Placement = ONE_RANK
     in_memory: tuple[int, ...] = ()
     on_device: tuple[int, ...] = ()
+    blocks: Blocks = Blocks()
 
     @property
     def on_disk(self) -> tuple[int, ...]:

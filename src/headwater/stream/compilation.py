@@ -16,6 +16,7 @@ from headwater.core.errors import HeadwaterError, ModelError
 from headwater.core.files import disk_errors
 from headwater.core.scratch import private_folder
 from headwater.core.stage import StageSpec
+from headwater.plan.compilation import repeated_stages
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -25,6 +26,12 @@ def _cache_folder() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     with disk_errors(root):
         return private_folder(root / "headwater" / "compiled")
+
+
+def use_private_cache() -> None:
+    """Set a folder of this user for compiled code, if the environment names no folder."""
+    if _CACHE not in os.environ:
+        os.environ[_CACHE] = str(_cache_folder())
 
 
 def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> Callable[[], None]:
@@ -41,17 +48,15 @@ def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> Callable[[]
     Returns:
         A function that restores the original forwards.
     """
-    if _CACHE not in os.environ:
-        os.environ[_CACHE] = str(_cache_folder())
-    shapes = [tuple((param.shape, param.wire_dtype) for param in stage.params) for stage in stages]
+    use_private_cache()
     compiled = ExitStack()
-    for stage, shape in zip(stages, shapes, strict=True):
-        if stage.name and shapes.count(shape) > 1:
-            compiled.callback(_compile_forward(model.get_submodule(stage.name), stage.name))
+    for index in (index for group in repeated_stages(stages) for index in group):
+        name = stages[index].name
+        compiled.callback(compile_forward(model.get_submodule(name), name))
     return compiled.close
 
 
-def _compile_forward(module: nn.Module, name: str) -> Callable[[], None]:
+def compile_forward(module: nn.Module, name: str) -> Callable[[], None]:
     """Replace the forward of a module by a compiled one. Return a function that restores the original."""
     before = vars(module).get("forward")
     forward = module.forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from headwater.plan.types import Calibration, Plan
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.compile_choice import block_choice
 from headwater.trainer.job import Trainable
 from headwater.trainer.planning import Workload, host_share, make_engine, plan_run
 from headwater.trainer.ranks import NUM_CSX
@@ -60,7 +62,7 @@ def open_engine(
     def plan_steps() -> Plan:
         calibration = rates() if measured else None
         with said_if_long("planning the steps"):
-            return plan_run(
+            plan = plan_run(
                 init,
                 trainable,
                 work,
@@ -70,6 +72,7 @@ def open_engine(
                 ranks=fabric.local_size,
                 share=host_share(fabric.placement, fabric.hosts, fabric.host),
             )
+        return dataclasses.replace(plan, blocks=block_choice(init, trainable, plan, work, measure=measured))
 
     # First: `rates` measures the accelerator of this rank.
     take_accelerator(device, fabric, where=NUM_CSX)

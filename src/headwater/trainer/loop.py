@@ -118,7 +118,9 @@ class Trainer:
         try:
             self._start()
             batches = shielded(self._job.train) if self._engine.fabric.computes else itertools.repeat(None)
-            said: AbstractContextManager[None] = said_if_long(_first_step(self._job), self._engine.fabric)
+            said: AbstractContextManager[None] = said_if_long(
+                _first_step(self._engine.plan), self._engine.fabric
+            )
             while self._between_steps(interrupt):
                 with said:
                     step = self._next_step(batches)
@@ -334,9 +336,9 @@ class Trainer:
                 self._failure = self._failure or error
 
 
-def _first_step(job: Job) -> str:
+def _first_step(plan: Plan) -> str:
     """Return the work until the end of the first step, in words."""
-    return "computing the first step" + (", which compiles the blocks" if job.init.backend.compile else "")
+    return "computing the first step" + (", which compiles the blocks" if plan.blocks.compiled else "")
 
 
 def weight_norm(engine: Engine) -> float:

@@ -51,12 +51,16 @@ class Workload:
         optimizer: `NO_UPDATES` for an evaluation.
         micro_batch_size: samples computed at once; the plan chooses it if not given.
         data_workers: processes of a rank that read data.
+        steps: steps of the run; `None` if unknown.
+        compiled: whether blocks are compiled in the run that is continued; `None` if it does not say.
     """
 
     batch_size: int
     optimizer: OptimizerSpec = NO_UPDATES
     micro_batch_size: int | None = None
     data_workers: int = 0
+    steps: int | None = None
+    compiled: bool | None = None
 
 
 def training_workload(

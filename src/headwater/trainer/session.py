@@ -168,7 +168,11 @@ def _started(
                 trainable.check_initial()
         resumed = start.state.micro_batch_size if start.state else None
         batch_size = job.batch_size // fabric.num_csx
-        work = training_workload(init, trainable, batch_size, resumed, data_workers=job.data_workers)
+        work = dataclasses.replace(
+            training_workload(init, trainable, batch_size, resumed, data_workers=job.data_workers),
+            steps=max(0, job.end_step(start.step) - start.step),
+            compiled=start.state.compiled if start.state else None,
+        )
         return open_engine(
             init,
             trainable,

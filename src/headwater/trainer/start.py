@@ -73,7 +73,10 @@ class Start:
         """Return the state of a run that starts here with an engine."""
         state = self.state or RunState(0, LossScale.of(engine.plan.precision))
         return dataclasses.replace(
-            state, micro_batch_size=engine.plan.micro_batch_size, returned_to=self.returned_to
+            state,
+            micro_batch_size=engine.plan.micro_batch_size,
+            compiled=engine.plan.blocks.compiled,
+            returned_to=self.returned_to,
         )
 
 

@@ -21,6 +21,7 @@ class RunState:
         loss_scale: for the next step.
         micro_batch_size: of the plan, kept since another one would sum gradients in another order; `None`
             before the first plan.
+        compiled: whether blocks are compiled, kept since they round otherwise; `None` if that is unknown.
         validated_step: step of the last finished validation; -1 before the first.
         data: position after the batch of the last step; `None` before the first.
         masks: of the weights that are kept sparse; `None` without sparse training.
@@ -34,6 +35,7 @@ class RunState:
     data: Mapping[str, Any] | None = None
     masks: Mapping[str, Tensor] | None = None
     returned_to: int | None = None
+    compiled: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as plain data, for a checkpoint."""

@@ -1,0 +1,249 @@
+"""The choice of a run between compiled and eager blocks (`compile: auto`).
+
+[Note: compiled blocks by measurement]
+Compiled blocks round otherwise than eager ones, so the choice decides the bits of a run. It is made before
+the first step, on rank 0, and is a part of the plan, which all ranks get. Checkpoints record it, and a run
+that continues takes the recorded choice. The times are measured on copies of blocks in another process, which
+have random weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import pickle
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headwater.core.patience import noticed
+from headwater.core.trees import tensors_in
+from headwater.core.units import MIB, format_bytes
+from headwater.core.version import __version__
+from headwater.optim.spec import NO_UPDATES
+from headwater.plan.compilation import MOST_VARIANTS, BlockTimes, Kind, choose, repeated_stages, too_short
+from headwater.plan.machine import free_host_bytes, resident_bytes
+from headwater.plan.machine_cache import cache_file, machine_key, read_entries, write_entries
+from headwater.plan.measuring import NEEDED_BYTES
+from headwater.plan.types import Blocks, Plan
+from headwater.stream.block_call import find_calls, pack
+from headwater.stream.block_measuring import measure_block
+from headwater.stream.block_probe import Conditions
+
+if TYPE_CHECKING:
+    from headwater.config.run import SetupConfig
+    from headwater.trainer.job import Trainable
+    from headwater.trainer.planning import Workload
+
+logger = logging.getLogger(__name__)
+
+_FILE = "compiled_blocks.json"
+_LIFE_S = 30 * 86_400.0
+"""Seconds for which a measurement is used."""
+_COMPILER_BYTES = 300 * MIB
+_SAVED_COPIES = 4
+"""Copies of a block's activations that exist at once while it is measured, its gradients included."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def block_choice(
+    init: SetupConfig, trainable: Trainable, plan: Plan, work: Workload, *, measure: bool
+) -> Blocks:
+    """Return whether the blocks of a run are compiled.
+
+    Args:
+        init: the params.
+        trainable: the model with its loss.
+        plan: the plan of the run.
+        work: the step, the number of steps, and the choice that a checkpoint recorded.
+        measure: measure blocks whose times are not known. Otherwise the reason says that the run does it.
+    """
+    if init.backend.compile != "auto":
+        return Blocks(init.backend.compile)
+    if work.optimizer is NO_UPDATES:
+        return Blocks()
+    if work.compiled is not None:
+        return Blocks(work.compiled, "this run began so, and its checkpoint says it")
+    groups = repeated_stages(plan.trace.stages)
+    run = _Run(trainable, plan, init.backend.matmul == "fast", groups)
+    refusal = _refusal(run, work.steps)
+    if refusal is not None:
+        return Blocks(False, refusal)
+    assert work.steps is not None, "a run of unknown length was refused"
+    known = [_known(run.key(group)) for group in groups]
+    if None in known:
+        refusal = _too_short(plan, work.steps)
+        if refusal is not None or not measure:
+            return Blocks(False, refusal or "not measured yet; the run measures blocks before its first step")
+        with noticed("measuring eager and compiled blocks"):
+            measured = _measure(run)
+        if isinstance(measured, str):
+            return Blocks(False, measured)
+        known = list(measured)
+    kinds = [
+        Kind(times, len(group), run.recomputed(group), run.variants(group))
+        for group, times in zip(groups, known, strict=True)
+        if times is not None
+    ]
+    return choose(kinds, work.steps * plan.num_micro_batches, _spare_bytes(plan))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The blocks of a run.
+
+    Attributes:
+        trainable: the model with its loss.
+        plan: the plan.
+        fast_matmul: whether `matmul` is `fast`.
+        groups: the stages that would be compiled, by shapes.
+    """
+
+    trainable: Trainable
+    plan: Plan
+    fast_matmul: bool
+    groups: Sequence[Sequence[int]]
+
+    def name(self, group: Sequence[int]) -> str:
+        """Return the name of the block that is measured for a group.
+
+        It is the second one: inputs of the first may need no gradients, which is another computation.
+        """
+        return self.plan.trace.stages[group[min(1, len(group) - 1)]].name
+
+    def dtypes(self, group: Sequence[int]) -> dict[str, torch.dtype]:
+        """Return the dtype of each parameter of the measured block, by its name in the block."""
+        name = self.name(group)
+        stage = next(stage for stage in self.plan.trace.stages if stage.name == name)
+        return {param.name.removeprefix(f"{name}."): param.wire_dtype for param in stage.params}
+
+    def recomputed(self, group: Sequence[int]) -> int:
+        """Return the number of blocks whose forward runs again in backward."""
+        return sum(self.plan.activations[stage].is_recomputed for stage in group)
+
+    def variants(self, group: Sequence[int]) -> int:
+        """Return the number of different constants among the blocks of a group."""
+        blocks = (self.trainable.model.get_submodule(self.plan.trace.stages[stage].name) for stage in group)
+        return len({repr(_constants(block)) for block in blocks})
+
+    def needed_bytes(self, group: Sequence[int]) -> int:
+        """Return the host memory that the measurement of a group needs."""
+        stage, cost = self.plan.trace.stages[group[0]], self.plan.trace.costs[group[0]]
+        return NEEDED_BYTES + _COMPILER_BYTES + 2 * stage.slab_bytes + _SAVED_COPIES * cost.saved_bytes
+
+    def key(self, group: Sequence[int]) -> str:
+        """Return the name of a measurement: the machine, and a digest of the code and shapes of the block."""
+        model, name = self.trainable.model, self.name(group)
+        example = self.trainable.example(self.plan.micro_batch_size)
+        parts: tuple[Any, ...] = (
+            __version__,
+            repr(model),
+            _constants(model.get_submodule(name)),
+            sorted((param, str(dtype)) for param, dtype in self.dtypes(group).items()),
+            [tuple(param.shape) for param in self.plan.trace.stages[group[0]].params],
+            [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(example)],
+            (self.plan.precision.name, self.fast_matmul, _sources(model)),
+        )
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+        return f"{machine_key(self.plan.device)}|{digest}"
+
+
+def _refusal(run: _Run, steps: int | None) -> str | None:
+    """Return why blocks stay eager in any case; `None` if a measurement can decide."""
+    if not run.plan.precision.mixed:
+        return "an fp32 run keeps the bits of torch"
+    if run.plan.trace.members:
+        return "blocks are divided into smaller stages"
+    if not run.groups:
+        return "no two stages have equal shapes"
+    if run.fast_matmul and run.plan.device == "cpu":
+        return "on a CPU, matmul: fast replaces single operators, which compiled blocks do not have"
+    if steps is None:
+        return "the number of steps is known only to the run itself, which measures blocks"
+    variants = max(map(run.variants, run.groups))
+    if variants > MOST_VARIANTS:
+        return f"blocks differ in constants: {variants} variants, and torch compiles {MOST_VARIANTS}"
+    return None
+
+
+def _too_short(plan: Plan, steps: int) -> str | None:
+    """Return why the run is too short for a measurement, or has an unknown length."""
+    step_s = None if plan.prediction is None else plan.prediction.step_s
+    return "the speed of this machine is not known" if step_s is None else too_short(step_s, steps)
+
+
+def _spare_bytes(plan: Plan) -> int | None:
+    """Return the host memory that a plan leaves free; `None` without a limit."""
+    if plan.budget is None or plan.budget.host_memory is None or plan.prediction is None:
+        return None
+    return plan.budget.host_memory - plan.prediction.host_bytes
+
+
+def _measure(run: _Run) -> list[BlockTimes] | str:
+    """Measure one block of each group and store the times; return the times, or why there are none."""
+    plan, trainable = run.plan, run.trainable
+    limit = None if plan.budget is None else plan.budget.host_memory
+    free = free_host_bytes() if limit is None else min(free_host_bytes(), limit - resident_bytes())
+    needed = max(map(run.needed_bytes, run.groups))
+    if free < needed:
+        left = format_bytes(max(0, free))
+        return f"measuring a block takes {format_bytes(needed)} of host memory, and {left} are free"
+    names = list(map(run.name, run.groups))
+    example = trainable.example(plan.micro_batch_size)
+    calls = find_calls(trainable.model, example, plan.precision, trainable.loss, names)
+    conditions = Conditions(
+        plan.device, plan.precision.name, torch.get_num_threads(), run.fast_matmul, list(sys.path)
+    )
+    measured = []
+    for group, name in zip(run.groups, names, strict=True):
+        if name not in calls:
+            return f"the model does not call {name}"
+        try:
+            packed = pack(calls[name], run.dtypes(group))
+        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+            return f"{name} or its inputs cannot be copied to another process: {error}"
+        times = measure_block(packed, conditions)
+        if isinstance(times, str):
+            return f"{name}: {times}"
+        _remember(run.key(group), times)
+        measured.append(times)
+    return measured
+
+
+def _known(key: str) -> BlockTimes | None:
+    """Return the stored times of a block; `None` if there are none, or only old or damaged ones."""
+    match read_entries(cache_file(_FILE)).get(key):
+        case {"times": dict(times), "taken_s": float(taken_s)} if 0 <= time.time() - taken_s < _LIFE_S:
+            fields = {field.name for field in dataclasses.fields(BlockTimes)}
+            numbers = all(type(value) in (int, float) and value >= 0 for value in times.values())
+            return BlockTimes(**times) if times.keys() == fields and numbers else None
+    return None
+
+
+def _remember(key: str, times: BlockTimes) -> None:
+    """Store the times of a block."""
+    cache = cache_file(_FILE)
+    entry = {"times": dataclasses.asdict(times), "taken_s": time.time()}
+    write_entries(cache, read_entries(cache) | {key: entry}, what="the times of compiled blocks")
+
+
+def _constants(block: nn.Module) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return the class and the constants of each module in a block."""
+    return [
+        (name, type(module).__qualname__, {k: v for k, v in vars(module).items() if type(v) in _PLAIN})
+        for name, module in block.named_modules()
+    ]
+
+
+def _sources(model: nn.Module) -> list[str]:
+    """Return digests of the files that define the classes of a model. Torch's are told by its version."""
+    modules = {type(module).__module__ for module in model.modules()}
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in modules if name[:6] != "torch."}
+    found = (Path(file) for file in files if file is not None)
+    return sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in found if file.is_file())

@@ -1,0 +1,169 @@
+"""`compile: auto`: the choice is measured once, shown, recorded, and the same for all ranks."""
+
+import json
+import os
+import time
+
+import pytest
+import torch
+from run_samples import assert_same_checkpoint, history, model_dir, write_params
+
+from headwater.cli.main import main
+from headwater.fabric.launch.cores import num_cores
+from headwater.plan.compilation import BlockTimes
+from headwater.trainer import compile_choice
+
+AUTO = ("--trainer.init.backend.compile=auto", "--trainer.init.precision.enabled=true")
+FASTER = BlockTimes(1.0, 2.0, 0.5, 1.0, noise=0.0, compile_s=0.01, compiler_bytes=1)
+SLOWER = BlockTimes(1.0, 2.0, 1.5, 2.5, noise=0.0, compile_s=0.01, compiler_bytes=1)
+
+
+class Clock:
+    """A measurement with a planted result."""
+
+    def __init__(self):
+        self.times = SLOWER
+        self.measured = 0
+
+    def __call__(self, packed, conditions):
+        assert conditions.precision == "bf16"
+        self.measured += 1
+        return self.times
+
+
+@pytest.fixture
+def clock(monkeypatch, tmp_path):
+    """Replaces measurements of blocks. All runs are long enough, and nothing is stored yet."""
+    clock = Clock()
+    monkeypatch.setattr(compile_choice, "measure_block", clock)
+    monkeypatch.setattr(compile_choice, "_too_short", lambda plan, steps: None)
+    monkeypatch.setattr(compile_choice, "cache_file", lambda name: tmp_path / "cache" / name)
+    return clock
+
+
+def told(folder):
+    """Return the line of a run's plan about compiled blocks."""
+    text = " ".join((folder / "plan.txt").read_text().split())
+    return text[text.index("blocks are") :].partition(" batch:")[0]
+
+
+def forget(tmp_path):
+    (tmp_path / "cache/compiled_blocks.json").unlink()
+
+
+def test_eager_blocks_are_measured_once_and_stay_so_in_a_continued_run(headwater, params, clock, tmp_path):
+    assert headwater("fit", params, *AUTO)[0] == 0
+    whole = tmp_path / "run"
+    assert told(whole).startswith("blocks are not compiled: compiled blocks take 133.3% of the time")
+    assert clock.measured == 1
+    plain = tmp_path / "plain"
+    assert headwater("fit", params, AUTO[1], model_dir(plain))[0] == 0
+    assert history(whole) == history(plain)  # the measurement has changed nothing
+
+    again = tmp_path / "again"
+    assert headwater("fit", params, *AUTO, model_dir(again), "--max_steps=3")[0] == 0
+    assert clock.measured == 1  # stored
+    forget(tmp_path)
+    clock.times = FASTER
+    assert headwater("fit", params, *AUTO, model_dir(again))[0] == 0
+    assert clock.measured == 1
+    assert told(again) == "blocks are not compiled: this run began so, and its checkpoint says it"
+    assert_same_checkpoint(again / "checkpoint_6", whole / "checkpoint_6")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compiled_blocks_stay_so_in_a_run_that_continues_with_equal_bits(headwater, params, clock, tmp_path):
+    clock.times = FASTER
+    assert headwater("fit", params, *AUTO)[0] == 0
+    whole = tmp_path / "run"
+    assert told(whole).startswith("blocks are compiled: compiled blocks take 50.0% of the time")
+    stopped = tmp_path / "stopped"
+    assert headwater("fit", params, *AUTO, model_dir(stopped), "--max_steps=3")[0] == 0
+    forget(tmp_path)
+    clock.times = SLOWER
+    assert headwater("fit", params, *AUTO, model_dir(stopped))[0] == 0
+    assert told(stopped) == "blocks are compiled: this run began so, and its checkpoint says it"
+    assert_same_checkpoint(stopped / "checkpoint_6", whole / "checkpoint_6")
+    fixed = tmp_path / "fixed"
+    assert headwater("fit", params, "--trainer.init.backend.compile=true", AUTO[1], model_dir(fixed))[0] == 0
+    assert_same_checkpoint(fixed / "checkpoint_6", whole / "checkpoint_6")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
+def test_all_ranks_take_the_choice_of_the_first(data, clock, tmp_path, monkeypatch):
+    clock.times = FASTER
+    params, options = write_params(tmp_path, data), (AUTO[1], "--num_csx=2")
+    fixed, auto = tmp_path / "fixed", tmp_path / "auto"
+    command = ["fit", str(params), *options, model_dir(fixed), "--trainer.init.backend.compile=true"]
+    assert main(command) == 0
+    # Ranks are other processes, so they get the planted times from the file of stored times.
+    planted = {}
+    monkeypatch.setattr(
+        compile_choice,
+        "_remember",
+        lambda key, times: planted.update({key: {"times": vars(times), "taken_s": time.time()}}),
+    )
+    monkeypatch.setattr(
+        "headwater.cli.plan.block_choice",
+        lambda *args, measure: compile_choice.block_choice(*args, measure=True),
+    )
+    for threads in {1, max(1, num_cores() // 2)}:  # of a rank, with OMP_NUM_THREADS=1 or without
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert main(["plan", str(params), *options, AUTO[0]]) == 0
+    cache = tmp_path / "home/headwater/compiled_blocks.json"
+    cache.parent.mkdir(parents=True)
+    cache.write_text(json.dumps(planted))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert main(["fit", str(params), *options, model_dir(auto), AUTO[0]]) == 0
+    assert told(auto).startswith("blocks are compiled")
+    assert history(auto) == history(fixed)
+
+
+def test_the_plan_of_a_run_tells_that_blocks_will_be_measured(headwater, params, clock):
+    code, output, _ = headwater("plan", params, *AUTO)
+    assert code == 0
+    assert "blocks are not compiled: not measured yet" in output
+    assert clock.measured == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--trainer.init.precision.enabled=false",), "an fp32 run keeps the bits of torch"),
+        (("--trainer.init.backend.matmul=fast",), "matmul: fast replaces single operators"),
+        (("--trainer.init.model.num_hidden_layers=1",), "no two stages have equal shapes"),
+        (("--max_steps=null", "--trainer.init.loop.num_epochs=1"), "known only to the run itself"),
+    ],
+)
+def test_a_plan_tells_why_blocks_stay_eager(headwater, params, clock, options, reason):
+    code, output, error = headwater("plan", params, *AUTO, *options)
+    assert code == 0, error
+    assert reason in " ".join(output.split())
+
+
+def test_a_short_run_is_not_measured(headwater, params, tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_choice, "measure_block", None)
+    assert headwater("fit", params, *AUTO, "--max_steps=1")[0] == 0
+    line = told(tmp_path / "run")
+    # A machine that is too busy to be measured has no predicted time.
+    assert "saves at most 15%" in line or "the speed of this machine is not known" in line
+
+
+def test_a_measurement_that_fails_leaves_blocks_eager(headwater, params, clock, tmp_path):
+    clock.times = "a block could not be compiled and measured: no compiler"
+    assert headwater("fit", params, *AUTO, "--max_steps=1")[0] == 0
+    expected = "blocks are not compiled: blocks.1: a block could not be compiled and measured: no compiler"
+    assert told(tmp_path / "run") == expected
+
+
+def test_damaged_stored_times_are_measured_again(headwater, params, clock, tmp_path):
+    assert headwater("fit", params, *AUTO, "--max_steps=1")[0] == 0
+    path = tmp_path / "cache/compiled_blocks.json"
+    entries = json.loads(path.read_text())
+    for entry in entries.values():
+        entry["times"]["noise"] = "small"
+    path.write_text(json.dumps(entries))
+    assert headwater("fit", params, *AUTO, "--max_steps=1", model_dir(tmp_path / "b"))[0] == 0
+    assert clock.measured == 2
