@@ -133,7 +133,7 @@ def test_the_plan_of_a_run_tells_that_blocks_will_be_measured(headwater, params,
     [
         (("--trainer.init.precision.enabled=false",), "an fp32 run keeps the bits of torch"),
         (("--trainer.init.backend.matmul=fast",), "matmul: fast replaces single operators"),
-        (("--trainer.init.model.num_hidden_layers=1",), "no two stages have equal shapes"),
+        (("--trainer.init.model.num_hidden_layers=1",), "no two stages have the same class and equal shapes"),
         (("--max_steps=null", "--trainer.init.loop.num_epochs=1"), "known only to the run itself"),
     ],
 )
@@ -148,7 +148,7 @@ def test_a_short_run_is_not_measured(headwater, params, tmp_path, monkeypatch):
     assert headwater("fit", params, *AUTO, "--max_steps=1")[0] == 0
     line = told(tmp_path / "run")
     # A machine that is too busy to be measured has no predicted time.
-    assert "saves at most 15%" in line or "the speed of this machine is not known" in line
+    assert "saves at most 20%" in line or "the speed of this machine is not known" in line
 
 
 def test_a_measurement_that_fails_leaves_blocks_eager(headwater, params, clock, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headwater.core.stage import StageSpec
 from headwater.core.units import format_bytes, format_duration
@@ -11,8 +11,8 @@ from headwater.plan.types import Blocks
 
 LEAST_GAIN = 0.02
 """The gain in the time of the blocks below which they stay eager: results keep torch's bits then."""
-MOST_GAIN = 0.15
-"""A gain that no measurement has exceeded. A run that this gain cannot pay for is not measured."""
+MOST_GAIN = 0.2
+"""A gain in the time of a step that is rarely exceeded. A run that it cannot pay for is not measured."""
 COMPILE_S = 30.0
 """Seconds that compiling a kind of block usually takes. Only a run that can pay for them is measured."""
 PAYS_TIMES = 2.0
@@ -75,14 +75,19 @@ class Kind:
         return runs * times.compiled_forward_s + self.count * times.compiled_backward_s
 
 
-def repeated_stages(stages: Sequence[StageSpec]) -> list[list[int]]:
-    """Return the stages that are compiled: lists of stages with the same shapes, each of at least two."""
+def repeated_stages(stages: Sequence[StageSpec], kind_of: Callable[[str], object]) -> list[list[int]]:
+    """Return the stages that are compiled: lists of at least two stages of one class with equal shapes.
+
+    Args:
+        stages: the stages.
+        kind_of: returns the class of the module with a name. An embedding and a head can have equal shapes.
+    """
     groups: dict[object, list[int]] = {}
     for stage in stages:
         shape = tuple((param.shape, param.wire_dtype) for param in stage.params)
-        groups.setdefault(shape, []).append(stage.index)
-    named = ([index for index in group if stages[index].name] for group in groups.values() if len(group) > 1)
-    return [group for group in named if group]
+        if stage.name:
+            groups.setdefault((kind_of(stage.name), shape), []).append(stage.index)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def too_short(step_s: float, steps: int) -> str | None:

@@ -35,7 +35,7 @@ def use_private_cache() -> None:
 
 
 def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> Callable[[], None]:
-    """Compile the forward of each stage's module, if several stages have the same shapes.
+    """Compile the forward of each stage's module, if several stages have the same class and shapes.
 
     Modules of one class with equal shapes share a compilation: weights are its inputs, not constants. Other
     stages run only once a step and are not compiled. The compiler runs at the first call of a module, which
@@ -50,7 +50,8 @@ def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> Callable[[]
     """
     use_private_cache()
     compiled = ExitStack()
-    for index in (index for group in repeated_stages(stages) for index in group):
+    groups = repeated_stages(stages, lambda name: type(model.get_submodule(name)))
+    for index in (index for group in groups for index in group):
         name = stages[index].name
         compiled.callback(compile_forward(model.get_submodule(name), name))
     return compiled.close

@@ -70,7 +70,7 @@ def block_choice(
         return Blocks()
     if work.compiled is not None:
         return Blocks(work.compiled, "this run began so, and its checkpoint says it")
-    groups = repeated_stages(plan.trace.stages)
+    groups = repeated_stages(plan.trace.stages, lambda name: type(trainable.model.get_submodule(name)))
     run = _Run(trainable, plan, init.backend.matmul == "fast", groups)
     refusal = _refusal(run, work.steps)
     if refusal is not None:
@@ -161,7 +161,7 @@ def _refusal(run: _Run, steps: int | None) -> str | None:
     if run.plan.trace.members:
         return "blocks are divided into smaller stages"
     if not run.groups:
-        return "no two stages have equal shapes"
+        return "no two stages have the same class and equal shapes"
     if run.fast_matmul and run.plan.device == "cpu":
         return "on a CPU, matmul: fast replaces single operators, which compiled blocks do not have"
     if steps is None:
