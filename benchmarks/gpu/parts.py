@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.gpu.rates import Rates
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.shapes import Load
-from benchmarks.gpu.systems import NotInstalledError
+from benchmarks.gpu.streaming_peers import NotInstalledError
 from benchmarks.gpu.train import RESULT, measured
 from benchmarks.runner import Row, most_memory, reason_of
 from headwater.core.units import MIB
@@ -102,14 +102,13 @@ def peers(rows: Rows, options: Options) -> None:
     for shape in ("8B", "1.3B"):
         for sequence, batch in ((4096, 4), (1024, 64)):
             load = options.load(shape, sequence=sequence, batch=batch)
-            # The state of 8B parameters with fp32 masters fits no other system in 128 GiB.
-            other = options.load(
-                shape, sequence=sequence, batch=batch, dtype="pure_bf16" if shape == "8B" else "bf16"
-            )
             size = f"{shape}, {batch} x {sequence}"
             _trained(rows, options, f"headwater, {size}", "headwater", load)
             for peer in PEERS:
-                _trained(rows, options, f"{peer}, {other.dtype}, {size}", peer, other)
+                # The state of 8B parameters with fp32 masters fits no other system in 128 GiB.
+                dtype = "pure_bf16" if shape == "8B" or peer == "megatrain" else "bf16"
+                other = options.load(shape, sequence=sequence, batch=batch, dtype=dtype)
+                _trained(rows, options, f"{peer}, {dtype}, {size}", peer, other)
             _trained(rows, options, f"headwater, host memory, {size}", "headwater_memory", load)
 
 

@@ -77,6 +77,10 @@ class Load:
     device: str = "cuda"
 
     @property
+    def learning_rate(self) -> float:
+        return 3e-4
+
+    @property
     def tokens_per_step(self) -> int:
         return self.sequence * self.batch
 

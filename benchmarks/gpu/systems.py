@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.shapes import Load
+from benchmarks.gpu.streaming_peers import PEERS, check_presence, require
 from benchmarks.systems.deepspeed_ import set_environment
 from benchmarks.systems.headwater_ import batch_of, traces
 from headwater.core.precision import Precision
@@ -27,8 +27,6 @@ from headwater.plan.types import Plan, Resources
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 
-LEARNING_RATE = 3e-4
-
 Step = Callable[[int], float]
 """A function that runs the step of a number, and returns its loss."""
 
@@ -39,15 +37,13 @@ class Ready:
 
     Attributes:
         step: runs one step.
+        remarks: how the system was set up, where it is not as the row's name says.
         predicted: what the plan has promised: seconds of a step, bytes on the device and on the host.
     """
 
     step: Step
     predicted: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-class NotInstalledError(RuntimeError):
-    """The package of a system is not installed here."""
+    remarks: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def headwater(load: Load, stack: ExitStack, tier: str | None, disk: Path | None) -> Ready:
@@ -66,13 +62,13 @@ def headwater(load: Load, stack: ExitStack, tier: str | None, disk: Path | None)
     def initial(spec: ParamSpec) -> torch.Tensor:
         return random_weight(spec.name, spec.shape, load.device)
 
-    optimizer = OptimizerSpec("AdamW", {"lr": LEARNING_RATE})
+    optimizer = OptimizerSpec("AdamW", {"lr": load.learning_rate})
     engine = stack.enter_context(Engine(model, plan, optimizer, initial=initial, seed=0))
 
     def step(index: int) -> float:
         micro = load.tokens(index).split(plan.micro_batch_size)
         batches = [batch_of(tokens) for tokens in micro]
-        return engine.train_step(batches, Update(index, {"lr": LEARNING_RATE}, None)).loss
+        return engine.train_step(batches, Update(index, {"lr": load.learning_rate}, None)).loss
 
     return Ready(step, _predicted(plan))
 
@@ -150,7 +146,7 @@ def fsdp2(load: Load, stack: ExitStack) -> Ready:
 
 def deepspeed(load: Load, stack: ExitStack) -> Ready:
     """Return DeepSpeed ZeRO-3 on one rank, with parameters and optimizer in page-locked host memory."""
-    _require("deepspeed")
+    require("deepspeed")
     if load.device == "cpu":
         set_environment()
     import deepspeed as package
@@ -159,7 +155,7 @@ def deepspeed(load: Load, stack: ExitStack) -> Ready:
     place = {"device": "cpu", "pin_memory": load.device == "cuda"}
     settings = {
         "train_micro_batch_size_per_gpu": load.batch,
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "optimizer": {"type": "AdamW", "params": {"lr": load.learning_rate}},
         "bf16": {"enabled": load.dtype != "fp32"},
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "offload_optimizer": place, "offload_param": place},
@@ -177,10 +173,12 @@ def deepspeed(load: Load, stack: ExitStack) -> Ready:
     return Ready(step)
 
 
-def unknown(package: str, load: Load, stack: ExitStack) -> Ready:
-    """Raise: the package is not installed, or nothing here calls it."""
-    _require(package)
-    raise RuntimeError(f"{package} is installed, but no adapter for it is written")
+def streaming_peer(name: str, load: Load, stack: ExitStack) -> Ready:
+    """Return a system of `streaming_peers`. Its module is in bf16, also where its masters are in fp32."""
+    check_presence(name)
+    model = _filled(dataclasses.replace(load, dtype="pure_bf16"), "cpu")
+    step, remarks = PEERS[name](load, model)
+    return Ready(step, remarks=remarks)
 
 
 def random_weight(name: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
@@ -217,7 +215,7 @@ def _batch(load: Load, index: int) -> dict[str, torch.Tensor]:
 
 
 def _stepper(load: Load, forward: Any, model: nn.Module, *, autocast: bool) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=load.learning_rate, fused=True)
 
     def step(index: int) -> float:
         with torch.autocast(load.device, dtype=torch.bfloat16, enabled=autocast):
@@ -230,11 +228,6 @@ def _stepper(load: Load, forward: Any, model: nn.Module, *, autocast: bool) -> S
     return step
 
 
-def _require(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise NotInstalledError(f"{package} is not installed here")
-
-
 SYSTEMS: dict[str, Callable[[Load, ExitStack, Path | None], Ready]] = {
     "headwater": lambda load, stack, disk: headwater(load, stack, None, disk),
     "headwater_memory": lambda load, stack, disk: headwater(load, stack, "memory", disk),
@@ -243,7 +236,7 @@ SYSTEMS: dict[str, Callable[[Load, ExitStack, Path | None], Ready]] = {
     "plain_compiled": lambda load, stack, disk: plain(load, stack, compiled=True),
     "fsdp2": lambda load, stack, disk: fsdp2(load, stack),
     "deepspeed": lambda load, stack, disk: deepspeed(load, stack),
-    "megatrain": lambda load, stack, disk: unknown("megatrain", load, stack),
-    "roundpipe": lambda load, stack, disk: unknown("roundpipe", load, stack),
+    "megatrain": lambda load, stack, disk: streaming_peer("megatrain", load, stack),
+    "roundpipe": lambda load, stack, disk: streaming_peer("roundpipe", load, stack),
 }
 """Makes a system ready, by its name. It gets a stack of things to close, and a folder for a disk tier."""

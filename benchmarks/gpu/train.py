@@ -57,7 +57,7 @@ def measured(name: str, load: Load, disk: Path | None = None) -> Row:
             "device_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0,
             "losses": losses,
         }
-    return row | _compared(system.predicted, row)
+    return row | system.remarks | _compared(system.predicted, row)
 
 
 def _compared(predicted: dict[str, object], row: Row) -> Row:

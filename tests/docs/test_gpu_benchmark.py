@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from benchmarks.gpu import parts
@@ -10,9 +11,12 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.parts import Options
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.shapes import SHAPES, Load
-from benchmarks.gpu.train import RESULT
+from benchmarks.gpu.streaming_peers import MEGATRAIN, NotInstalledError
+from benchmarks.gpu.train import RESULT, measured
 
 from headwater.models.registry import build_model
+
+STAND_INS = Path(__file__).parent / "stand_ins"
 
 
 def rows_of(part, folder, monkeypatch):
@@ -45,7 +49,36 @@ def test_peers(tmp_path, monkeypatch):
         assert rows[f"headwater, {size}"]["tokens_per_s"] > 0
         dtype = "pure_bf16" if "8B" in size else "bf16"
         assert rows[f"fsdp2, {dtype}, {size}"]["tokens_per_s"] > 0
-        assert "is not installed here" in rows[f"megatrain, {dtype}, {size}"]["left_out"]
+        assert "MEGATRAIN is not set" in rows[f"megatrain, pure_bf16, {size}"]["left_out"]
+        assert "roundpipe is not installed here" in rows[f"roundpipe, {dtype}, {size}"]["left_out"]
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Install stand-ins for RoundPipe and MegaTrain, which need a GPU."""
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    monkeypatch.setenv(MEGATRAIN, str(STAND_INS))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] in ("roundpipe", "infinity")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("system", ["roundpipe", "megatrain"])
+@pytest.mark.parametrize("dtype", ["bf16", "pure_bf16"])
+def test_systems_that_stream_train_the_model_and_tokens_of_plain_pytorch(system, dtype, stand_ins):
+    load = Load("tiny", sequence=16, batch=4, dtype=dtype, steps=4, warmup=0, device="cpu")
+    wanted, found = measured("plain", load), measured(system, load)
+    # The weights that they start from are rounded to bf16, and batches are divided.
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=2e-2)
+    assert wanted["losses"][2] < 0.99 * wanted["losses"][0]
+    if system == "roundpipe" and dtype == "bf16":
+        assert found["optimizer"].endswith("its own failed: Ninja is required to load C++ extensions")
+
+
+def test_a_wrong_folder_of_megatrain_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv(MEGATRAIN, str(tmp_path))
+    with pytest.raises(NotInstalledError, match="has no folder `infinity`"):
+        measured("megatrain", Load("tiny", device="cpu"))
 
 
 def test_large_models(tmp_path, monkeypatch):

@@ -1,0 +1,1 @@
+"""A stand-in for MegaTrain: the same calls, on the CPU, without streams."""
