@@ -69,8 +69,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fork the processes that tests start from one with imports; workers of pytest-xdist start as usual."""
-    if not getattr(config.option, "numprocesses", None):
+    """Fork the processes that tests start from one with imports; workers of pytest-xdist start as usual.
+
+    On a machine with a GPU they start as usual too: it may lack packages that the imports need.
+    """
+    if not getattr(config.option, "numprocesses", None) and "HEADWATER_TEST_CUDA" not in os.environ:
         quick_start.install()
 
 

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.gpu.rates import Rates
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.shapes import Load
 from benchmarks.gpu.streaming_peers import NotInstalledError
 from benchmarks.gpu.train import RESULT, measured
-from benchmarks.runner import Row, most_memory, reason_of
+from benchmarks.runner import Row, reason_of
 from headwater.core.units import MIB
+from headwater.plan.machine import free_host_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 _TEST = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)")
-_LEAST_S = {"tiny": 0.0, "1.3B": 30.0, "8B": 90.0, "14B": 150.0, "20B": 180.0}
+_LEAST_S = {"tiny": 0.0, "1.3B": 30.0, "8B": 60.0, "14B": 120.0, "20B": 150.0}
 """Seconds without which a run of a shape cannot end."""
 
-PEERS = ("plain_compiled", "fsdp2", "deepspeed", "megatrain", "roundpipe")
+_MOST_S = {"tiny": 60.0, "1.3B": 120.0, "8B": 170.0, "14B": 300.0, "20B": 400.0}
+"""Seconds after which a run of a shape is ended, so that a system that hangs leaves time to the others."""
+
+_LOOK_EVERY_S = 0.2
+
+_LEAST_FREE_BYTES = 2 << 30
+"""A run is ended when less host memory is free, or 2 % of it on a small machine."""
+
+PEERS = ("megatrain", "roundpipe", "fsdp2", "deepspeed", "plain_compiled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +84,15 @@ def tests(rows: Rows, options: Options) -> None:
         command += ["-k", "memory-2_slabs-keep"]
     environment = _environment() | ({} if options.dry_run else {"HEADWATER_TEST_CUDA": "1"})
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
     ) as process:
-        timer = _ended_after(process, rows.left_s)
+        guard = _Guard(process, rows.left_s)
         output: list[str] = []
         assert process.stdout is not None, "it is a pipe"
         for line in process.stdout:
@@ -82,9 +100,11 @@ def tests(rows: Rows, options: Options) -> None:
             found = _TEST.match(line)
             if found:
                 rows.add({"row": found[1], "outcome": found[2].lower()})
-        timer.cancel()
+        guard.stop()
     code = process.returncode
-    rows.add({"row": "all tests", "exit_code": code} | ({"output": "".join(output[-80:])} if code else {}))
+    ended = {} if guard.reason is None else {"ended": guard.reason}
+    row: Row = {"row": "all tests", "exit_code": code} | ended
+    rows.add(row | ({"output": "".join(output[-80:])} if code else {}))
 
 
 def rates(rows: Rows, options: Options) -> None:
@@ -98,16 +118,16 @@ def rates(rows: Rows, options: Options) -> None:
 
 
 def peers(rows: Rows, options: Options) -> None:
-    """Part c: 1.3B and 8B, Headwater against other systems."""
-    for shape in ("8B", "1.3B"):
-        for sequence, batch in ((4096, 4), (1024, 64)):
-            load = options.load(shape, sequence=sequence, batch=batch)
-            size = f"{shape}, {batch} x {sequence}"
+    """Part c: 1.3B and 8B, Headwater against other systems. The most important rows come first."""
+    for sequence, batch in ((4096, 4), (1024, 64)):
+        for shape in ("8B", "1.3B"):
+            size, steps = f"{shape}, {batch} x {sequence}", 3 if shape == "8B" else 4
+            load = options.load(shape, sequence=sequence, batch=batch, steps=steps)
             _trained(rows, options, f"headwater, {size}", "headwater", load)
             for peer in PEERS:
                 # The state of 8B parameters with fp32 masters fits no other system in 128 GiB.
                 dtype = "pure_bf16" if shape == "8B" or peer == "megatrain" else "bf16"
-                other = options.load(shape, sequence=sequence, batch=batch, dtype=dtype)
+                other = dataclasses.replace(load, dtype=dtype)
                 _trained(rows, options, f"{peer}, {dtype}, {size}", peer, other)
             _trained(rows, options, f"headwater, host memory, {size}", "headwater_memory", load)
 
@@ -182,31 +202,65 @@ def _in_child(rows: Rows, options: Options, system: str, load: Load) -> Row:
             *(f"--disk={folder}", *load.options()),
         ]
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=_environment()
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=_environment(),
+            start_new_session=True,
         ) as process:
-            # A run that needs more gets an error, instead of a kernel that ends other processes too.
-            resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit := most_memory(), limit))
-            timer = _ended_after(process, rows.left_s)
+            guard = _Guard(process, min(rows.left_s, _MOST_S[load.shape]))
             stdout, stderr = process.communicate()
-            timer.cancel()
+            guard.stop()
     found = [line for line in stdout.splitlines() if line.startswith(RESULT)]
     if process.returncode or not found:
         if NotInstalledError.__name__ in stderr:
             return {"left_out": reason_of(stderr, process.returncode)}
         print(stderr[-6000:], file=sys.stderr, flush=True)
         if process.returncode == -signal.SIGKILL:
-            return {"failed": f"ended by a signal: no memory, or {rows.left_s:.0f} s were left"}
+            return {"failed": f"ended: {guard.reason or 'by the kernel, perhaps for lack of memory'}"}
         return {"failed": reason_of(stderr, process.returncode), "stderr": stderr[-1500:]}
     row: Row = json.loads(found[-1].removeprefix(RESULT))
     return row
 
 
-def _ended_after(process: subprocess.Popen[str], seconds: float) -> threading.Timer:
-    """Return a timer that ends a process; the caller cancels it."""
-    timer = threading.Timer(max(seconds, 1.0), process.kill)
-    timer.daemon = True
-    timer.start()
-    return timer
+class _Guard:
+    """Ends a process, with those that it has started, after some time or when memory becomes scarce.
+
+    Otherwise the kernel would end this process too. A limit of the address space is not used instead, because
+    CUDA reserves more addresses than the machine has memory.
+
+    Attributes:
+        reason: the reason why the process was ended; `None` if it was not.
+
+    Args:
+        process: the leader of its group.
+        seconds: time after which it is ended.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], seconds: float) -> None:
+        self.reason: str | None = None
+        self._process, self._seconds = process, max(seconds, 1.0)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        end_s, least = time.monotonic() + self._seconds, psutil.virtual_memory().total // 50
+        while self.reason is None and not self._stopped.wait(_LOOK_EVERY_S):
+            if time.monotonic() > end_s:
+                self.reason = f"it took more than {self._seconds:.0f} s"
+            elif free_host_bytes() < min(least, _LEAST_FREE_BYTES):
+                self.reason = "it needs more host memory than the machine has"
+        if self.reason is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Watch the process no longer."""
+        self._stopped.set()
+        self._thread.join()
 
 
 def _environment() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -21,13 +22,15 @@ class Rows:
         path: the JSON file.
         seconds: time for all rows together. A row begins only if enough of it is left.
         device: `cpu` or `cuda`, for the description of the machine.
+        kept: folder of a second copy, from which a later command continues if the file is gone.
     """
 
-    def __init__(self, path: Path, seconds: float, device: str) -> None:
-        self._path = path
+    def __init__(self, path: Path, seconds: float, device: str, kept: Path | None = None) -> None:
+        self._paths = [path] if kept is None else [path, kept / path.name]
         self._end_s = time.monotonic() + seconds
         self.machine = _machine(device)
-        self.rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
+        earlier = next((each for each in self._paths if each.exists()), None)
+        self.rows: list[Row] = [] if earlier is None else json.loads(earlier.read_text())["rows"]
 
     @property
     def left_s(self) -> float:
@@ -42,11 +45,13 @@ class Rows:
         """Add a row, print it, and write the file. It replaces a row of the same name."""
         self.rows = [other for other in self.rows if other["row"] != row["row"]] + [row]
         print_table([row])
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # In one operation: a process that is ended leaves the file as it was before or after.
-        written = self._path.with_suffix(".tmp")
-        written.write_text(json.dumps({"machine": self.machine, "rows": self.rows}, indent=1) + "\n")
-        written.replace(self._path)
+        text = json.dumps({"machine": self.machine, "rows": self.rows}, indent=1) + "\n"
+        for path in self._paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # In one operation: a process that is ended leaves the file as it was before or after.
+            written = path.with_suffix(".tmp")
+            written.write_text(text)
+            written.replace(path)
 
     def measure(self, name: str, run: Callable[[], Row], least_s: float = 0.0) -> None:
         """Add the row that `run` returns; if it fails, a row with the reason.
@@ -68,6 +73,11 @@ class Rows:
             traceback.print_exc()
             row = {"failed": f"{type(error).__name__}: {error}".strip()}
         self.add({"row": name, **row, "took_s": round(time.monotonic() - begin_s, 1)})
+
+
+def card() -> str:
+    """Return the name of the GPU in the form of a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
 
 
 def _machine(device: str) -> dict[str, object]:

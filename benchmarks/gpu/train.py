@@ -39,6 +39,9 @@ def measured(name: str, load: Load, disk: Path | None = None) -> Row:
         begin_s = time.perf_counter()
         system = SYSTEMS[name](load, stack, disk)
         ready_s = time.perf_counter() - begin_s
+        if on_gpu:  # the weights were drawn on the GPU
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         losses, times = [], []
         for index in range(load.warmup + load.steps):
             begin_s = time.perf_counter()

@@ -1,6 +1,7 @@
 """The measurements on a GPU: every part runs with tiny models on the CPU, and keeps its rows."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,29 @@ def test_rows_stay_and_a_row_without_time_says_so(tmp_path):
     found = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
     assert found["first"]["value"] == 0 and found["large"]["value"] == 1
     assert found["failed"]["failed"] == "ValueError: no memory"
+
+
+def test_a_part_continues_after_the_rows_of_an_earlier_command(tmp_path):
+    kept = tmp_path / "kept"
+    Rows(tmp_path / "first" / "rows.json", 60, "cpu", kept).measure("row", lambda: {"value": 1})
+    again = Rows(tmp_path / "second" / "rows.json", 60, "cpu", kept)
+    again.measure("row", lambda: pytest.fail("it is measured"))
+    again.measure("next", lambda: {"value": 2})
+    found = json.loads((tmp_path / "second" / "rows.json").read_text())["rows"]
+    assert [row["row"] for row in found] == ["row", "next"]
+
+
+@pytest.mark.parametrize(("least", "reason"), [(0, "more than 1 s"), (1 << 60, "more host memory")])
+def test_a_run_that_hangs_or_needs_all_memory_is_ended_with_its_processes(least, reason, monkeypatch):
+    monkeypatch.setattr(parts, "free_host_bytes", lambda: -1 if least else 1 << 60)
+    command = ["sh", "-c", "sleep 1000 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        guard = parts._Guard(process, 0.5)
+        output, _ = process.communicate(timeout=30)  # the child has the pipe too
+        guard.stop()
+    assert process.returncode == -signal.SIGKILL
+    assert reason in guard.reason
+    assert output.strip().isdigit()
 
 
 @pytest.mark.parametrize("name", SHAPES)

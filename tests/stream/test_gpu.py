@@ -11,8 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from gpt_job import gpt_job
-from harness import SEED, History, Setting, assert_equal, collect, make_plan
+from harness import SEED, History, Job, Setting, assert_equal, collect, make_plan, token_batch
 from torch import nn
 
 import headwater
@@ -24,7 +23,6 @@ from headwater.stream.engine import Engine
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 BF16 = Precision("bf16")
-JOB = functools.partial(gpt_job, max_norm=None)  # the norms of a GPU have other bits than those of the host
 SETTINGS = [
     Setting(tier, slabs, activations)
     for tier, slabs, activations in itertools.product(
@@ -36,6 +34,38 @@ SETTINGS = SETTINGS if ON_GPU else SETTINGS[:1]
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs CUDA")
 
 
+class Gpt(nn.Module):
+    """A small GPT of torch's layers, since a machine with a GPU may lack the transformers library."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(96, 64), nn.Embedding(64, 64)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, 256, activation="gelu", batch_first=True, norm_first=True)
+            for _ in range(4)
+        )
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 96, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        return self.head(self.norm(x))
+
+
+def loss_of(model, tokens):
+    return nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def job_of(micro_batches):
+    batch = functools.partial(token_batch, vocabulary=96, shape=(4, 64))
+    # The norms of a GPU have other bits than those of the host.
+    return Job(Gpt, batch, loss_of, max_norm=None, micro_batches=micro_batches)
+
+
 def arithmetic():
     return exact_arithmetic() if ON_GPU else nullcontext()
 
@@ -43,7 +73,7 @@ def arithmetic():
 @functools.cache
 def plain(micro_batches):
     """Train on the device in plain PyTorch, with the optimizer in host memory."""
-    job = JOB(micro_batches=micro_batches)
+    job = job_of(micro_batches)
     model, history = job.model().to(DEVICE), History()
     masters = {name: nn.Parameter(param.detach().cpu().clone()) for name, param in model.named_parameters()}
     optimizer = job.optimizer.build(job.optimizer.groups(masters.items()))
@@ -68,7 +98,7 @@ def plain(micro_batches):
 
 
 def streamed(setting, folder, micro_batches=1):
-    job = JOB(micro_batches=micro_batches)
+    job = job_of(micro_batches)
     model, history = job.model(), History()
     plan = dataclasses.replace(make_plan(job, model, setting, folder), device=DEVICE)
     with Engine(model, plan, job.optimizer, seed=SEED, loss_function=job.loss) as engine:
