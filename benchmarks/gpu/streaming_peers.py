@@ -51,7 +51,7 @@ def require(package: str) -> None:
         raise NotInstalledError(f"{package} is not installed here")
 
 
-# RoundPipe: a sequence of layers, each of which gets the result of the layer before.
+# RoundPipe: a sequence of layers. Each layer gets the result of the layer before.
 
 
 class _First(nn.Module):
