@@ -9,10 +9,12 @@ from tests.rank_processes import run_ranks
 
 import headwater
 from headwater.api.profile import LoopProfile
+from headwater.core.busy import BusyTimes
 from headwater.core.errors import RunError
 from headwater.core.recorder import COMPUTE, RECORDER
 from headwater.fabric import membership
 from headwater.profiler.ranks import offsets_of
+from headwater.profiler.summary import Row, StageWork, Summary, of_all_ranks
 
 
 class Net(torch.nn.Module):
@@ -112,6 +114,30 @@ def test_the_tables_are_those_of_the_slowest_rank(tmp_path, capfd):
     waits = [each.get("other ranks", 0) for each in others]
     assert waits[0] > waits[1]
     assert "Time of step 1; rank 1, the slowest of 2 ranks" in capfd.readouterr().out
+
+
+def summary(rank, own_s, update_s, disk_bytes):
+    """Return the times of a rank that waits for other ranks for the rest of ten seconds."""
+    return Summary(
+        rank=rank,
+        steps=(1,),
+        whole_s=10.0,
+        modules=(Row("model.fwd", own_s, calls=1),),
+        others=(Row("other ranks", 10.0 - own_s),),
+        stages=(StageWork("blocks.0", forward_s=own_s, update_s=update_s, disk_bytes=disk_bytes),),
+        busy=BusyTimes({}, {}, {}),
+        ratios={"compute": (4.0, own_s), "update": (1.0, update_s)},
+    )
+
+
+def test_the_updates_of_a_stage_are_those_of_all_ranks():
+    # One rank of a host updates the stages on disk, and another one is the slowest.
+    found = of_all_ranks([summary(0, 5.0, 2.0, 100), summary(1, 9.0, 0.0, 0)])
+    assert found.rank == 1
+    assert found.stages == (StageWork("blocks.0", forward_s=9.0, update_s=2.0, disk_bytes=100),)
+    assert found.ratios == {"compute": (4.0, 9.0), "update": (1.0, 2.0)}
+    alone = summary(0, 5.0, 2.0, 100)
+    assert of_all_ranks([alone]) == alone
 
 
 def test_a_second_profile_at_the_same_time_is_refused(tmp_path):

@@ -32,7 +32,7 @@ runconfig: {max_steps: 10}
 
 
 def timed(number, samples, seconds):
-    return dataclasses.replace(step(number), samples=samples, step_s=seconds)
+    return dataclasses.replace(step(number), samples=samples, tokens=0, step_s=seconds)
 
 
 def test_rates_are_those_of_all_steps_and_of_the_latest_ones():
@@ -51,6 +51,15 @@ def test_rates_are_those_of_all_steps_and_of_the_latest_ones():
         "global_rate": 16 / 2.5,
         "samples_per_sec": 16 / 2.5,
     }
+
+
+def test_texts_have_a_rate_of_tokens():
+    meter = RateProfiler()
+    first = meter.measure(dataclasses.replace(timed(1, 8, 2.0), tokens=128))
+    assert (first["local_tokens_per_sec"], first["avg_tokens_per_sec"]) == (64, 64)
+    second = meter.measure(dataclasses.replace(timed(2, 8, 0.5), tokens=128))
+    assert second["local_tokens_per_sec"] == pytest.approx(0.4 * 256 + 0.6 * 64)
+    assert second["avg_tokens_per_sec"] == pytest.approx(256 / 2.5)
 
 
 def test_utilization_counts_the_flops_of_all_micro_batches():

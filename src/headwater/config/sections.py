@@ -422,7 +422,7 @@ class CallbackConfig(Choice):
 
     Attributes:
         ComputeNorm: log the norm of the weights at each evaluation.
-        RateProfiler: log samples and steps per second.
+        RateProfiler: log samples, tokens and steps per second.
         FlopUtilization: log the model's FLOP/s in percent of the FLOP/s of large matrix products.
         SavePerformanceData: write the numbers of RateProfiler and FlopUtilization to `performance.json`.
     """

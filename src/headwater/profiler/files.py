@@ -12,7 +12,7 @@ from typing import Any
 from headwater.core.errors import HeadwaterError
 from headwater.core.files import check_place, disk_errors, replace_file
 from headwater.profiler.profile import Profile
-from headwater.profiler.summary import Summary, document_of, slowest
+from headwater.profiler.summary import Summary, document_of, of_all_ranks
 from headwater.profiler.timeline import timeline_png
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def write_profile(
     try:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        document = document_of(slowest(summaries))
+        document = document_of(of_all_ranks(summaries))
         if len(summaries) > 1:
             document["ranks"] = [document_of(summary) for summary in summaries]
         replace_file(folder / PROFILE, json.dumps(document, indent=1).encode())

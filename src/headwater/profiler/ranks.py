@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.profiler.chrome import joined_trace, rank_events
 from headwater.profiler.files import write_profile
-from headwater.profiler.summary import Summary, slowest
+from headwater.profiler.summary import Summary, of_all_ranks
 from headwater.profiler.tables import print_tables
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def report(fabric: Fabric, profile: Profile, folder: Path, console: Console | No
     if fabric.rank != 0:
         return
     if console is not None:
-        print_tables(console, slowest(summaries), fabric.size)
+        print_tables(console, of_all_ranks(summaries), fabric.size)
     write_profile(folder, profile, summaries, trace)
 
 

@@ -111,6 +111,32 @@ def slowest(summaries: Sequence[Summary]) -> Summary:
     return max(summaries, key=lambda summary: (any(row.calls for row in summary.modules), summary.own_s))
 
 
+def of_all_ranks(summaries: Sequence[Summary]) -> Summary:
+    """Return the summary of the slowest rank, with the updates and the disk of all ranks.
+
+    One rank of a host updates all of a stage on disk. So a stage's updates and its bytes of the disk are sums
+    over the ranks. Ranks work at the same time. So the measured time of a kind of work is that of the rank
+    which spends most on this kind.
+    """
+    shown = slowest(summaries)
+    names = dict.fromkeys(stage.name for summary in (shown, *summaries) for stage in summary.stages)
+    work = [{stage.name: stage for stage in summary.stages} for summary in summaries]
+    own = {stage.name: stage for stage in shown.stages}
+    stages = tuple(
+        dataclasses.replace(
+            own.get(name, StageWork(name)),
+            update_s=sum(each[name].update_s for each in work if name in each),
+            disk_bytes=sum(each[name].disk_bytes for each in work if name in each),
+        )
+        for name in names
+    )
+    ratios = {
+        kind: (predicted, max(each.ratios[kind][1] for each in summaries if kind in each.ratios))
+        for kind, (predicted, _) in shown.ratios.items()
+    }
+    return dataclasses.replace(shown, stages=stages, ratios=ratios)
+
+
 def document_of(summary: Summary) -> dict[str, Any]:
     """Return a summary as data for JSON: milliseconds, shares and bytes of a step."""
     count, whole_s = len(summary.steps), summary.whole_s

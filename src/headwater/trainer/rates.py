@@ -18,7 +18,7 @@ from headwater.trainer.callback import Callback, FitStart, StepEnd
 logger = logging.getLogger(__name__)
 
 _NEW_SHARE = 0.4
-"""Share of the newest step in `local_samples_per_sec`, as in the Model Zoo."""
+"""Share of the newest step in `local_samples_per_sec`, as in the Model Zoo, and in `local_tokens_per_sec`."""
 
 
 class Meter(Callback):
@@ -34,26 +34,36 @@ class Meter(Callback):
 
 @final
 class RateProfiler(Meter):
-    """Measures samples and steps per second. Samples are those of the whole batch, of all ranks."""
+    """Measures samples, tokens and steps per second. Samples are those of the whole batch, of all ranks."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._samples = 0
+        self._tokens = 0
         self._seconds = 0.0
         self._local = 0.0
+        self._local_tokens = 0.0
 
     def measure(self, event: StepEnd) -> Mapping[str, float]:
         self._steps += 1
         self._samples += event.samples
+        self._tokens += event.tokens
         self._seconds += event.step_s
-        latest = event.samples / event.step_s
-        before = self._local if self._steps > 1 else latest
-        self._local = _NEW_SHARE * latest + (1 - _NEW_SHARE) * before
-        return {
+        self._local = self._latest(self._local, event.samples / event.step_s)
+        self._local_tokens = self._latest(self._local_tokens, event.tokens / event.step_s)
+        rates = {
             "local_samples_per_sec": self._local,
             "avg_samples_per_sec": self._samples / self._seconds,
             "avg_steps_per_sec": self._steps / self._seconds,
         }
+        if self._tokens:
+            rates["local_tokens_per_sec"] = self._local_tokens
+            rates["avg_tokens_per_sec"] = self._tokens / self._seconds
+        return rates
+
+    def _latest(self, before: float, newest: float) -> float:
+        """Return the rate of the latest steps: that of the first step, then a moving average."""
+        return newest if self._steps == 1 else _NEW_SHARE * newest + (1 - _NEW_SHARE) * before
 
     def totals(self) -> Mapping[str, float]:
         if not self._steps:
