@@ -78,7 +78,9 @@ def prepare(folder: Path) -> None:
         headwater("data", folder / "text.txt", "--vocab_size", VOCABULARY, *size, "--out", data / "pretrain")
     if not (data / "instruct" / "statistics.json").exists():
         talks = write_records(folder / "instruct.jsonl", conversations(found, seed=1))
-        headwater("data", talks, "--mode", "chat", *tokenizer, "--out", data / "instruct")
+        # Conversations are short: without `--use_vsl`, more than half of all positions would be empty.
+        packed = ("--mode", "chat", "--use_vsl")
+        headwater("data", talks, *packed, *tokenizer, "--out", data / "instruct")
     if not (data / "prefer" / "statistics.json").exists():
         choices = write_records(folder / "prefer.jsonl", preferences(found, seed=2))
         headwater("data", choices, "--mode", "preference", *tokenizer, "--out", data / "prefer")
@@ -110,12 +112,13 @@ def train(name: str, folder: Path, steps: int, start: str | None) -> float:
     return sum(float(record["step_s"]) for record in records if record["kind"] == "train") / 60
 
 
-def answer(model_dir: Path, message: str) -> str:
-    """Return an answer to a message, always the same one."""
+def answer(model_dir: Path, message: str, seed: int) -> str:
+    """Return an answer to a message, always the same one for the same seed."""
     words = ["--model_dir", str(model_dir), "--prompt", message, "--chat", "--temperature", "0.6"]
+    words += ["--max_new_tokens", str(TOKENS), "--seed", str(seed)]
     output = io.StringIO()
     with redirect_stdout(output):
-        code = headwater_command(["generate", *words, "--max_new_tokens", str(TOKENS)])
+        code = headwater_command(["generate", *words])
     if code:
         raise SystemExit(code)
     return output.getvalue().strip()
@@ -135,8 +138,8 @@ def ask(folder: Path, count: int) -> list[Answer]:
     asked = [(MENTION.format(word), word) for word in words]
     asked += [(CONTINUE.format(" ".join(each[: len(each) // 2])), None) for each in begun]
     answers = []
-    for message, word in asked:
-        texts = {name: answer(folder / name, message) for name in ("instruct", "prefer")}
+    for seed, (message, word) in enumerate(asked):
+        texts = {name: answer(folder / name, message, seed) for name in ("instruct", "prefer")}
         kept = {name: word is None or mentions(text, word) for name, text in texts.items()}
         answers.append(Answer(message, word, texts, kept))
     return answers
@@ -162,7 +165,8 @@ def main(words: Sequence[str] | None = None) -> None:
         start = name
     page = write_report(folder / "report.html", stages, ask(folder, args.questions))
     print(f"\nreport: {page}")
-    print(f"to chat: headwater generate --chat --model_dir {folder / 'prefer'} --prompt MESSAGE")
+    print(f"to chat in a browser: headwater serve {folder / 'prefer'}")
+    print(f"to chat here: headwater generate --chat --model_dir {folder / 'prefer'} --prompt MESSAGE")
 
 
 if __name__ == "__main__":

@@ -102,6 +102,11 @@ def test_generate_refuses_what_does_not_fit(headwater, trained):
     assert headwater(*words)[:2] == (0, "Pip\n")
     code, _, err = headwater("generate", "--model_dir", trained, "--prompt", "Pip", "--max_new_tokens", 99)
     assert code == 2 and "request at most" in err
+    most = int(err.partition("request at most ")[2].split()[0])
+    words = ("generate", "--model_dir", trained, "--prompt", "Pip", "--seed", 3)
+    assert headwater(*words)[:2] == headwater(*words, "--max_new_tokens", most)[:2]
+    code, _, err = headwater("generate", "--model_dir", trained, "--prompt", "Pip " * 50)
+    assert code == 2 and "100 new tokens do not fit" in err
 
 
 def test_checkpoint_info(headwater, trained):

@@ -60,6 +60,20 @@ def test_a_conversation(server, page):
     expect(log).to_have_count(0)
 
 
+def test_the_default_of_most_tokens_leaves_room_for_messages(server, page):
+    page.goto(server.url)
+    tokens = page.get_by_label("Most tokens")
+    expect(tokens).to_have_value("48")  # the model `small` has 96 positions
+    page.get_by_label("Message").fill("Who runs?")
+    page.get_by_label("Message").press("Enter")
+    log = page.get_by_role("log").get_by_role("listitem")
+    expect(log).to_have_count(2)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.locator("#problem")).to_have_text("")
+    page.get_by_label("Model").select_option("long")
+    expect(tokens).to_have_value("256")
+
+
 def test_an_answer_can_be_stopped(server, page):
     page.goto(server.url)
     page.get_by_label("Model").select_option("long")

@@ -17,6 +17,9 @@ from headwater.trainer.inference import Inference, model_codec, open_batcher, op
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.zoo_job import language_model, masked_model
 
+NEW_TOKENS = 100
+"""Most tokens to generate if the user sets no number and they fit."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater generate`."""
@@ -43,9 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max_new_tokens",
         type=int,
-        default=100,
         metavar="N",
-        help="largest number of tokens to generate; 0 prints the prompt (%(default)s)",
+        help="largest number of tokens to generate; 0 prints the prompt (100, or as many as fit)",
     )
     _add_sampling(parser)
     parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to use (the newest)")
@@ -168,11 +170,15 @@ def continued(config: RunConfig, args: argparse.Namespace) -> str:
     temperature = args.temperature if args.do_sample else 0.0
     sampling = Sampling(temperature, args.top_k, args.top_p, args.seed, args.no_repeat_ngram_size)
     is_full = not is_message if args.return_full_text is None else args.return_full_text
-    request = GenerationRequest(
-        tuple(prompt), args.max_new_tokens, sampling, frozenset(codec.ends), beams=_beams(args)
-    )
-    with open_batcher(config, Inference(request.num_rows, checkpoint=args.checkpoint_path)) as (_, batcher):
-        generation = batcher.add(request)
+    beams = _beams(args)
+    inference = Inference(1 if beams is None else beams.num_beams, checkpoint=args.checkpoint_path)
+    with open_batcher(config, inference) as (_, batcher):
+        most = args.max_new_tokens
+        if most is None:
+            # Without room for a token, `add` refuses the prompt.
+            most = min(NEW_TOKENS, batcher.room(len(prompt)) or NEW_TOKENS)
+        ends = frozenset(codec.ends)
+        generation = batcher.add(GenerationRequest(tuple(prompt), most, sampling, ends, beams=beams))
         batcher.run()
     return codec.decode([*prompt, *generation.output] if is_full else generation.output)
 

@@ -153,6 +153,10 @@ class Batcher:
         limits = self.limits
         return min(self._model.max_length, limits.cache_tokens, limits.length or self._model.max_length)
 
+    def room(self, prompt_tokens: int) -> int:
+        """Return the most new tokens that fit after a prompt."""
+        return max(self.max_length - prompt_tokens + 1, 0)  # + 1: the model never reads the last new token
+
     def check(self, request: GenerationRequest) -> None:
         """Check that a request fits into the model.
 
@@ -161,7 +165,7 @@ class Batcher:
                 beams than sequences that may be computed at once.
         """
         prompt, max_new_tokens = len(request.prompt), request.max_new_tokens
-        room = max(self.max_length - prompt + 1, 0)  # + 1: the model never reads the last new token
+        room = self.room(prompt)
         if prompt == 0:
             raise DataError("the prompt is empty", remedy="begin it with at least one token")
         if max_new_tokens < 0:

@@ -119,7 +119,9 @@ def read_table(path: Path) -> list[tuple[str, float, float | None]]:
             lines = list(csv.DictReader(file))
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(
-            f"the table cannot be read: {error}", where=str(path), remedy="name a CSV file"
+            f"the table cannot be read: {error}",
+            where=str(path),
+            remedy="name a CSV file, or the folder of a family that headwater scaling write has written",
         ) from error
     found = []
     for number, line in enumerate(lines, start=2):

@@ -49,7 +49,11 @@ def answer_file(service: Service, requests: Path, answers: Path, told: Callable[
     try:
         lines = [line for line in requests.read_bytes().splitlines() if line.strip()]
     except OSError as error:
-        raise DataError(f"the requests cannot be read: {error}", where=str(requests)) from error
+        raise DataError(
+            f"the requests cannot be read: {error}",
+            where=str(requests),
+            remedy="name a file with a JSON request in each line",
+        ) from error
     answers.parent.mkdir(parents=True, exist_ok=True)
     with answers.open("a+b") as output:
         _lock(output, answers)
