@@ -1,9 +1,10 @@
 """A server under load: `python -m benchmarks.serving speed`, `clients`, `fuzz` or `disk`.
 
-`speed` compares tokens per second of `headwater serve` with `transformers serve`, both through HTTP, and with
-`generate` of the transformers library in this process, in turn. `transformers serve` also needs the package
-fastapi. `clients` sends requests from 32 clients, and compares the answers with those of requests alone.
-`fuzz` sends damaged requests. `disk` serves a large random model in little memory.
+`speed` compares tokens per second of `headwater serve` with `transformers serve`, with and without its
+option `--continuous-batching`, all through HTTP, and with `generate` of the transformers library in this
+process, in turn. `transformers serve` also needs the package fastapi. A line says which server failed.
+`clients` sends requests from 32 clients, and compares the answers with those of requests alone. `fuzz` sends
+damaged requests. `disk` serves a large random model in little memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ from headwater.data.tokenizer import TrainBPE
 from headwater.models.decoder import Decoder
 
 PROMPT_TOKENS = 32
+OURS = "headwater serve"
+LIBRARY: dict[str, Sequence[str]] = {
+    "transformers serve": (),
+    "transformers serve --continuous-batching": ("--continuous-batching",),
+}
+"""Servers of the transformers library, each with its options."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -160,6 +167,10 @@ def make_large_model(folder: Path) -> Path:
     return folder
 
 
+class ServerEnded(Exception):
+    """A server of the transformers library has ended at its start."""
+
+
 class Server:
     """A running server."""
 
@@ -230,19 +241,23 @@ def at_once(clients: int, calls: Sequence[Callable[[], Any]]) -> tuple[list[Any]
 
 
 @contextmanager
-def serving_of_library(folder: Path) -> Iterator[Server]:
+def serving_of_library(folder: Path, *options: str) -> Iterator[Server]:
     """Serve a model with `transformers serve` in a process, in fp32 on the CPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = ("serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu")
-    command = [sys.executable, "-m", "transformers.cli.transformers", *words, "--dtype", "float32"]
+    command = [sys.executable, "-m", "transformers.cli.transformers", *words, "--dtype", "float32", *options]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, env=offline, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = folder.with_name("library.log")
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=offline, stdout=output, stderr=subprocess.STDOUT)
     server = Server(process, f"http://127.0.0.1:{port}", model=str(folder))
     try:
         while not server.is_healthy():
-            assert process.poll() is None, "transformers serve ended; it needs pip install fastapi openai"
+            if process.poll() is not None:
+                lines = log.read_text().strip().splitlines() or ["it needs pip install fastapi openai"]
+                raise ServerEnded(lines[-1])
             time.sleep(0.5)
         yield server
     finally:
@@ -268,7 +283,15 @@ def speed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(saved)
     results: dict[str, Any] = {"threads": torch.get_num_threads()}
     words = ("--batch_size", str(max(args.batches) // 4 + 1))
-    with serving(imported(saved), *words) as ours, serving_of_library(saved) as theirs:
+    with ExitStack() as stack:
+        ours = stack.enter_context(serving(imported(saved), *words))
+        servers = {OURS: ours}
+        for kind, options in LIBRARY.items():
+            try:
+                servers[kind] = stack.enter_context(serving_of_library(saved, *options))
+            except ServerEnded as error:
+                results[f"{kind} failed"] = str(error)
+                print(f"{kind} failed: {error}", flush=True)
         for batch in args.batches:
             prompts = text_prompts(tokenizer, batch)
 
@@ -279,28 +302,50 @@ def speed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 return sum(tokens for _, tokens in at_once(len(texts), calls)[0])
 
             kinds: dict[str, Callable[[], int]] = {
-                "headwater serve": functools.partial(of_server, ours),
-                "transformers serve": functools.partial(of_server, theirs),
+                **{kind: functools.partial(of_server, server) for kind, server in servers.items()},
                 "transformers generate": functools.partial(
                     generated_by_library, model, prompts, args.new_tokens
                 ),
             }
-            rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for round_number in range(args.rounds + 1):  # the first one warms up
-                for kind, written in kinds.items():
-                    start = time.perf_counter()
-                    rate = written() / (time.perf_counter() - start)
-                    if round_number:
-                        rates[kind].append(rate)
-            results[f"batch {batch}"] = {"tokens_per_second": rates, "ratios": ratios(rates)}
+            rates, failures = rates_of(kinds, args.rounds)
+            found = {"tokens_per_second": rates, "ratios": ratios(rates), "failed": failures}
+            results[f"batch {batch}"] = found
             medians = {kind: f"{statistics.median(each):.1f}" for kind, each in rates.items()}
             print(f"batch {batch}: tokens/s {medians}, headwater / others {ratios(rates)}", flush=True)
+            for kind, failure in failures.items():
+                print(f"batch {batch}: {kind} failed: {failure}", flush=True)
     return results
+
+
+def rates_of(
+    kinds: dict[str, Callable[[], int]], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Return tokens per second of each system by round, and why systems have failed.
+
+    Args:
+        kinds: functions that write texts and return the number of tokens.
+        rounds: measurements of each system, after one that warms up.
+    """
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    failures: dict[str, str] = {}
+    for round_number in range(rounds + 1):
+        for kind in (kind for kind in kinds if kind not in failures):
+            start = time.perf_counter()
+            try:
+                rate = kinds[kind]() / (time.perf_counter() - start)
+            except httpx.HTTPError as error:
+                if kind == OURS:
+                    raise
+                failures[kind] = f"{type(error).__name__}: {error}"
+                continue
+            if round_number:
+                rates[kind].append(rate)
+    return {kind: each for kind, each in rates.items() if kind not in failures}, failures
 
 
 def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
     """Return the median of the ratios of Headwater's rate to each other one in the same round."""
-    ours = rates["headwater serve"]
+    ours = rates[OURS]
     return {
         kind: round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
         for kind, theirs in rates.items()
