@@ -83,6 +83,7 @@ def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module
                 gradient_tier=args.gradient_tier,
                 masters=args.masters,
                 optimizer_state=args.optimizer_state,
+                updates=args.updates,
             ),
         )
     )
@@ -100,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gradient_tier", choices=["memory", "disk"])
     parser.add_argument("--masters", choices=["split"])
     parser.add_argument("--optimizer_state", choices=["exact", "bf16"], default="exact")
+    parser.add_argument("--updates", choices=["on_fetch", "in_backward"], default="on_fetch")
     parser.add_argument("--micro_batch", type=int)
     parser.add_argument("--max_norm", type=float)
     parser.add_argument("--verify_disk", action="store_true")

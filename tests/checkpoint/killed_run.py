@@ -1,7 +1,7 @@
 """Run trainings that kill themselves at a file operation and resume in another process.
 
-Called with a folder and a tier; prints the outcome of each run as JSON. Runs are forks of this process, which
-has imported everything and started no thread.
+Called with a folder and a tier: `disk`, or `disk in backward` for updates in backward. Prints the outcome of
+each run as JSON. Runs are forks of this process, which has imported everything and started no thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from headwater.core.precision import Precision
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import Trace, trace_step
-from headwater.plan.types import Activations, Plan
+from headwater.plan.types import Activations, Plan, Updates
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.trainer.callback import FitStart, StepEnd
@@ -53,6 +53,7 @@ def train(model_dir: Path, model: nn.Module, plan: Plan) -> None:
     history = History(model_dir / "history.jsonl")
     checkpoints = CheckpointManager(model_dir, keep_n=2)
     optimizer = OptimizerSpec("AdamW", {"lr": 0.1})
+    max_norm = 0.5 if plan.updates == "on_fetch" else None
     with (
         ModelDirLock(model_dir),
         Engine(model, plan, optimizer, seed=1, loss_function=loss_function) as engine,
@@ -61,7 +62,7 @@ def train(model_dir: Path, model: nn.Module, plan: Plan) -> None:
         step, state = checkpoints.load(engine.store, latest) if latest else (0, {"losses": []})
         history.on_fit_start(FitStart(step, NUM_STEPS, plan))
         while step < NUM_STEPS:
-            loss = engine.train_step([batch_of(step)], Update(step, {"lr": 0.1}, max_norm=0.5)).loss
+            loss = engine.train_step([batch_of(step)], Update(step, {"lr": 0.1}, max_norm=max_norm)).loss
             step, state = step + 1, {"losses": [*state["losses"], loss]}
             history.on_step_end(StepEnd(step, loss, 0.1, 1.0, True, 1.0, 0, 1.0, 0, 0, 0.0, 0.0))
             path = checkpoints.save(engine.store, step, state)
@@ -100,7 +101,12 @@ def fork(model_dir: Path, tier: str, trace: Trace, kill_at: int | str | None = N
     try:
         activations = (Activations.KEEP,) * len(trace.stages)
         disk = model_dir.with_name(model_dir.name + "_tier")
-        plan = Plan(trace, Precision("bf16"), "cpu", tier, False, 2, activations, 4, 1, "memory", disk=disk)  # type: ignore[arg-type]
+        tier, _, in_backward = tier.partition(" ")
+        updates: Updates = "in_backward" if in_backward else "on_fetch"
+        plan = Plan(
+            trace, Precision("bf16"), "cpu", tier, False, 2, activations, 4, 1, "memory", disk=disk,  # type: ignore[arg-type]
+            updates=updates,
+        )  # fmt: skip
         counted = count_operations(kill_at)
         train(model_dir, make_model(), plan)
         model_dir.with_name(model_dir.name + ".count").write_text(str(counted()))

@@ -16,7 +16,7 @@ from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock
 SCRIPT = Path(__file__).with_name("killed_run.py")
 
 
-@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("tier", ["memory", "disk", "memory in backward", "disk in backward"])
 def test_killed_run_resumes_to_the_same_bits(tmp_path, tier):
     command = [sys.executable, "-W", "error", str(SCRIPT), str(tmp_path), tier]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -3,9 +3,10 @@
 import h5py
 import numpy as np
 import pytest
-from run_samples import assert_same_checkpoint, model_dir
+from run_samples import assert_same_checkpoint, history, model_dir
 
 from headwater.core.errors import StoreError
+from headwater.store.store import WeightStore
 from headwater.trainer import session
 from headwater.trainer.callback import Callback
 from headwater.trainer.checkpoint import ModelDirLock, complete_checkpoints
@@ -75,6 +76,80 @@ def test_a_loss_that_is_not_finite(headwater, params, tmp_path):
     result = headwater("fit", params, schedule)
     assert_refused(result, "step 2", "stage '", "learning rate", code=1)
     assert complete_checkpoints(tmp_path / "run") == [tmp_path / "run" / "checkpoint_1"], "nothing is lost"
+
+
+IN_BACKWARD = ("trainer.init.backend.updates=in_backward", "trainer.init.precision.max_gradient_norm=null")
+
+
+def plant(patch, stage, step):
+    """Make the gradients of one stage NaN in one step."""
+    add, seen = WeightStore.add_gradient, set()
+
+    def planted(store, index, param, gradient, **options):
+        if index == stage % len(store.stages):
+            seen.add((store.ledger.num_commits, param))
+            if store.ledger.num_commits == step - 1:
+                gradient = gradient * float("nan")
+        add(store, index, param, gradient, **options)
+
+    patch.setattr(WeightStore, "add_gradient", planted)
+    return seen
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_gradient_that_is_not_finite_after_updates_in_backward(
+    headwater, params, tmp_path, monkeypatch, tier
+):
+    """The first stage is the last one in backward: all others have applied the step."""
+    options = (
+        *IN_BACKWARD,
+        f"trainer.init.backend.tier={tier}",
+        f"trainer.init.backend.disk.path={tmp_path}",
+    )
+    with monkeypatch.context() as patch:
+        seen = plant(patch, 0, 5)
+        result = headwater("fit", params, *options)
+    assert {commits for commits, _ in seen} == {0, 1, 2, 3, 4}, "the fifth step had the fault"
+    assert_refused(
+        result, "gradient of step 5", "resume from the last checkpoint", "have applied step 5", code=1
+    )
+    left = complete_checkpoints(tmp_path / "run")
+    assert left == [tmp_path / "run" / "checkpoint_3"], "none of a step that is applied in part"
+    assert headwater("fit", params, *options)[0] == 0
+    straight = model_dir(tmp_path / "straight")
+    assert headwater("fit", params, "trainer.init.precision.max_gradient_norm=null", straight)[0] == 0
+    assert_same_checkpoint(tmp_path / "run" / "checkpoint_6", tmp_path / "straight" / "checkpoint_6")
+    assert history(tmp_path / "run") == history(tmp_path / "straight")
+
+
+def test_a_gradient_that_is_not_finite_before_the_first_update(headwater, params, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        plant(patch, -1, 5)
+        assert_refused(headwater("fit", params, *IN_BACKWARD), "was not applied", code=1)
+    assert complete_checkpoints(tmp_path / "run")[-1] == tmp_path / "run" / "checkpoint_4", "nothing is lost"
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("trainer.init.precision.max_gradient_norm=1.0", "max_gradient_norm, which needs all gradients"),
+        ("trainer.init.precision={enabled: true, fp16_type: float16}", "float16, whose steps may be skipped"),
+        ("trainer.init.sparsity={sparsity: 0.3}", "sparsity, which reads gradients"),
+        ("--num_csx=2", "several ranks"),
+    ],
+)
+def test_settings_without_updates_in_backward(headwater, params, option, text):
+    result = headwater("plan", params, *IN_BACKWARD, option)
+    assert_refused(result, "in_backward", text, "on_fetch")
+
+
+def test_a_plan_says_when_stages_are_updated(headwater, params):
+    told = {
+        updates: headwater("plan", params, *IN_BACKWARD, f"trainer.init.backend.updates={updates}")[1]
+        for updates in ("on_fetch", "in_backward")
+    }
+    assert "updates: when a stage is fetched next" in told["on_fetch"]
+    assert "updates: during the backward, stage by stage" in told["in_backward"]
 
 
 def test_a_memory_budget_below_the_minimum(headwater, params, tmp_path):

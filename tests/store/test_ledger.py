@@ -18,7 +18,7 @@ def commit(ledger, *keys):
         stages.setdefault(stage, {})[param] = Part(ledger.num_commits, UPDATE, None)
         ledger.take_gradients([(stage, param)])
     for stage, parts in stages.items():
-        ledger.add(stage, parts)
+        ledger.add(stage, parts, ledger.num_commits)
 
 
 def test_an_update_is_pending_until_it_is_applied():

@@ -16,7 +16,7 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.plan.division import divide
 from headwater.plan.partition import find_stages
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Activations, Plan
+from headwater.plan.types import Activations, Plan, Updates
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.stream.options import DEFAULTS, EngineOptions, Initial
@@ -67,6 +67,7 @@ class Setting:
     in_memory: tuple[int, ...] = ()
     on_device: tuple[int, ...] = ()
     most_stage_bytes: int | None = None  # larger stages are divided
+    updates: Updates = "on_fetch"
 
     def __str__(self) -> str:
         where = "in_place" if self.in_place else f"{self.slabs}_slabs"
@@ -74,7 +75,8 @@ class Setting:
         memory = f"-{len(self.in_memory)}_in_memory" if self.in_memory else ""
         memory += f"-{len(self.on_device)}_on_device" if self.on_device else ""
         divided = f"-{self.most_stage_bytes}_bytes" if self.most_stage_bytes else ""
-        return f"{self.tier}{memory}-{where}-{self.activations}{gradients}{divided}"
+        early = "-updates_in_backward" if self.updates == "in_backward" else ""
+        return f"{self.tier}{memory}-{where}-{self.activations}{gradients}{divided}{early}"
 
 
 @dataclasses.dataclass
@@ -115,6 +117,7 @@ def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path) -> Pla
         disk=folder,
         in_memory=setting.in_memory,
         on_device=setting.on_device,
+        updates=setting.updates,
     )
 
 

@@ -121,6 +121,19 @@ def test_any_setting_on_a_late_device_equals_plain_pytorch(double, device_seed, 
     assert_equal(history, plain_gpt(2, micro_batches=micro_batches))
 
 
+@functools.cache
+def plain_unclipped(micro_batches):
+    return train_plain(gpt_job(micro_batches=micro_batches, max_norm=None), steps=2)
+
+
+def test_updates_in_backward_on_a_late_device_equal_plain_pytorch(double, device_seed, tmp_path):
+    setting, micro_batches = any_setting(device_seed)
+    on_device = random.Random(f"stages {device_seed}").choice(((), (), (1, 3)))
+    setting = dataclasses.replace(setting, updates="in_backward", on_device=on_device)
+    history = trained(gpt_job(micro_batches=micro_batches, max_norm=None), setting, tmp_path, double, 2)
+    assert_equal(history, plain_unclipped(micro_batches))
+
+
 def never(self, event):
     """Do not wait."""
 

@@ -1,11 +1,13 @@
 """In fp32, streaming computes the bits of plain PyTorch with every plan: losses, norms and weights."""
 
+import dataclasses
+import functools
 import itertools
 
 import pytest
 import torch
 from gpt_job import gpt_job, plain_gpt
-from harness import Setting, assert_equal, check, make_engine, regression, train_streamed
+from harness import Setting, assert_equal, check, make_engine, regression, train_plain, train_streamed
 from torch import nn
 
 from headwater.optim.spec import OptimizerSpec, is_bias_or_norm
@@ -67,6 +69,31 @@ def test_three_micro_batches_equal_plain_pytorch(setting, tmp_path):
     assert_equal(streamed, plain_gpt(3, micro_batches=3))
 
 
+IN_BACKWARD = [
+    dataclasses.replace(setting, updates="in_backward")
+    for setting in (
+        *IN_PLACE,
+        *MEMORY[1:8:3],
+        *DISK[::5],
+        *MIXED[::3],
+        Setting("memory", 2, "recompute", most_stage_bytes=100_000),
+        Setting("disk", 2, "recompute", "disk", most_stage_bytes=50_000),
+    )
+]
+
+
+@functools.cache
+def plain_unclipped(micro_batches):
+    return train_plain(gpt_job(micro_batches=micro_batches, max_norm=None), steps=3)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("setting", IN_BACKWARD, ids=str)
+def test_updates_in_backward_equal_plain_pytorch(setting, micro_batches, tmp_path):
+    job = gpt_job(micro_batches=micro_batches, max_norm=None)
+    assert_equal(train_streamed(job, setting, tmp_path, steps=3), plain_unclipped(micro_batches))
+
+
 def mlp(depth=4, width=16):
     layers = [
         layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.LayerNorm(width), nn.GELU())
@@ -113,6 +140,24 @@ def test_optimizers(optimizer, tier, tmp_path):
     check(regression(mlp, 8, 16, optimizer=optimizer), Setting(tier), tmp_path, steps=4)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        OptimizerSpec("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        OptimizerSpec("AdamW", {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+        OptimizerSpec("Adafactor", {"lr": 0.01}),
+    ],
+    ids=lambda spec: spec.name,
+)
+@pytest.mark.parametrize(
+    "setting", [Setting(in_place=True), Setting("memory", 2), Setting("disk", 2)], ids=str
+)
+def test_optimizers_in_backward(optimizer, setting, tmp_path):
+    setting = dataclasses.replace(setting, updates="in_backward")
+    job = regression(mlp, 8, 16, optimizer=optimizer, max_norm=None, max_value=1e-2)
+    check(job, setting, tmp_path, steps=4)
+
+
 def test_weight_decay_skips_norms_and_biases(tmp_path):
     spec = OptimizerSpec("AdamW", {"lr": 0.01, "weight_decay": 0.5}, no_decay=is_bias_or_norm)
     plain = check(regression(mlp, 8, 16, optimizer=spec), Setting("disk"), tmp_path)
@@ -138,6 +183,8 @@ def test_frozen_parameters(setting, tmp_path):
     job = regression(half_frozen, 8, 16)
     plain = check(job, setting, tmp_path)
     assert torch.equal(plain.weights["3.weight"], job.model().get_parameter("3.weight"))
+    in_backward = dataclasses.replace(setting, updates="in_backward")
+    check(dataclasses.replace(job, max_norm=None), in_backward, tmp_path)
 
 
 def test_mixed_dtypes_in_one_model(tmp_path):

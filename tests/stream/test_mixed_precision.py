@@ -5,7 +5,18 @@ import dataclasses
 import pytest
 import torch
 from gpt_job import gpt_job, gpt_loss, make_gpt
-from harness import FP32, History, Job, Setting, collect, make_engine, regression, train_plain, train_streamed
+from harness import (
+    FP32,
+    History,
+    Job,
+    Setting,
+    assert_equal,
+    collect,
+    make_engine,
+    regression,
+    train_plain,
+    train_streamed,
+)
 from torch import nn
 
 from headwater.core.precision import Precision
@@ -53,6 +64,21 @@ def test_every_plan_computes_the_same_bf16_bits(tmp_path):
         assert run.losses == runs[0].losses
         assert run.norms == runs[0].norms
         assert all(torch.equal(run.weights[name], value) for name, value in runs[0].weights.items())
+
+
+def test_updates_in_backward_compute_the_same_bf16_bits(tmp_path):
+    settings = [
+        Setting("memory", 2, precision=BF16),
+        Setting("disk", 2, "recompute", "disk", precision=BF16),
+        Setting(in_place=True, precision=BF16),
+        Setting(in_place=True, activations="recompute", precision=BF16, whole_masters=True),
+    ]
+    for micro_batches in (1, 2):
+        job = gpt_job(max_norm=None, micro_batches=micro_batches)
+        expected = train_streamed(job, settings[0], tmp_path, steps=3)
+        for setting in settings:
+            in_backward = dataclasses.replace(setting, updates="in_backward")
+            assert_equal(train_streamed(job, in_backward, tmp_path, steps=3), expected)
 
 
 def test_layers_that_compute_their_input_again_have_the_same_bf16_bits_in_every_plan(tmp_path):

@@ -144,6 +144,7 @@ def backend(
             remedy="leave num_memx out",
         )
     config.refuse_loss("backend, option loss")
+    config.refuse_updates("backend, option updates")
     refuse_restarts(config.cluster_config, where="backend, option cluster_config.max_restarts")
     made = Backend(config, Path(compile_dir), compile_only=compile_only, validate_only=validate_only)
     if made.num_csx > 1 and not (compile_only or validate_only):

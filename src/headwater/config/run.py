@@ -101,6 +101,26 @@ class SetupConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _updates_need_no_other_gradient(self) -> Self:
+        if self.backend.updates == "on_fetch":
+            return self
+        needs = {
+            "precision max_gradient_norm, which needs all gradients": self.precision.max_gradient_norm
+            is not None,
+            "precision fp16_type: float16, whose steps may be skipped": self.precision.precision.name
+            == "fp16",
+            "sparsity, which reads gradients before the update": bool(self.sparsity),
+            "several ranks, which add up their gradients first": self.backend.placement.size > 1,
+        }
+        for setting, is_set in needs.items():
+            if is_set:
+                raise ValueError(
+                    f"backend updates: in_backward cannot be used with {setting}; leave one of them out, or "
+                    "write updates: on_fetch"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_number_of_checkpoints(self) -> Self:
         counts = {self.checkpoint.keep_n, *(entry.n for entry in self._callbacks("KeepNCheckpoints"))} - {
             None

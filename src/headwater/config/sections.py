@@ -111,6 +111,8 @@ class BackendConfig(Section):
             uses 6 bytes, with faster updates, if they fit.
         optimizer_state: `bf16` stores optimizer state in half the bytes; it is rounded stochastically, so the
             run is not exact.
+        updates: `in_backward` updates a stage as soon as the backward is done with it, so that its gradients
+            need not wait; a step that fails is then lost, and the run continues from its last checkpoint.
         compile: compile each distinct block with `torch.compile`. Results then differ from torch's in
             rounding. `auto` measures both ways before a 16-bit training, and compiles if that saves time.
         matmul: `fast` allows fp32 matrix products that differ from torch's in rounding.
@@ -137,6 +139,7 @@ class BackendConfig(Section):
     gradient_tier: Tier = "auto"
     masters: Literal["auto", "split"] = "auto"
     optimizer_state: Literal["exact", "bf16"] = "exact"
+    updates: Literal["on_fetch", "in_backward"] = "on_fetch"
     compile: bool | Literal["auto"] = False
     matmul: Literal["exact", "fast"] = "exact"
     loss: Literal["chunked", "liger"] = "chunked"
@@ -166,6 +169,15 @@ class BackendConfig(Section):
                 f"loss: {self.loss} is only for models of params files",
                 where=where,
                 remedy="leave loss out; a model of your own can call the kernel itself",
+            )
+
+    def refuse_updates(self, where: str) -> None:
+        """Raise `ConfigError` for updates in backward, since a loop of the user's may need the gradients."""
+        if self.updates != "on_fetch":
+            raise ConfigError(
+                f"updates: {self.updates} is only for runs of params files",
+                where=where,
+                remedy="leave updates out; in your own loop a step begins when optimizer.step() is called",
             )
 
     @property

@@ -17,6 +17,7 @@ from headwater.plan.types import WHOLE_STORE, Activations, Plan, StageCost, Stor
 from headwater.store.layout import (
     DEVICE_PIECE_ELEMENTS,
     GROUP_BYTES,
+    MOST_UNFINISHED,
     PIECE_ELEMENTS,
     Encoding,
     encoding_of,
@@ -162,6 +163,9 @@ class Footprint:
         largest = max((stage.gradient_sum for stage in elsewhere), default=0)
         on_disk = plan.gradient_tier == "disk"
         arriving = self._ranks * largest if on_disk or self.sums_stay else 0
+        if plan.updates_free_gradients:
+            # Beside those of the stages that wait, as many as may be on their way to their sums.
+            held = max(_waiting_in_backward(self, plan)) + largest
         host["gradients"] = int(self.share.gradients * (0 if on_disk else held)) + arriving
         return Memory(compute, host | {"activations": self._ranks * moved}, disk)
 
@@ -254,7 +258,8 @@ class Footprint:
     def peak(self, plan: Plan) -> Peak:
         """Return the bytes of activations and gradients on the compute device, when their sum is largest."""
         # The key holds all that a peak depends on; the search asks for the same peak many times.
-        key = plan.activations, plan.device, plan.gradient_tier, plan.num_micro_batches, plan.on_device
+        where = plan.device, plan.tier, plan.gradient_tier, plan.in_memory, plan.on_device
+        key = plan.activations, where, plan.num_micro_batches, plan.updates
         if key not in self._peaks:
             ranks = self._ranks_beside(plan)
             gradients = self._gradients_alive(plan)
@@ -321,6 +326,8 @@ class Footprint:
         if plan.num_micro_batches > 1 or self.sums_stay:
             held = self.held_gradients(plan)
             return [held + self._ranks * count for count in arriving]
+        if plan.updates_free_gradients:
+            return _waiting_in_backward(self, plan)
         sizes = {stage: self.held_gradient(plan, stage) for stage in self.first_use}
         after = _complete_after(sizes, self.trace.uses, self.first_use)
         return [done + count for done, count in zip(after, arriving, strict=True)]
@@ -358,6 +365,29 @@ def arriving_sums(footprint: Footprint, plan: Plan) -> list[int]:
     """Return for each stage in device memory the bytes of sums that a rank copies to its device."""
     stages = plan.on_device if footprint.sums_stay else ()
     return [footprint.held_gradient(plan, stage) for stage in stages]
+
+
+def _waiting_in_backward(footprint: Footprint, plan: Plan) -> list[int]:
+    """Return the bytes of gradients in host memory during the backward of each use.
+
+    An update frees the gradients of a stage while the backward continues. Beside the gradients that
+    arrive, those of the last complete stage wait for the backward to come to another stage. If a thread
+    updates, those of the stages before it may wait too.
+    """
+    held = [
+        0 if stage in plan.on_device else footprint.held_gradient(plan, stage)
+        for stage in footprint.first_use
+    ]
+    sizes = dict(zip(footprint.first_use, held, strict=True))
+    on_thread = plan.device != "cpu" or plan.on_disk
+    most = 1 + (MOST_UNFINISHED if on_thread else 0)
+    waiting, last = [0] * len(footprint.trace.uses), list[int]()
+    for position in reversed(range(len(footprint.trace.uses))):
+        stage = footprint.trace.uses[position]
+        waiting[position] = sum(last[-most:]) + footprint._arriving_bytes[position]
+        if footprint.first_use[stage] == position:
+            last.append(sizes[stage])
+    return waiting
 
 
 def _complete_after(sizes: Mapping[int, int], uses: Sequence[int], first_use: Mapping[int, int]) -> list[int]:

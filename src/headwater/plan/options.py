@@ -23,6 +23,7 @@ from headwater.plan.types import (
     StoreShare,
     Tier,
     Trace,
+    Updates,
 )
 from headwater.store.layout import stored_dtype
 from headwater.store.rule import UpdateRule
@@ -54,6 +55,7 @@ class Fixed:
         stages_on_device: number of stages that are stored and updated in device memory; all if the model has
             fewer.
         optimizer_state: `bf16` to store it in bf16, which is not exact.
+        updates: when stages are updated; a decision of the user alone, since it changes what an error loses.
     """
 
     tier: Tier | None = None
@@ -65,6 +67,7 @@ class Fixed:
     stages_in_memory: int | None = None
     stages_on_device: int | None = None
     optimizer_state: OptimizerState = "exact"
+    updates: Updates = "on_fetch"
 
 
 NOT_FIXED = Fixed()
@@ -152,6 +155,8 @@ class BackendOptions(Protocol):
     def masters(self) -> Literal["auto", "split"]: ...
     @property
     def optimizer_state(self) -> OptimizerState: ...
+    @property
+    def updates(self) -> Updates: ...
 
 
 def request_of(
@@ -243,6 +248,7 @@ def fixed_by(backend: BackendOptions, micro_batch_size: int | None = None) -> Fi
         gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,
         masters=None if backend.masters == "auto" else backend.masters,
         optimizer_state=backend.optimizer_state,
+        updates=backend.updates,
     )
 
 

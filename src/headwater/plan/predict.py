@@ -135,15 +135,20 @@ class Predictor:
 
         The update of a stage and its fetch run before its first forward. So the first forward of a step and
         the rest of the step have different bottlenecks. Computation overlaps with transfers, except for the
-        fetch of the first stage.
+        fetch of the first stage. Updates in backward overlap with the last backward instead.
         """
         compute, update, copy = self._compute_s(plan), self._updates_s(plan), self._copy_s(plan)
         on_device = self._updates_on_device_s(plan)
         disk, link = self._disk_s(plan), self._link_s(plan)
         cores = Phases(compute.first + on_device, compute.rest)
         streams = Phases(max(disk.first, link.first), max(disk.rest, link.rest))
+        in_backward = plan.updates == "in_backward"
         if plan.device == "cpu":  # updates and copies use the cores that compute
-            cores = Phases(compute.first + update + copy.first, compute.rest + copy.rest)
+            cores = Phases(compute.first + copy.first, compute.rest + copy.rest)
+            cores = _add(cores, 0.0 if in_backward else update, update if in_backward else 0.0)
+        elif in_backward:  # the last backward goes no further than the updates
+            earlier = compute.rest - self._backward_s(plan)
+            streams = Phases(streams.first, max(streams.rest, earlier + update))
         else:
             streams = Phases(max(streams.first, update), streams.rest)
         first_stage = self.footprint.trace.uses[0]
@@ -168,8 +173,15 @@ class Predictor:
         """Return the seconds of forward and backward of all micro-batches."""
         stages, overhead = self.stage_seconds(plan), USE_OVERHEAD_S * len(self.footprint.trace.uses)
         forward = overhead + sum(stage.forward for stage in stages)
-        backward = 0.0 if plan.trace.inference else overhead + sum(stage.backward for stage in stages)
+        backward = self._backward_s(plan)
         return Phases(forward, plan.num_micro_batches * (forward + backward) - forward)
+
+    def _backward_s(self, plan: Plan) -> float:
+        """Return the seconds of the backward of one micro-batch."""
+        if plan.trace.inference:
+            return 0.0
+        overhead = USE_OVERHEAD_S * len(self.footprint.trace.uses)
+        return overhead + sum(stage.backward for stage in self.stage_seconds(plan))
 
     def _copy_s(self, plan: Plan) -> Phases:
         """Return the seconds in which CPU cores copy weights to slabs; 0 on a GPU or with the disk tier."""
@@ -210,11 +222,13 @@ class Predictor:
             fetched, share = self._fetched_bytes(plan, elsewhere), self.footprint.share
             updated = self._updated(elsewhere)
             slabs, state = sum(stage.slab for stage in updated), sum(stage.state for stage in updated)
-            write = _add(write, slabs + share.state * state, 0)
             # With images a stage is updated before its fetch, and read twice.
             again = share.state * (state + (slabs if share.images else 0))
+            written, in_backward = slabs + share.state * state, plan.updates == "in_backward"
+            write = _add(write, *((0, written) if in_backward else (written, 0)))
+            read = _add(read, *((0, again) if in_backward else (again, 0)))
             readers = self.footprint.disk_readers(plan)
-            read = _add(read, readers * fetched.first + again, readers * fetched.rest)
+            read = _add(read, readers * fetched.first, readers * fetched.rest)
         if plan.gradient_tier == "disk":
             held = self.footprint.held_gradients(plan)
             measured = int(self.footprint.sums_stay)  # sums of several ranks are read again for their norms

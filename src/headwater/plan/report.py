@@ -193,6 +193,13 @@ def _decisions(plan: Plan) -> Iterator[str]:
         if plan.has_bf16_state:
             yield "optimizer state: bf16, rounded stochastically; the run is not exact"
         yield f"{state}: {tier}; gradients wait for the update: {plan.gradient_tier}"
+        if plan.updates == "in_backward":
+            yield (
+                "updates: during the backward, stage by stage; a step that fails is lost, and the run "
+                "continues from its last checkpoint"
+            )
+        else:
+            yield "updates: when a stage is fetched next; a step that fails is undone"
     yield from _blocks_text(plan)
     samples = plan.micro_batch_size * plan.num_micro_batches
     count = plan.placement.num_csx

@@ -206,13 +206,17 @@ def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterat
 
 
 def _footprint(trace: Trace, request: Request) -> Footprint:
+    share = request.share
+    if request.fixed.updates == "in_backward" and not trace.inference:
+        # An update in backward has no slab: a stage on disk is read for it, and again for the next forward.
+        share = dataclasses.replace(share, images=share.images + 1)
     return Footprint(
         trace,
         optimizer_state_bytes=request.optimizer_state_bytes,
         fused_updates=request.fused_updates,
         base_bytes=request.base_bytes,
         checkpoints=request.checkpoints,
-        share=request.share,
+        share=share,
         ranks=request.ranks,
         worker_bytes=request.worker_bytes,
     )
@@ -247,6 +251,7 @@ def _frames(request: Request, footprint: Footprint, size: int) -> Iterator[Plan]
                 disk=request.disk,
                 in_memory=tuple(sorted(in_memory)) if tier == "disk" else (),
                 on_device=tuple(sorted(on_device)),
+                updates="on_fetch" if trace.inference else request.fixed.updates,
             )
 
 

@@ -284,6 +284,10 @@ OptimizerState = Literal["exact", "bf16"]
 """How optimizer state is stored: with the optimizer's bits, or rounded to bf16."""
 
 
+Updates = Literal["on_fetch", "in_backward"]
+"""When a stage is updated: when it is fetched next, or as soon as a backward is done with it."""
+
+
 def shares_slabs(tier: Tier | None, device: str) -> bool:
     """True if the ranks of a host share slabs: on CPU, with weights on disk.
 
@@ -329,6 +333,8 @@ class Plan:
         on_device: stages whose weights, masters, optimizer state and gradients are in device memory, whatever
             `tier` is. The device updates them.
         blocks: whether blocks are compiled.
+        updates: when stages in host memory and on disk are updated. Those in device memory are always updated
+            when they are used next.
     """
 
     trace: Trace
@@ -348,12 +354,21 @@ class Plan:
     in_memory: tuple[int, ...] = ()
     on_device: tuple[int, ...] = ()
     blocks: Blocks = Blocks()
+    updates: Updates = "on_fetch"
 
     @property
     def on_disk(self) -> tuple[int, ...]:
         """The stages whose weights, masters and optimizer state are stored on disk."""
         stages = range(len(self.trace.stages)) if self.tier == "disk" else ()
         return tuple(stage for stage in stages if stage not in (*self.in_memory, *self.on_device))
+
+    @property
+    def updates_free_gradients(self) -> bool:
+        """True if the gradients of a stage are freed during the backward that completes them.
+
+        With several micro-batches the sums of all stages wait for the last backward.
+        """
+        return self.updates == "in_backward" and self.num_micro_batches == 1
 
     @property
     def in_host_memory(self) -> tuple[int, ...]:

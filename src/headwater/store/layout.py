@@ -20,6 +20,9 @@ PIECE_ELEMENTS = 1 << 20
 DEVICE_PIECE_ELEMENTS = 1 << 24
 """Most elements in a piece in device memory: a kernel for fewer takes longer to start than to compute."""
 
+MOST_UNFINISHED = 1
+"""Stages whose update may wait or run on a thread while the backward of their step continues."""
+
 GROUP_BYTES = 16 << 20
 """Least bytes of a group: enough that a disk reads and writes it at full rate."""
 

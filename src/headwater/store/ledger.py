@@ -34,16 +34,21 @@ class Ledger:
         """The stages with a pending update."""
         return list(self._pending)
 
-    def add(self, stage: int, parts: Mapping[int, Part]) -> None:
-        """Add what the newest commit updates in a stage to the pending updates, atomically.
+    def add(self, stage: int, parts: Mapping[int, Part], number: int) -> None:
+        """Add what a commit updates in a stage to the pending updates, atomically.
 
         Two optimizers may share a stage: then the later commit joins the earlier one.
+
+        Args:
+            stage: the stage.
+            parts: the update of each parameter.
+            number: of the commit: the newest one, or the one that the running step will make.
         """
         pending = self._pending.get(stage)
         earlier = {} if pending is None else pending.parts
         # A part that was replaced here would be a lost step.
         assert not earlier.keys() & parts.keys(), "a new gradient has made the older update happen"
-        self._pending[stage] = Pending(self.num_commits, {**earlier, **parts})
+        self._pending[stage] = Pending(number, {**earlier, **parts})
 
     def take_gradients(self, keys: Iterable[ParamKey]) -> None:
         """Record that the newest commit has taken the gradients of these parameters."""

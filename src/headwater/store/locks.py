@@ -9,6 +9,9 @@ from typing import final
 
 from headwater.core.errors import DeviceFullError, HeadwaterError, StoreError
 
+RESUME = "resume from the last checkpoint"
+"""The remedy if the values of some stages are lost."""
+
 
 @final
 class StageLocks:
@@ -23,6 +26,9 @@ class StageLocks:
         # Reentrant: a snapshot reads a stage that the updating thread holds already.
         self._locks = [threading.RLock() for _ in names]
         self._torn: dict[int, str] = {}  # torn stages, and why
+        self._lost: dict[
+            int, str
+        ] = {}  # stages that may have values of a step that has failed, and which step
 
     @contextmanager
     def exclusive(self, stage: int) -> Iterator[None]:
@@ -31,18 +37,25 @@ class StageLocks:
             yield
 
     @contextmanager
-    def whole(self, stage: int) -> Iterator[None]:
-        """Hold the lock of a stage in the context. Raise if the stage is torn.
+    def whole(self, stage: int, *, before_step: bool = False) -> Iterator[None]:
+        """Hold the lock of a stage in the context. Raise if the stage is torn, or if a step is lost.
+
+        Args:
+            stage: the stage.
+            before_step: true if the caller knows that the stage has its values of before the lost step.
 
         Raises:
-            StoreError: if the stage is torn: a part of an update is applied, and a part is lost.
+            StoreError: if the stage is torn: a part of an update is applied, and a part is lost. Or if a step
+                has failed whose updates were applied to some stages.
         """
         with self._locks[stage]:
             # Inside the lock: another thread may just be changing the stage.
+            if stage in self._lost and not before_step:
+                raise _lost_error(self._lost[stage])
             if stage in self._torn:
                 raise StoreError(
                     f"an update of stage {self._names[stage]!r} failed halfway: {self._torn[stage]}",
-                    remedy="resume from the last checkpoint",
+                    remedy=RESUME,
                 )
             yield
 
@@ -64,6 +77,29 @@ class StageLocks:
             raise
         self._torn.pop(stage, None)
 
+    def lose(self, step: str) -> None:
+        """Make every later use of any stage raise, because a step has failed that some stages have applied.
+
+        Args:
+            step: which step, and why it has failed; a sentence.
+        """
+        self._lost = dict.fromkeys(range(len(self._names)), step)
+
+    @property
+    def has_lost_step(self) -> bool:
+        """True if a step has failed that some stages have applied."""
+        return bool(self._lost)
+
+    def require_no_lost_step(self) -> None:
+        """Raise `StoreError` if a step has failed that some stages have applied."""
+        for step in self._lost.values():
+            raise _lost_error(step)
+
     def mend(self, stage: int) -> None:
-        """Mark a stage as not torn, because all its values are replaced. The caller holds the lock."""
+        """Mark a stage as whole, because all its values are replaced. The caller holds the lock."""
         self._torn.pop(stage, None)
+        self._lost.pop(stage, None)
+
+
+def _lost_error(step: str) -> StoreError:
+    return StoreError(step, remedy=RESUME)

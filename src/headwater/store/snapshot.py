@@ -54,6 +54,7 @@ class Snapshot:
 
     Raises:
         DiskFullError: if there is no room; nothing is left behind then.
+        StoreError: if a step has failed after some stages were updated (`updates: in_backward`).
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class Snapshot:
         buffers: Mapping[str, torch.Tensor] | None = None,
         extras: Mapping[str, bytes] | None = None,
     ) -> None:
+        # A stage may have values of a step that has failed.
+        store.access.locks.require_no_lost_step()
         self.folder = folder
         self._store = store
         self._partial = folder.with_name(folder.name + PARTIAL_SUFFIX)

@@ -115,7 +115,8 @@ class StageAccess:
         """
         if up_to is None:  # a snapshot, which names a number, holds the stage already
             self._wait_for_owners(stage)
-        with self.locks.whole(stage):
+        # A snapshot has saved the stages that a lost step may have changed, before they were changed.
+        with self.locks.whole(stage, before_step=up_to is not None):
             buffer = self._buffer(stage)
             self._catch_up(stage, buffer, up_to)
             part = self._ownership.own_bytes(stage, params)
@@ -198,10 +199,18 @@ class StageAccess:
             for stage in stages:
                 self._ahead.submit(self._catch_up_ahead, stage)
 
+    def commit_ahead(self, stage: int, parts: Mapping[int, Part]) -> None:
+        """Make parts of the commit that the running step will make a pending update of a stage.
+
+        Only a run of one rank calls this, in which no other rank waits for the commit.
+        """
+        self._ledger.add(stage, parts, self._ledger.num_commits + 1)
+        self._versions[stage] += 1  # at last, as in `_queue`
+
     def _queue(self, stage: int, parts: Mapping[int, Part]) -> None:
         """Make parts of a commit a pending update of a stage, or note that other ranks will apply them."""
         if self._ownership.updates(stage):
-            self._ledger.add(stage, parts)
+            self._ledger.add(stage, parts, self._ledger.num_commits)
         else:
             self._propagation.skipped(stage, self._ledger.num_commits)
         self._versions[stage] += 1  # at last: a thread that sees the new version may fetch at once

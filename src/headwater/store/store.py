@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
-from headwater.core.errors import NonFiniteError
-from headwater.core.stage import ParamKey, ParamSpec, StageSpec
+from headwater.core.stage import ParamKey, ParamSpec
 from headwater.core.streams import IMMEDIATE, Stream
 from headwater.fabric.fabric import ALONE, Board, Fabric
 from headwater.fabric.link import Link
 from headwater.store.gradients.port import GradientSink, check_sparse, editable
+from headwater.store.gradients.status import NO_NORMS
 from headwater.store.ledger import Ledger
 from headwater.store.ownership import Ownership
 from headwater.store.parameters import Parameters
@@ -22,7 +22,10 @@ from headwater.store.scalars import OptimizerScalars
 from headwater.store.stage_update import StageUpdate
 from headwater.store.stages import StageAccess
 from headwater.store.tier import Tier
-from headwater.store.update import Part, Update
+from headwater.store.update import Part, Update, non_finite_error
+
+if TYPE_CHECKING:
+    from headwater.store.in_backward import BackwardUpdates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,8 @@ class WeightStore:
         parameters: the values of parameters and of optimizer state.
         snapshots: used by snapshots on several ranks.
         owner: an object that lives as long as the store; see `headwater.api.registry`.
+        in_backward: applies updates during the backward of a step; `None` if they wait until stages are
+            fetched. The engine sets it, for a run of one rank.
 
     Args:
         rule: how parameters are updated.
@@ -109,6 +114,7 @@ class WeightStore:
         self.parameters = Parameters(rule, tier, ownership, self.access, gradients)
         self.snapshots = SnapshotChannel(Board(fabric, len(self.stages)), fabric.connect("a checkpoint"))
         self.owner: object = None
+        self.in_backward: BackwardUpdates | None = None
         self._order = order or [(s.index, p) for s in self.stages for p in range(len(s.params))]
 
     @property
@@ -190,8 +196,13 @@ class WeightStore:
         gradients = self._gradients
         if gradient.is_sparse:
             check_sparse(self.spec((stage, param)), several_ranks=gradients.is_shared)
+        if self.in_backward is not None:
+            self.in_backward.refuse_late(stage, param)
         self.access.flush(stage)  # an older update must use the older gradients first
-        if gradients.add((stage, param), gradient, last=last, norm=norm):
+        must_wait = gradients.add((stage, param), gradient, last=last, norm=norm)
+        if self.in_backward is not None and last:
+            self.in_backward.arrived(stage, param)
+        if must_wait:
             self.access.catch_up_all()  # first, because the additions may wait for ranks that wait for this
             gradients.drain()
 
@@ -225,6 +236,8 @@ class WeightStore:
             self.ledger.note_all_used()  # other ranks have the updates that this rank owes, so none is undone
         # Not `gradients`: a thread that adds gradients calls this after them.
         self._gradients.end_micro_batch()
+        if self.in_backward is not None:
+            self.in_backward.end_micro_batch()
 
     def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:
         """End a step: all later reads return values with the step's update applied.
@@ -239,14 +252,18 @@ class WeightStore:
                 no trace.
         """
         self.gradients.complete()
-        present = self.gradients.status.present
+        status, used = self.gradients.status, NO_NORMS if self.in_backward is None else self.in_backward.norms
         # The order of a sum decides the last bits of the norm.
-        keys = [key for key in self._order if key in present and (parts is None or key in parts)]
+        keys = [key for key in self._order if key in status.present and (parts is None or key in parts)]
+        norm, every = self.gradients.norm(keys), keys
+        if used:
+            every = [key for key in self._order if key in used or key in status.present]
+            norm = status.norm(every, used)
         # The sums stay scaled until the update, so their norm is unscaled here.
-        norm = self.gradients.norm(keys) / update.loss_scale
+        norm = norm / update.loss_scale
         if not bool(norm.isfinite()):
             # Before the sums are dropped, and with them the stage that was first.
-            error = _not_finite(self.stages, self.gradients.status.first_bad, update)
+            error = non_finite_error(self.stages, status.first_bad, update)
             for key in keys:
                 self.gradients.drop(key)
             self.gradients.status.first_bad = None
@@ -270,7 +287,7 @@ class WeightStore:
                 place.commit()
         # At last: from here on another thread may apply the updates.
         self.access.commit(by_stage)
-        return Committed(float(norm), applied=True, params=keys)
+        return Committed(float(norm), applied=True, params=every)
 
     # steps that may have to be undone
 
@@ -301,17 +318,10 @@ class WeightStore:
 
     def close(self) -> None:
         """Release memory, threads and files."""
+        if self.in_backward is not None:
+            self.in_backward.close()
         self.access.close()  # first: its threads use the gradients and the tier
         self.gradients.close()
         if self.snapshots.link is not None:
             self.snapshots.link.close()
         self.tier.close()
-
-
-def _not_finite(stages: Sequence[StageSpec], first: int | None, update: Update) -> NonFiniteError:
-    return NonFiniteError(
-        f"the gradient of step {update.step} is not finite",
-        where=f"stage {stages[first].name!r} first in backward" if first is not None else None,
-        remedy="lower the learning rate, clip gradients, or look at the data of this step; "
-        "the step was not applied",
-    )

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from headwater.core.errors import NonFiniteError
+from headwater.core.stage import StageSpec
 from headwater.store.layout import Piece, Scalars
 from headwater.store.sparse import with_values
 
@@ -53,6 +55,22 @@ class Update:
         if self.loss_scale != 1.0:
             factor = (1.0 if factor is None else factor) * torch.tensor(1.0 / self.loss_scale)
         return factor
+
+
+def non_finite_error(stages: Sequence[StageSpec], first: int | None, update: Update) -> NonFiniteError:
+    """Return the error for a step whose gradient is not finite, and which was not applied.
+
+    Args:
+        stages: the stages.
+        first: the first stage in backward with such a gradient, if it is known.
+        update: the step.
+    """
+    return NonFiniteError(
+        f"the gradient of step {update.step} is not finite",
+        where=f"stage {stages[first].name!r} first in backward" if first is not None else None,
+        remedy="lower the learning rate, clip gradients, or look at the data of this step; "
+        "the step was not applied",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,6 +120,10 @@ class Binder:
         stage = self._stage_at.get(tensor.untyped_storage().data_ptr())
         return None if stage is None else stage.handle_of(tensor)
 
+    def note_update(self, stage: int) -> None:
+        """Make a backward raise if it uses saved weights of a stage that is now updated in place."""
+        torch.autograd.graph.increment_version(self.stages[stage].params)
+
     def forget_saved(self) -> None:
         """Make backward raise in every graph that has saved a parameter: its memory will be overwritten."""
         torch.autograd.graph.increment_version([param for _, param in self.parameters()])

@@ -11,7 +11,7 @@ from torch import nn
 
 from headwater.core.buffers import return_pages
 from headwater.core.busy import fetch_bound
-from headwater.core.errors import StreamError
+from headwater.core.errors import ConfigError, StreamError
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import ALONE, Fabric
@@ -72,6 +72,7 @@ class Engine:
         options: EngineOptions = DEFAULTS,
     ) -> None:
         refuse_assignments_after_use(plan.trace.assigned_after_use)
+        _refuse_updates(plan, fabric, options)
         self.fabric = fabric
         self.model = model
         self.plan = plan
@@ -169,8 +170,14 @@ class Engine:
             NonFiniteError: if a loss or gradient is not finite, unless `update` says to skip such steps. The
                 step is undone.
             StreamError: if a GPU cannot compute the step; see `device_errors`. The step is undone.
+            ConfigError: if the plan's updates are in backward, and `update` needs all gradients first.
+
+        With updates in backward an error may leave a part of the step applied; its remedy says so. Then every
+        later use of the weights raises `StoreError`. `amend` finds the gradients of the other stages alone.
         """
-        with _errors(self.plan.device):
+        early = self.store.in_backward
+        # Outermost: it sees errors of a GPU as errors of this package.
+        with nullcontext() if early is None else early.step(update), _errors(self.plan.device):
             return self._step.run(micro_batches, update, amend, shares)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
@@ -273,6 +280,17 @@ def _errors(device: str) -> AbstractContextManager[object]:
     return nullcontext() if device == "cpu" else device_errors()
 
 
+def _refuse_updates(plan: Plan, fabric: Fabric, options: EngineOptions) -> None:
+    """Raise `ConfigError` if updates cannot run during backward."""
+    found = "a loop of yours" if options.user_loop else f"{fabric.size} ranks" if fabric.size > 1 else None
+    if plan.updates == "in_backward" and found is not None:
+        raise ConfigError(
+            f"expected Engine.train_step on one rank for updates in backward, got {found}",
+            where="updates",
+            remedy="write updates: on_fetch",
+        )
+
+
 def _refuse_meta(stage: StageSpec, values: Sequence[torch.Tensor]) -> None:
     """Raise `StreamError` if an initial value of a stage is on the meta device."""
     if any(value.is_meta for value in values):
@@ -289,7 +307,7 @@ def _leave_forwards(model: nn.Module, stages: Sequence[StageSpec]) -> Callable[[
 def _make_binder(
     model: nn.Module, plan: Plan, store: WeightStore, device: Device, weights: Weights
 ) -> Binder:
-    return Binder(
+    binder = Binder(
         model,
         store,
         device.torch_device,
@@ -297,6 +315,10 @@ def _make_binder(
         writable=frozenset() if plan.precision.mixed else plan.read_in_place,
         written=plan.trace.written,
     )
+    # On another device the backward uses copies of the old weights, or asks the store for a stage.
+    if store.in_backward is not None and plan.device == "cpu":
+        store.in_backward.on_hand_over = binder.note_update
+    return binder
 
 
 def _refuse_missing_values(model: nn.Module, plan: Plan) -> None:

@@ -133,6 +133,8 @@ class Executor:
         """Fetch a stage for a forward or a backward, and return its wire image on the device."""
         # A fetch may be the first sign of a backward; its end must unbind what is bound here.
         self._backward.notice()
+        if self._store.in_backward is not None and self._backward.is_running:
+            self._store.in_backward.note_use(stage)
         start = time.perf_counter()
         image = self._weights.require(stage)
         self._weights.statistics.wait_s += time.perf_counter() - start

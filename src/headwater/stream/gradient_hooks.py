@@ -79,6 +79,10 @@ class GradientHooks:
             hooks._weights.statistics.bytes_out += num_bytes
             try:
                 hooks._give(key, spec, gradient)
+                # After the last use of the gradient here, which its update frees.
+                del gradient
+                if hooks._store.in_backward is not None:
+                    hooks._store.in_backward.advance(key[0], last=hooks.last_micro_batch)
             finally:
                 lane.switch(computing, num_bytes)
 

@@ -14,6 +14,7 @@ from headwater.store.build import GradientOptions, build_store
 from headwater.store.device import DeviceMemory, DeviceTier, arriving_bytes
 from headwater.store.disk import DiskTier, file_sizes
 from headwater.store.files import sums_bytes
+from headwater.store.in_backward import BackwardUpdates, Moments
 from headwater.store.memory import MemoryTier
 from headwater.store.mixed import MixedTier
 from headwater.store.ownership import Ownership
@@ -71,7 +72,7 @@ def make_store(
     folder = plan.folder if plan.gradient_tier == "disk" else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    return build_store(
+    store = build_store(
         plan.trace.stages,
         rule,
         make_tier,
@@ -88,6 +89,19 @@ def make_store(
         order=order,
         fabric=fabric,
     )
+    if plan.updates == "in_backward":
+        # A CPU reads weights in memory and updates them with the same cores; only the disk is used beside it.
+        on_cpu = plan.device == "cpu"
+        moments = Moments(
+            plan.trace.uses,
+            computing=frozenset(plan.in_host_memory if on_cpu else ()),
+            left_out=frozenset(plan.on_device),
+            one_core=on_cpu,
+        )
+        store.in_backward = BackwardUpdates(
+            store.stages, moments, store.access, store.ledger, store.gradients
+        )
+    return store
 
 
 def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric) -> Weights:

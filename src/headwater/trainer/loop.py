@@ -138,8 +138,12 @@ class Trainer:
                     last.callback(self._end)
                     for callback in reversed(self._started):
                         last.callback(callback.on_fit_error, error)
-                    # Such a step is undone. After other errors the weights may be those of half a step.
-                    if isinstance(error, NonFiniteError):
+                    # Such a step is undone, unless some stages have applied it (`updates: in_backward`).
+                    # After other errors the weights may be those of half a step, too.
+                    if (
+                        isinstance(error, NonFiniteError)
+                        and not self._engine.store.access.locks.has_lost_step
+                    ):
                         self._save()
             except HeadwaterError as later:  # the first error is the one that is raised
                 logger.warning("%s", later)

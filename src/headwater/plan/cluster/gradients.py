@@ -28,8 +28,10 @@ class GradientsOut:
         self._turn: dict[int, int] = {}  # by stage: the last addition to its gradients
         self._reduced: list[int] = []
 
-    def add(self, micro_batch: int, stage: int, computed: list[int]) -> None:
+    def add(self, micro_batch: int, stage: int, computed: list[int]) -> list[int]:
         """Add the tasks of a micro-batch: each rank adds its gradients, then the owners receive the sum.
+
+        Returns the last of them; an empty list for a frozen stage.
 
         Args:
             micro_batch: its index.
@@ -38,7 +40,7 @@ class GradientsOut:
         """
         held, network = self._footprint.stages[stage], self._host.network
         if not held.trained:
-            return
+            return []
         last = micro_batch == self._plan.num_micro_batches - 1
         turns = [self._take_turn(micro_batch, stage, rank, task) for rank, task in enumerate(computed)]
         after = (
@@ -47,6 +49,7 @@ class GradientsOut:
         if network is not None and (last or self._host.placement.streams_from_store):
             after = [network.reduce(stage, held.gradient, after)]
         self._reduced += after if last else []
+        return after
 
     def agree(self) -> None:
         """Add the task in which hosts exchange the norm of all gradients, after the last sum."""

@@ -47,7 +47,7 @@ class Owners:
 
     def needs_slab(self, stage: int) -> bool:
         """True if an update writes new weights to a slab, as host memory has no other place for them."""
-        return self._alone and stage in self._on_disk
+        return self._alone and stage in self._on_disk and self._plan.updates == "on_fetch"
 
     def update(self, stage: int, after: Sequence[int]) -> int:
         """Add the tasks that update a stage and send it to every host; return the last task (-1: frozen)."""

@@ -18,6 +18,7 @@ from headwater.plan.cluster.types import Placement
 from headwater.plan.cluster.weights import WeightsIn
 from headwater.plan.predict import USE_OVERHEAD_S, Predictor
 from headwater.plan.types import Phase, Plan
+from headwater.store.layout import MOST_UNFINISHED
 
 UPDATES_AHEAD = 4
 """How many uses updates and broadcasts may be ahead of the computation."""
@@ -61,9 +62,10 @@ class _Replay:
 
     def __init__(self, plan: Plan, predictor: Predictor, host: HostResources) -> None:
         self._plan, self._footprint, self._host = plan, predictor.footprint, host
-        owners = Owners(plan, predictor, host)
+        self._owners = owners = Owners(plan, predictor, host)
         self._weights = WeightsIn(plan, predictor, host, owners)
         self._gradients = GradientsOut(plan, predictor.footprint, host, owners)
+        self._updates: list[int] = []  # updates in backward, in order
         self._activations = MovedActivations(plan, host)
         self._seconds = predictor.stage_seconds(plan)
         self._read: list[list[int]] = [[] for _ in host.ranks]  # by rank: the last use's reads in place
@@ -94,6 +96,8 @@ class _Replay:
         for rank, resource in enumerate(self._host.ranks):
             # The reads of weights in place run beside the computation: only the next use waits for their end.
             after = [*arrived[rank], *self._read[rank]]
+            if phase is Phase.BACKWARD:  # one stage may wait for its update while another one is computed
+                after += self._updates[: -MOST_UNFINISHED - 1][-1:]
             self._read[rank] = self._read_in_place(stage, rank, arrived[rank]) if works else []
             if works and not forward:
                 after += self._activations.bring_back(stage, rank)
@@ -103,7 +107,14 @@ class _Replay:
             tasks.append(task)
         self._weights.release(tasks)
         if phase is Phase.BACKWARD and place == self._footprint.first_use[stage]:
-            self._gradients.add(micro_batch, stage, tasks)
+            summed = self._gradients.add(micro_batch, stage, tasks)
+            if self._plan.updates == "in_backward" and micro_batch == self._plan.num_micro_batches - 1:
+                self._update(stage, summed)
+
+    def _update(self, stage: int, summed: list[int]) -> None:
+        """Add the update of a stage whose gradients are complete, unless the device updates it."""
+        if summed and stage not in self._plan.on_device:
+            self._updates.append(self._owners.update(stage, summed))
 
     def _read_in_place(self, stage: int, rank: int, arrived: list[int]) -> list[int]:
         """Add the reads of weights in place. The ranks of a host share the rate of its memory."""

@@ -40,7 +40,8 @@ class WeightsIn:
     def supply(self, use: int) -> None:
         """Queue the fetch for a use. For a stage's first use, add its update too, if that needs no slab."""
         stage = self._stage(use)
-        if self._is_first(use) and not self._owners.needs_slab(stage):
+        before = self._plan.updates == "on_fetch" and not self._owners.needs_slab(stage)
+        if self._is_first(use) and before:
             self._whole[stage] = self._owners.update(stage, after=[])
         # The queue keeps fetches in the order of uses: a later one must not take the slab of an earlier one.
         self._fetches.append(use)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import final
 
 import torch
 from torch import Tensor
 
 from headwater.core.stage import ParamKey
+
+NO_NORMS: Mapping[ParamKey, Tensor] = {}
+"""The norms of no sums."""
 
 
 @final
@@ -50,9 +53,14 @@ class GradientStatus:
         if self.first_bad is None and not bool(norm.isfinite()):
             self.first_bad = key[0]
 
-    def norm(self, keys: Iterable[ParamKey]) -> Tensor:
-        """Return the global norm of sums, from their recorded norms. Its last bits depend on the order."""
-        norms = [self.norms[key] for key in keys]
+    def norm(self, keys: Iterable[ParamKey], used: Mapping[ParamKey, Tensor] = NO_NORMS) -> Tensor:
+        """Return the global norm of sums, from their recorded norms. Its last bits depend on the order.
+
+        Args:
+            keys: the sums.
+            used: the norms of sums among `keys` that are not present any more.
+        """
+        norms = [used[key] if key in used else self.norms[key] for key in keys]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def leave(self, key: ParamKey) -> None:

@@ -1,0 +1,298 @@
+"""Updates that are applied during the backward of a step, instead of when their stages are fetched next."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from headwater.core.errors import ConfigError, HeadwaterError, StreamError
+from headwater.core.stage import ParamKey, StageSpec
+from headwater.core.threads import single_core_pool
+from headwater.store.gradients.status import NO_NORMS
+from headwater.store.layout import MOST_UNFINISHED
+from headwater.store.locks import RESUME
+from headwater.store.update import Part, Update, non_finite_error
+
+if TYPE_CHECKING:
+    from headwater.store.gradients.port import GradientSink
+    from headwater.store.ledger import Ledger
+    from headwater.store.stages import StageAccess
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """When a backward needs the weights of each stage, and which thread updates each stage.
+
+    Attributes:
+        uses: stage of each use in a forward, in order; a backward uses them in reverse.
+        computing: stages that the thread of the backward updates, because it computes on the same cores.
+        left_out: stages that are updated when they are fetched next.
+        one_core: true if the thread for all other stages should use one core.
+    """
+
+    uses: Sequence[int]
+    computing: Collection[int] = ()
+    left_out: Collection[int] = ()
+    one_core: bool = False
+
+
+@dataclasses.dataclass
+class _Step:
+    """The updates of a step that runs.
+
+    Attributes:
+        update: the step.
+        number: of the commit that it will make.
+        complete: stages that have all gradients, and that the backward may still need.
+        excluded: stages that are not updated before the commit.
+        handed_over: stages whose update was begun.
+        norms: of the gradients of these.
+        is_over: true when the step has failed: no stage may be handed over any more.
+        reached: the backward has come to this use. Read and written by its thread alone.
+        received: by stage, the parameters that have a gradient of the last micro-batch.
+    """
+
+    update: Update
+    number: int
+    reached: int
+    received: dict[int, set[int]] = dataclasses.field(default_factory=dict)
+    complete: set[int] = dataclasses.field(default_factory=set)
+    excluded: set[int] = dataclasses.field(default_factory=set)
+    handed_over: set[int] = dataclasses.field(default_factory=set)
+    norms: dict[ParamKey, torch.Tensor] = dataclasses.field(default_factory=dict)
+    is_over: bool = False
+
+
+@final
+class BackwardUpdates:
+    """Updates each stage in the last backward of a step, as soon as the backward does not need it any more.
+
+    A stage is handed over to its update when two things have happened. All its trained parameters have a
+    gradient. And a gradient has arrived of another stage, all of whose uses come earlier in the forward:
+    autograd runs in the reverse order, so the backward is done with the first stage. If it runs in another
+    order, `note_use` finds out: such a stage is updated at the commit, or the step fails.
+
+    A stage that lacks a gradient at the end of the backward is updated when it is fetched next.
+
+    Gradients arrive on one thread, the one that adds them to their sums. That may be another thread than the
+    one of the backward.
+
+    Attributes:
+        on_hand_over: called with each stage before its update begins.
+
+    Args:
+        stages: the stages.
+        moments: when stages are used, and which thread updates them.
+        access: to the stages.
+        ledger: the commits.
+        gradients: the sums of one rank.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageSpec],
+        moments: Moments,
+        access: StageAccess,
+        ledger: Ledger,
+        gradients: GradientSink,
+    ) -> None:
+        self._stages = stages
+        self._moments = moments
+        self._access = access
+        self._ledger = ledger
+        self._gradients = gradients
+        self.on_hand_over: Callable[[int], None] = lambda stage: None
+        self._first = {stage: use for use, stage in reversed(list(enumerate(moments.uses)))}
+        self._last = {stage: use for use, stage in enumerate(moments.uses)}
+        self._num_trained = [sum(param.requires_grad for param in stage.params) for stage in stages]
+        self._step: _Step | None = None
+        self._lock = threading.Lock()
+        self._here: deque[int] = deque()  # stages that the thread of the backward will update
+        self._running: deque[Future[None]] = deque()
+        make_pool = single_core_pool if moments.one_core else ThreadPoolExecutor
+        self._thread = make_pool(1, "headwater-update")
+
+    @property
+    def norms(self) -> Mapping[ParamKey, torch.Tensor]:
+        """The norms of the gradients that updates of the running step have taken."""
+        return NO_NORMS if self._step is None else self._step.norms
+
+    @contextmanager
+    def step(self, update: Update) -> Iterator[None]:
+        """Enter a context in which one step runs, up to its commit.
+
+        If the context raises after a stage was handed over, every later use of the store raises too.
+
+        Raises:
+            ConfigError: if the step needs all gradients before an update.
+        """
+        _refuse_global(update)
+        self._step = step = _Step(update, self._ledger.num_commits + 1, reached=len(self._moments.uses))
+        try:
+            yield
+        except BaseException as error:
+            with self._lock:
+                # The thread that adds gradients may be about to hand over the first stage.
+                step.is_over = True
+            if not step.handed_over:
+                raise
+            told = self._give_up(step, error)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            self._here.clear()
+            self._step = None
+
+    def _give_up(self, step: _Step, error: BaseException) -> BaseException:
+        """Mark the step as lost, and return the error to raise in place of `error`."""
+        number, count = step.update.step, len(step.handed_over)
+        reason = error.what if isinstance(error, HeadwaterError) else (repr(error) or type(error).__name__)
+        # First: the thread checks it before each update, and no checkpoint may have such a stage.
+        self._access.locks.lose(
+            f"step {number} has failed after {count} of {len(self._stages)} stages were updated: {reason}"
+        )
+        for running in self._running:
+            running.cancel()
+        self._running.clear()
+        remedy = (
+            f"{RESUME}; {count} of {len(self._stages)} stages have applied step {number}, because of "
+            "updates: in_backward. With updates: on_fetch such a step is undone"
+        )
+        if isinstance(error, HeadwaterError):
+            return type(error)(error.what, where=error.where, remedy=remedy)
+        error.add_note(remedy)
+        return error
+
+    # the thread that adds gradients
+
+    def refuse_late(self, stage: int, param: int) -> None:
+        """Raise `StreamError` if a stage is handed over, because a gradient would come too late."""
+        if self._step is not None and stage in self._step.handed_over:
+            raise self._out_of_order(f"a gradient of {self._stages[stage].params[param].name!r} arrived")
+
+    def arrived(self, stage: int, param: int) -> None:
+        """Record that a parameter has its gradient sum of the whole step.
+
+        Raises:
+            NonFiniteError: if the sum is not finite.
+        """
+        step = self._step
+        if step is None:
+            return
+        status = self._gradients.status
+        if not bool(status.norms[stage, param].isfinite()):
+            # At once: otherwise all later gradients would wait, for which there may be no memory.
+            raise non_finite_error(self._stages, status.first_bad, step.update)
+        received = step.received.setdefault(stage, set())
+        received.add(param)
+        if len(received) == self._num_trained[stage] and stage not in self._moments.left_out:
+            step.complete.add(stage)
+        for other in sorted(step.complete, reverse=True):
+            if self._first.get(other, -1) > self._last.get(stage, len(self._moments.uses)):
+                self._hand_over(step, other)
+
+    def end_micro_batch(self) -> None:
+        """Hand over all complete stages: the backward has ended."""
+        if self._step is not None:
+            for stage in sorted(self._step.complete, reverse=True):
+                self._hand_over(self._step, stage)
+            # Only where the backward has ended on this thread: otherwise no such stage waits.
+            self._update_here()
+
+    def _hand_over(self, step: _Step, stage: int) -> None:
+        """Begin the update of a complete stage, or leave it for the commit if the backward uses it again."""
+        with self._lock:
+            step.complete.discard(stage)
+            if step.is_over or stage in step.excluded:
+                return
+            step.handed_over.add(stage)
+        self.on_hand_over(stage)
+        keys = [(stage, param) for param in sorted(step.received[stage])]
+        norms = self._gradients.status.norms
+        step.norms.update((key, norms[key]) for key in keys)
+        # Before the update is recorded: another thread may apply it then, and takes the gradients.
+        self._gradients.commit(keys, {stage})
+        self._access.commit_ahead(stage, {param: Part(step.number, step.update, None) for _, param in keys})
+        if stage in self._moments.computing:
+            self._here.append(stage)
+        else:
+            self._running.append(self._thread.submit(self._update, stage))
+
+    def _update(self, stage: int) -> None:
+        with torch.no_grad():
+            self._access.flush(stage)
+
+    # the thread of the backward
+
+    def advance(self, stage: int, *, last: bool) -> None:
+        """Continue after a gradient was sent. Block while too many stages wait for their update.
+
+        Args:
+            stage: the gradient's stage.
+            last: true if this is the step's last micro-batch.
+
+        Raises:
+            HeadwaterError: the error of an update.
+        """
+        if self._step is None or not last:
+            return
+        self._step.reached = min(self._step.reached, self._last.get(stage, len(self._moments.uses)))
+        self._update_here()
+        while len(self._running) > MOST_UNFINISHED or (self._running and self._running[0].done()):
+            # Removed at last: after an interrupt of this wait it still counts.
+            self._running[0].result()
+            self._running.popleft()
+
+    def _update_here(self) -> None:
+        while self._here:
+            self._update(self._here.popleft())
+
+    def note_use(self, stage: int) -> None:
+        """Record that the backward needs the weights of a stage.
+
+        Raises:
+            StreamError: if the stage is handed over.
+        """
+        step = self._step
+        if step is None or self._first.get(stage, -1) <= step.reached:
+            return
+        with self._lock:
+            step.excluded.add(stage)
+            is_late = stage in step.handed_over
+        if is_late:
+            raise self._out_of_order(f"the backward needs the weights of stage {self._stages[stage].name!r}")
+
+    def _out_of_order(self, what: str) -> StreamError:
+        return StreamError(
+            f"{what} after the stage's update in the same step",
+            remedy="write updates: on_fetch; the backward of this model is not the reverse of its forward",
+        )
+
+    def close(self) -> None:
+        """End the thread. Updates that have not begun are dropped."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _refuse_global(update: Update) -> None:
+    """Raise `ConfigError` if an update needs all gradients of a step before the first stage is updated."""
+    wanted = {
+        "max_norm": update.max_norm is not None,
+        "loss_scale": update.loss_scale != 1.0,
+        "skip_non_finite": update.skip_non_finite,
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            raise ConfigError(
+                f"expected a step without {name} for updates in backward, got {name} {getattr(update, name)}",
+                where="updates",
+                remedy="write updates: on_fetch; clipping by norm, and steps that may be skipped, need all "
+                "gradients before the first update",
+            )
