@@ -152,7 +152,7 @@ class BackwardUpdates:
             self._step = None
 
     def _give_up(self, step: _Step, error: BaseException) -> BaseException:
-        """Mark the step as lost, and return the error to raise in place of `error`."""
+        """Mark the step as lost, and return the error to raise instead of `error`."""
         number, count = step.update.step, len(step.handed_over)
         reason = error.what if isinstance(error, HeadwaterError) else (repr(error) or type(error).__name__)
         # First: the thread checks it before each update, and no checkpoint may have such a stage.

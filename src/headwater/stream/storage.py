@@ -90,18 +90,20 @@ def make_store(
         fabric=fabric,
     )
     if plan.updates == "in_backward":
-        # A CPU reads weights in memory and updates them with the same cores; only the disk is used beside it.
-        on_cpu = plan.device == "cpu"
-        moments = Moments(
-            plan.trace.uses,
-            computing=frozenset(plan.in_host_memory if on_cpu else ()),
-            left_out=frozenset(plan.on_device),
-            one_core=on_cpu,
-        )
-        store.in_backward = BackwardUpdates(
-            store.stages, moments, store.access, store.ledger, store.gradients
-        )
+        store.in_backward = _updates_in_backward(plan, store)
     return store
+
+
+def _updates_in_backward(plan: Plan, store: WeightStore) -> BackwardUpdates:
+    # A CPU reads weights in memory and updates them with the same cores; only the disk is used beside it.
+    on_cpu = plan.device == "cpu"
+    moments = Moments(
+        plan.trace.uses,
+        computing=frozenset(plan.in_host_memory if on_cpu else ()),
+        left_out=frozenset(plan.on_device),
+        one_core=on_cpu,
+    )
+    return BackwardUpdates(store.stages, moments, store.access, store.ledger, store.gradients)
 
 
 def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric) -> Weights:
