@@ -214,6 +214,12 @@ def one_step_on_h200() -> Iterable[Row]:
         ("no stage in device memory", ITS_HOST, Fixed(stages_on_device=0)),
         ("best plan, host memory of 70 GB/s", slow_host, Fixed()),
         ("no stage in device memory, host memory of 70 GB/s", slow_host, Fixed(stages_on_device=0)),
+        ("updates in backward", ITS_HOST, Fixed(stages_on_device=0, updates="in_backward")),
+        (
+            "updates in backward, host memory of 70 GB/s",
+            slow_host,
+            Fixed(stages_on_device=0, updates="in_backward"),
+        ),
     ):
         plan = plan_on(H200, host, trace_for, batch_size=4, fixed=fixed)
         found = None if plan is None else plan.prediction

@@ -57,8 +57,21 @@ def test_one_csx_without_streaming_takes_the_predicted_time(precision, shape):
         (BOXES, {"tier": "disk", "gradient_tier": "disk", "num_slabs": 3}, 0.05),
         (SERVERS, {"num_slabs": 3}, 0.1),  # limited by its link, which is sometimes idle until a slab is free
         (SERVERS, {}, 0.05),
+        (BOXES, {"num_slabs": 3, "updates": "in_backward"}, 0.05),
+        # Simulated steps end with the update of the first stage; the prediction has that beside the next one.
+        (BOXES, {"tier": "disk", "updates": "in_backward"}, 0.12),
+        (SERVERS, {"updates": "in_backward"}, 0.1),
     ],
-    ids=["slabs", "disk", "gradients on disk", "accelerator and slabs", "accelerator"],
+    ids=[
+        "slabs",
+        "disk",
+        "gradients on disk",
+        "accelerator and slabs",
+        "accelerator",
+        "in backward and slabs",
+        "in backward and disk",
+        "in backward and accelerator",
+    ],
 )
 def test_one_streaming_csx_takes_about_the_predicted_time(cluster, decisions, tolerance):
     shape = SMALL | {"layers": 24}

@@ -8,7 +8,7 @@ from synthetic import gpt_trace
 from headwater.core.precision import Precision
 from headwater.core.units import MIB
 from headwater.plan.footprint import Footprint, minimum_slabs, recomputable
-from headwater.plan.predict import Predictor
+from headwater.plan.predict import USE_OVERHEAD_S, Predictor
 from headwater.plan.types import Activations, Calibration, Plan
 
 RATES = Calibration(
@@ -49,6 +49,28 @@ def predict(plan, rates=RATES, state=8):
 
 def numel(trace):
     return sum(stage.numel for stage in trace.stages)
+
+
+def test_updates_in_backward_run_beside_the_backward():
+    """On a GPU the forward is short: beside it the update of all weights takes longer than the backward does."""
+    trace = gpt_trace()
+    seconds = Predictor(Footprint(trace, optimizer_state_bytes=8, base_bytes=0), RATES).stage_seconds(
+        make(trace)
+    )
+    backward = sum(stage.backward for stage in seconds) + USE_OVERHEAD_S * len(trace.uses)
+    fast_link = dataclasses.replace(RATES, link_bytes_per_s=1e30)
+    for updates_s in (0.9 * backward, 2 * backward):
+        rates = dataclasses.replace(fast_link, adamw_params_per_s=numel(trace) / updates_s)
+        steps = {
+            updates: predict(make(trace, device="cuda", precision=Precision("fp32"), updates=updates), rates)
+            for updates in ("on_fetch", "in_backward")
+        }
+        found = {updates: prediction.step_parts for updates, prediction in steps.items()}
+        compute, update = (found["on_fetch"][name] for name in ("compute", "update"))
+        assert found["in_backward"]["update"] == update
+        forward = compute - backward
+        assert steps["on_fetch"].step_s == pytest.approx(max(forward, update) + backward, rel=0.01)
+        assert steps["in_backward"].step_s == pytest.approx(forward + max(backward, update), rel=0.01)
 
 
 @pytest.mark.parametrize(
