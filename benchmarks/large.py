@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from benchmarks.runner import Row, System, print_table, run, save
+from benchmarks.runner import Row, System, print_table, rounded, run, save
 from benchmarks.workload import Measured, Workload
 
 SHAPES = {"111M": (10, 768, 12), "1.3B": (24, 2048, 16), "2.7B": (32, 2560, 32)}
@@ -44,7 +44,7 @@ def row_of(name: str, result: Measured, first: Measured) -> Row:
         "of_first": round(rate / rate_of(first), 2),
         "peak_rss_gib": round(result["peak_rss_bytes"] / 2**30, 2),
         "predicted_gib": round(plan["predicted_host_bytes"] / 2**30, 2),
-        "predicted_step_s": round(plan["predicted_step_s"], 2),
+        "predicted_step_s": rounded(plan["predicted_step_s"]),
         "losses": [round(result["first_loss"], 3), round(result["last_loss"], 3)],
     }
 

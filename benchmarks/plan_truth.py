@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.runner import FailedRunError, Results, Row, System, print_table, run, save
+from benchmarks.runner import FailedRunError, Results, Row, System, print_table, rounded, run, save
 from benchmarks.workload import Measured, Workload
 
 MEMORY, DISK = ("--tier=memory",), ("--tier=disk", "--disk={disk}")
@@ -68,14 +68,15 @@ def row_of(name: str, result: Measured) -> Row:
     """Return the row of a configuration."""
     plan = result["plan"]
     assert plan is not None, "Headwater has a plan"
+    predicted_s = plan["predicted_step_s"]
     return {
         "configuration": name,
         "peak_gib": round(result["peak_rss_bytes"] / 2**30, 2),
         "predicted_gib": round(plan["predicted_host_bytes"] / 2**30, 2),
         "memory_ratio": round(plan["predicted_host_bytes"] / result["peak_rss_bytes"], 2),
         "step_s": round(result["step_s"], 2),
-        "predicted_s": round(plan["predicted_step_s"], 2),
-        "time_ratio": round(plan["predicted_step_s"] / result["step_s"], 2),
+        "predicted_s": rounded(predicted_s),
+        "time_ratio": rounded(predicted_s and predicted_s / result["step_s"]),
     }
 
 
@@ -93,6 +94,7 @@ def main() -> int:
             results.fail(name, error)
         else:
             print_table(rows[-1:])
+            sys.stdout.flush()  # the whole command takes minutes
     print_table([*rows, *results.failed_rows()])
     print(save("plan_truth_others" if args.others else "plan_truth", [*rows, *results.failed_rows()]))
     return 1 if results.failures else 0

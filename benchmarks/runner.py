@@ -245,6 +245,11 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def rounded(seconds: float | None) -> float | str:
+    """Return a predicted time for a table; empty if the machine was too busy to be measured in time."""
+    return "" if seconds is None else round(seconds, 2)
+
+
 def print_table(rows: Sequence[Row]) -> None:
     """Print a table in Markdown, with every column that a row has."""
     keys = list(dict.fromkeys(key for row in rows for key in row))

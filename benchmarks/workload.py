@@ -78,7 +78,7 @@ class MeasuredPlan(TypedDict):
     slabs: int
     micro_batch_size: int
     activations: list[str]
-    predicted_step_s: float
+    predicted_step_s: float | None
     predicted_step_parts: dict[str, float]
     predicted_host_bytes: int
     predicted_host_parts: dict[str, int]

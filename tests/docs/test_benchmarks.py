@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from benchmarks import curves, runner
+from benchmarks import curves, plan_truth, runner
 from benchmarks.runner import Results, System, interleave, reason_of, table
 from benchmarks.systems import deepspeed_
 from benchmarks.workload import Workload
@@ -131,3 +131,12 @@ def test_ratios_are_of_the_base_in_the_same_round():
     runs = {"base": [run(1.0), run(4.0), run(2.0)], "other": [run(2.0), run(2.0), run(6.0)]}
     assert [row["ratio"] for row in table(runs, "base")] == [1.0, 2.0]
     assert [row["ratio"] for row in table(runs, "a base that failed")] == ["–", "–"]
+
+
+def test_a_machine_without_measured_rates_has_a_row_without_predicted_time():
+    plan = {"predicted_host_bytes": 2**30, "predicted_step_s": None}
+    result = {"plan": plan, "peak_rss_bytes": 2**31, "step_s": 3.0}
+    row = plan_truth.row_of("small", result)
+    assert (row["memory_ratio"], row["predicted_s"], row["time_ratio"]) == (0.5, "", "")
+    plan["predicted_step_s"] = 1.5
+    assert plan_truth.row_of("small", result)["time_ratio"] == 0.5
