@@ -78,7 +78,39 @@ def test_an_update_allocates_no_more_than_the_plan_counts(name, foreach, monkeyp
     if foreach is not None:
         options["foreach"] = foreach
     spec = OptimizerSpec(kind, {"lr": 0.01, **options})
-    job = regression(lambda: nn.Sequential(nn.Linear(64, 64)), 8, 64, optimizer=spec)
+    peak, counted = allocated_and_counted(spec, nn.Linear(64, 64), monkeypatch, tmp_path)
+    assert 0 < peak <= counted + SCALARS_BYTES
+
+
+WHOLE = {
+    "Adafactor": {"weight_decay": 0.1},
+    "Lamb": {"weight_decay": 0.1},
+    "Muon": {"weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "foreach"),
+    [("Lamb", None), ("Muon", None), *(("Adafactor", way) for way in (None, False, True))],
+)
+def test_an_update_of_a_whole_large_parameter_allocates_no_more_than_the_plan_counts(
+    name, foreach, monkeypatch, tmp_path
+):
+    for module in ("store.layout", "store.build", "plan.footprint"):
+        monkeypatch.setattr(f"headwater.{module}.DEVICE_PIECE_ELEMENTS", 2048)
+    options = dict(WHOLE[name])
+    if foreach is not None:
+        options["foreach"] = foreach
+    spec = OptimizerSpec(name, {"lr": 0.01, **options})
+    layer = nn.Linear(128, 96, bias=False)
+    peak, counted = allocated_and_counted(spec, layer, monkeypatch, tmp_path)
+    assert layer.weight.numel() > 2 * 2048, "more than the pieces of other optimizers"
+    assert 0.4 * counted < peak <= counted + SCALARS_BYTES
+
+
+def allocated_and_counted(spec, layer, monkeypatch, folder):
+    """Return the most bytes that updates of a layer on a device allocate, and those that the plan counts."""
+    job = regression(lambda: nn.Sequential(layer), 8, layer.in_features, optimizer=spec)
     double, allocated, apply = double_of(0, monkeypatch), Allocated(), Updater.apply
 
     def applied(self, *args):
@@ -86,15 +118,15 @@ def test_an_update_allocates_no_more_than_the_plan_counts(name, foreach, monkeyp
             return apply(self, *args)
 
     monkeypatch.setattr(Updater, "apply", applied)
-    with double, on_double(job, Setting(on_device=(0,)), tmp_path) as engine:
+    with double, on_double(job, Setting(on_device=(0,)), folder) as engine:
         steps_of(engine, job, History(), range(3))
         engine.store.flush()
         footprint = Footprint(
             engine.plan.trace,
             optimizer_state_bytes=optimizer_state_bytes(spec),
             base_bytes=0,
-            fused_updates=spec.is_fused_on("cpu"),
+            update_kind=spec.update_kind_on("cpu"),
         )
         counted = footprint.memory(engine.plan).device["staging"]
     double.end()
-    assert 0 < allocated.peak <= counted + SCALARS_BYTES
+    return allocated.peak, counted

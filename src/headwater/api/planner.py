@@ -109,7 +109,7 @@ class Planner:
                     share=_share(fabric),
                     device_tier=fabric.size == 1,  # a loop may change weights in another way on each rank
                     divided=lambda: map(_always, divided),
-                    fused_updates=updaters.are_fused_on(self.device),
+                    update_kind=updaters.update_kind_on(self.device),
                 )
             )
 

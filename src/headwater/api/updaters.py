@@ -7,7 +7,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from headwater.api.registry import is_state_replaced
 from headwater.core.errors import ConfigError
 from headwater.core.stage import ParamSpec
-from headwater.optim.spec import NO_UPDATES, OptimizerSpec, group_options, state_signature
+from headwater.optim.spec import NO_UPDATES, OptimizerSpec, UpdateKind, group_options, state_signature
 from headwater.plan.options import optimizer_state_bytes
 from headwater.plan.types import OptimizerState
 from headwater.store.rule import SeveralRules, UpdateRule
@@ -175,9 +175,10 @@ class Updaters:
             return UpdateRule(NO_UPDATES)
         return SeveralRules(self.specs, {name: entry.options for name, entry in self._entries.items()})
 
-    def are_fused_on(self, device: str) -> bool:
-        """True if every optimizer has a fused kernel on a type of device."""
-        return all(entry.spec.is_fused_on(device) for entry in self._entries.values())
+    def update_kind_on(self, device: str) -> UpdateKind:
+        """Return the kind that needs the most memory among those of the optimizers on a type of device."""
+        kinds = {entry.spec.update_kind_on(device) for entry in self._entries.values()}
+        return max(kinds, key=get_args(UpdateKind).index, default="fused")
 
     def state_bytes(self, stored: OptimizerState) -> int:
         """Return the largest number of bytes of optimizer state per parameter element.

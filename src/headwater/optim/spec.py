@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -32,6 +32,13 @@ def is_bias_or_norm(name: str, shape: tuple[int, ...]) -> bool:
     The test is: the name contains `bias`, or the parameter has at most one dimension.
     """
     return "bias" in name or len(shape) <= 1
+
+
+UpdateKind = Literal["fused", "pieces", "whole"]
+"""How an optimizer updates: by a fused kernel, by other kernels on pieces of parameters, or whole parameters.
+
+Each needs more memory beside the weights than the one before.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +114,12 @@ class OptimizerSpec:
         # `foreach`, even False, is a choice of the implementation: `of` asks for torch's loop by it.
         chosen = bool(self.kwargs.get("fused", "foreach" not in self.kwargs))
         return chosen and self.foreign_class is None and self.name in FUSED.get(device, frozenset())
+
+    def update_kind_on(self, device: str) -> UpdateKind:
+        """Return how updates run on a type of device; see `UpdateKind`."""
+        if self.is_fused_on(device):
+            return "fused"
+        return "pieces" if self.elementwise else "whole"
 
     def options(
         self, name: str, shape: tuple[int, ...], step_options: Mapping[str, Any] | None = None

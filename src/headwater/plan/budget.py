@@ -75,7 +75,7 @@ def _with_limits(asked: PlanRequest, resources: Resources) -> Request:
         budgets=Budgets(*(UNLIMITED if limit is None else limit for limit in limits)),
         disk=asked.resources.disk,
         device=asked.device,
-        fused_updates=asked.fused_updates,
+        update_kind=asked.update_kind,
         calibration=asked.calibration,
         fixed=asked.fixed,
         base_bytes=asked.base_bytes or 0,

@@ -12,6 +12,7 @@ from headwater.core.checked_files import BEHIND_BYTES
 from headwater.core.stage import StageSpec
 from headwater.core.transfers import BUFFER_BYTES
 from headwater.core.units import MIB
+from headwater.optim.spec import UpdateKind
 from headwater.plan.belady import slab_capacity
 from headwater.plan.types import WHOLE_STORE, Activations, Plan, StageCost, StoreShare, Trace
 from headwater.store.layout import (
@@ -30,7 +31,7 @@ OFFLOAD_WINDOW_BYTES = 128 * MIB
 OFFLOAD_WRITERS, OFFLOAD_BLOCK_BYTES = 2, 16 * MIB
 """Number of threads that write activations, and the size of the buffer of each."""
 _FP32_BYTES = 4
-_UNFUSED_TENSORS = 6
+_KERNEL_TENSORS: Mapping[UpdateKind, int] = {"fused": 0, "pieces": 6, "whole": 6}
 """fp32 tensors that an update without a fused kernel adds on a device: 2 copies for an undo, 4 of its own."""
 # Measured on CPU: memory of the allocator, as a share of the bytes of tensors.
 _ALLOCATOR_SHARE, _SHARE_OF_KEPT_PAGES = 0.2, 0.5
@@ -98,7 +99,7 @@ class Footprint:
     Args:
         trace: the dry run.
         optimizer_state_bytes: bytes of optimizer state for each trained parameter.
-        fused_updates: True if the optimizer has a fused kernel on the device.
+        update_kind: how the optimizer updates on the device.
         base_bytes: resident host memory of the interpreter and its libraries.
         checkpoints: True if the store is saved during training.
         share: the part of the store that counts.
@@ -112,7 +113,7 @@ class Footprint:
         *,
         optimizer_state_bytes: int,
         base_bytes: int,
-        fused_updates: bool = True,
+        update_kind: UpdateKind = "fused",
         checkpoints: bool = True,
         share: StoreShare = WHOLE_STORE,
         ranks: int = 1,
@@ -137,7 +138,8 @@ class Footprint:
         self._workspaces = 2 + (states if narrow else 0)
         # More on the device: the integers with which masters are joined and split; the state that the first
         # update makes, or the copies of it from which a later one is undone.
-        self._device_workspaces = self._workspaces + 1 + states + (0 if fused_updates else _UNFUSED_TENSORS)
+        self._device_workspaces = self._workspaces + 1 + states + _KERNEL_TENSORS[update_kind]
+        self._uncut = [_largest_uncut(stage, update_kind) for stage in trace.stages]
         self._peaks: dict[object, Peak] = {}
 
     def memory(self, plan: Plan) -> Memory:
@@ -149,6 +151,7 @@ class Footprint:
         on_device = _on_device_bytes(
             [self.stages[stage] for stage in plan.on_device],
             self._device_workspaces,
+            uncut=max((self._uncut[stage] for stage in plan.on_device), default=0),
             arriving=max(arriving_sums(self, plan), default=0),
         )
         compute = {"slabs": slabs} | on_device | peak.parts
@@ -356,6 +359,13 @@ class Footprint:
         return total
 
 
+def _largest_uncut(stage: StageSpec, update_kind: UpdateKind) -> int:
+    """Return the elements of the largest parameter of a stage that is not updated piece by piece."""
+    trained = (param for param in stage.params if param.requires_grad)
+    sizes = (param.numel for param in trained if update_kind == "whole" or param.strides is not None)
+    return max(sizes, default=0)
+
+
 def _staying(plan: Plan, sums_stay: bool) -> tuple[int, ...]:
     """Return the stages whose gradients stay on the device; none if several ranks sum them on the host."""
     return () if sums_stay else plan.on_device
@@ -405,17 +415,22 @@ def _complete_after(sizes: Mapping[int, int], uses: Sequence[int], first_use: Ma
     return [*accumulate(reversed(complete), initial=0)][-2::-1]
 
 
-def _on_device_bytes(held: Sequence[StageBytes], workspaces: int, *, arriving: int) -> dict[str, int]:
+def _on_device_bytes(
+    held: Sequence[StageBytes], workspaces: int, *, uncut: int, arriving: int
+) -> dict[str, int]:
     """Return the bytes of stages in device memory, and of the workspaces of their updates.
 
     Args:
         held: the stages.
         workspaces: number of fp32 tensors that an update needs beside pieces.
+        uncut: elements of the largest parameter that is updated as a whole.
         arriving: bytes of the memory in which summed gradients arrive.
     """
     if not held:
         return {}
-    batch = min(2 * DEVICE_PIECE_ELEMENTS, max(stage.trained for stage in held))
+    # A batch of pieces ends with the piece that makes it full.
+    batch = DEVICE_PIECE_ELEMENTS + max(DEVICE_PIECE_ELEMENTS, uncut)
+    batch = min(batch, max(stage.trained for stage in held))
     return {
         "weight store": sum(stage.stored for stage in held),
         "staging": workspaces * batch * _FP32_BYTES + arriving,

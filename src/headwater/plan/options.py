@@ -12,7 +12,7 @@ import torch
 from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
-from headwater.optim.spec import OptimizerSpec
+from headwater.optim.spec import OptimizerSpec, UpdateKind
 from headwater.plan.types import (
     WHOLE_STORE,
     Activations,
@@ -97,7 +97,7 @@ class PlanRequest:
         data_workers: processes of each rank that read data.
         divided: dry runs with smaller stages, which are planned only if no plan fits otherwise.
         device_tier: False if no stage may be stored in device memory.
-        fused_updates: True if the optimizer has a fused kernel on the device; others need more memory.
+        update_kind: how the optimizer updates on the device.
     """
 
     trace_for: TraceFor
@@ -116,7 +116,7 @@ class PlanRequest:
     data_workers: int = 0
     divided: DividedTraces = not_divided
     device_tier: bool = True
-    fused_updates: bool = True
+    update_kind: UpdateKind = "fused"
 
 
 class DiskOptions(Protocol):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from headwater.core.precision import Precision
+from headwater.optim.spec import UpdateKind
 from headwater.plan.footprint import Footprint, minimum_slabs
 from headwater.plan.ladder import Rung, activation_ladder
 from headwater.plan.machine import NO_GROUP, GroupMemory
@@ -54,7 +55,7 @@ class Request:
         asked_host: host memory that the user allows; `None` if the user has set no limit.
         group: control groups around the process; a remedy may need larger ones.
         device_tier: False if no stage may be stored in device memory.
-        fused_updates: True if the optimizer has a fused kernel on the device.
+        update_kind: how the optimizer updates on the device.
     """
 
     trace_for: TraceFor
@@ -75,7 +76,7 @@ class Request:
     asked_host: int | None = None
     group: GroupMemory = NO_GROUP
     device_tier: bool = True
-    fused_updates: bool = True
+    update_kind: UpdateKind = "fused"
 
     @property
     def may_use_device_tier(self) -> bool:
@@ -213,7 +214,7 @@ def _footprint(trace: Trace, request: Request) -> Footprint:
     return Footprint(
         trace,
         optimizer_state_bytes=request.optimizer_state_bytes,
-        fused_updates=request.fused_updates,
+        update_kind=request.update_kind,
         base_bytes=request.base_bytes,
         checkpoints=request.checkpoints,
         share=share,

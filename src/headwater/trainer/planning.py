@@ -201,7 +201,7 @@ def plan_request(
         request,
         data_workers=work.data_workers,
         divided=divided,
-        fused_updates=work.optimizer.is_fused_on(device),
+        update_kind=work.optimizer.update_kind_on(device),
     )
 
 
