@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from headwater.core.checked_files import BEHIND_BYTES
 from headwater.core.stage import StageSpec
 from headwater.core.transfers import BUFFER_BYTES
 from headwater.core.units import MIB
-from headwater.optim.spec import UpdateKind
 from headwater.plan.belady import slab_capacity
 from headwater.plan.types import WHOLE_STORE, Activations, Plan, StageCost, StoreShare, Trace
 from headwater.store.layout import (
@@ -23,6 +23,9 @@ from headwater.store.layout import (
     Encoding,
     encoding_of,
 )
+
+if TYPE_CHECKING:
+    from headwater.optim.spec import UpdateKind
 
 _STAGING_BUFFERS = 4
 _SNAPSHOT_THREADS = 2

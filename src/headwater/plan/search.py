@@ -7,9 +7,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwater.core.precision import Precision
-from headwater.optim.spec import UpdateKind
 from headwater.plan.footprint import Footprint, minimum_slabs
 from headwater.plan.ladder import Rung, activation_ladder
 from headwater.plan.machine import NO_GROUP, GroupMemory
@@ -34,6 +34,9 @@ from headwater.plan.types import (
     Trace,
     shares_slabs,
 )
+
+if TYPE_CHECKING:
+    from headwater.optim.spec import UpdateKind
 
 _SLAB_CHOICES, _RUNGS = slice(0, 12, 4), 6
 """Of plans that keep some stages in memory: the numbers of slabs that are tried, and the number of rungs."""
