@@ -12,6 +12,7 @@ from run_samples import history
 from headwater.cli.main import COMMANDS
 from headwater.config import load_params
 from headwater.models.registry import build_model
+from headwater.trainer.checkpoint import complete_checkpoints
 from headwater.trainer.pretrained import checkpoint_weights
 from shared_data import SHARED
 
@@ -119,6 +120,9 @@ def test_export_is_read_by_transformers_and_import_reads_it_back(headwater, para
     transformers = pytest.importorskip("transformers")
     exported = tmp_path / "exported"
     assert headwater("checkpoint", "export", "--model_dir", trained, "--out", exported)[0] == 0
+    code, out, _ = headwater("checkpoint", "diff", trained, exported)
+    assert code == 0 and "the same, bit for bit" in out, "a model_dir stands for its newest checkpoint"
+    assert f"comparing {complete_checkpoints(trained)[-1].name}" in out
     tokens = torch.arange(12).reshape(1, 12)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported).eval()
     ours = build_model(load_params(params).init.model).eval()

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headwater.cli.main import main
+from headwater.convert.formats import CONVERTERS
 from headwater.trainer.comparison import compare
 
 transformers = pytest.importorskip("transformers")
@@ -112,7 +113,11 @@ def test_an_unknown_tensor_is_named_with_the_nearest_known_one(tmp_path, llama, 
 
 def test_list(capsys):
     assert main(["checkpoint", "list-converters"]) == 0
-    assert "LlamaForCausalLM" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "LlamaForCausalLM" in printed
+    assert {line.split()[0] for line in printed.splitlines() if line.strip()} >= set(CONVERTERS), (
+        "whole names"
+    )
 
 
 def test_the_command_line_of_the_model_zoo_works_unchanged(tmp_path, capsys):

@@ -20,6 +20,7 @@ from headwater.convert.formats import CONVERTERS, nearest_converter
 from headwater.convert.formats.base import Format
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.side_files import side_files
+from headwater.trainer.checkpoint import complete_checkpoints
 from headwater.trainer.comparison import compare
 from headwater.trainer.pretrained import checkpoint_weights
 
@@ -58,7 +59,7 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
 
     diff = commands.add_parser("diff", help="compare two checkpoints, tensor by tensor")
     diff.add_argument(
-        "first", type=Path, metavar="A", help="a folder in either format, or a checkpoint of a run"
+        "first", type=Path, metavar="A", help="a folder in either format, a checkpoint, or a run's model_dir"
     )
     diff.add_argument("second", type=Path, metavar="B", help="the same")
     diff.set_defaults(parser=diff, action=run_diff)
@@ -162,7 +163,7 @@ def _own(
 
 def run_list(args: argparse.Namespace) -> int:
     """Print a table of the converters; return the exit code."""
-    table = Table("model", "class of the transformers library", "model here", box=None, pad_edge=False)
+    table = _table("model", "class of the transformers library", "model here")
     for name, (format, model) in CONVERTERS.items():
         table.add_row(name, format.architecture, model)
     Console(highlight=False).print(table)
@@ -171,11 +172,28 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_diff(args: argparse.Namespace) -> int:
     """Print the differences of two checkpoints and a summary; return 0 if they are equal, otherwise 1."""
-    found = compare(args.first, args.second)
-    table = Table("tensor", "difference", box=None, pad_edge=False)
+    found = compare(_newest(args.first), _newest(args.second))
+    table = _table("tensor", "difference")
     for each in found.differences:
         table.add_row(each.name, each.what)
     if found.differences:
         Console(highlight=False).print(table)
     print(found.summary)
     return 1 if found.differences else 0
+
+
+def _newest(path: Path) -> Path:
+    """Return the newest checkpoint of a run's folder; return any other path unchanged."""
+    found = complete_checkpoints(path)
+    if not found:
+        return path
+    print(f"{path}: comparing {found[-1].name}")
+    return found[-1]
+
+
+def _table(*columns: str) -> Table:
+    """Return an empty table whose cells are never shortened: the reader copies names from it."""
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=index == 0)
+    return table

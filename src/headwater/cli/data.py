@@ -295,6 +295,8 @@ def _template(path: Path | None) -> str | None:
 def summary(statistics: Statistics, folder: Path) -> Table:
     """Return the statistics of the data in `folder` as a table to print."""
     table = Table(title=f"Data in {folder}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path that is cut off cannot be copied
     records = {
         "left out: empty": statistics.empty_records,
         "left out: cannot be used": statistics.bad_records,
