@@ -62,7 +62,7 @@ CASES = [
     ("name: gpt2", "vocab_size: 3\n      vocab_size: 4", "", "the key vocab_size occurs twice", "quotes"),
     ("      name: gpt2\n", "", "trainer.init.model.name", "the key 'name' of the model is missing", "gpt2"),
     ("micro_batch_size: 2", "device_memory: lots", "trainer.init.backend.device_memory", "not a size", "write for example"),
-    ("micro_batch_size: 2", "tier: disk", "trainer.init.backend", "the disk tier is missing", "change tier"),
+    ("micro_batch_size: 2", "tier: disk", "trainer.init.backend", "tier is disk, but no disk folder is given", "change tier"),
     ("micro_batch_size: 2", "disk: /tmp", "trainer.init.backend.disk", "expected disk to be a mapping of keys, got '/tmp'",
      "mapping"),
     ("num_csx: 2", "num_csx: 0", "trainer.init.backend.cluster_config.num_csx", ">= 1, got 0", ">= 1"),
@@ -136,6 +136,14 @@ def test_two_optimizers_are_refused(tmp_path, second):
     error = error_of(write(tmp_path, NEWER.replace("    schedulers:\n    - Seq", more)))
     assert error.what == f"expected one name in optimizer, got AdamW, {second}"
     assert "set them to null" in error.remedy
+
+
+def test_an_optimizer_beside_that_of_the_extended_file(tmp_path):
+    write(tmp_path, NEWER).rename(tmp_path / "base.yaml")
+    child = write(tmp_path, "extends: base.yaml\ntrainer:\n  init: {optimizer: {SGD: {}}}\n")
+    error = error_of(child)
+    assert error.what == "expected one name in optimizer, got AdamW, SGD"
+    assert "base.yaml, which is extended: write AdamW: null beside SGD" in error.remedy
 
 
 @pytest.mark.parametrize("text", ["", "- 1", "3", "model"])

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from headwater.api.building import BuildInFiles
 from headwater.api.ranks import refuse_restarts, take_accelerator
 from headwater.config.base import nearest
+from headwater.config.problems import explain
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
 from headwater.core.process_value import ProcessValue
@@ -134,9 +135,8 @@ def backend(
     try:
         config = BackendConfig.model_validate({"backend_type": backend_type, **options})
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(str(part) for part in problem["loc"])
-        raise ConfigError(problem["msg"], where=f"backend, option {place}" if place else "backend") from error
+        # `from None`: pydantic's own error says the same again, in terms of its internals.
+        raise _wrong_option(error) from None
     if config.placement.num_memx:
         raise ConfigError(
             f"expected num_memx=0 in a user's loop, got {config.placement.num_memx}: all ranks compute there",
@@ -179,6 +179,20 @@ def start_ranks(num_csx: int, kind: Kind, *, where: str, timeout_s: float = DEFA
         )
     use_ranks(num_csx, where=where, timeout_s=timeout_s)
     take_accelerator("cuda" if torch.cuda.is_available() else "cpu", current(), where=where)
+
+
+def _wrong_option(error: ValidationError) -> ConfigError:
+    """Return an error that describes the first problem of the options."""
+    first, *others = error.errors()
+    if not first["loc"]:
+        what, remedy = explain("backend", [first])
+        return ConfigError(what, where="backend", remedy=remedy)
+    # An option of several possible types has a problem for each type.
+    option = first["loc"][0]
+    place = ".".join(str(part) for part in first["loc"])
+    same = [first, *(each for each in others if each["loc"] and each["loc"][0] == option)]
+    what, remedy = explain(place if len(same) == 1 else str(option), same)
+    return ConfigError(what, where=f"backend, option {place}", remedy=remedy)
 
 
 def current_backend() -> Backend | None:

@@ -49,7 +49,9 @@ def config_error(error: ValidationError, document: Document, root: KeyPath) -> C
         problems.setdefault(_path(details, document, root), []).append(details)
     path, first = next(iter(problems.items()))
     where = document.origin(path)
-    what, remedy = _explain(_name(where.key), first)
+    what, remedy = explain(_name(where.key), first)
+    if first[0]["type"] == "choice":
+        remedy = _remedy_of_choice(first[0]["ctx"]["names"], path, document) or remedy
     if first[0]["type"] == "value_error":
         written = [document.origin((*path, key)) for key in _keys_named(first[0])]
         # If keys contradict each other, the one on the command line was written last.
@@ -63,6 +65,19 @@ def config_error(error: ValidationError, document: Document, root: KeyPath) -> C
     return ConfigError(what, where=str(where), remedy=remedy)
 
 
+def _remedy_of_choice(names: list[str], path: KeyPath, document: Document) -> str | None:
+    """Return the remedy if some of these exclusive names come from a file that the params file extends."""
+    origins = {name: document.origin((*path, name)) for name in names}
+    own = origins[names[-1]].source
+    others = [name for name in names if origins[name].source != own]
+    if not others or len(others) == len(names):
+        return None
+    # The user has written one name only, and has not seen the other one.
+    nulls = ", ".join(f"{name}: null" for name in others)
+    file = origins[others[0]].source
+    return f"{', '.join(others)} is in {file}, which is extended: write {nulls} beside {names[-1]}"
+
+
 def _path(details: ErrorDetails, document: Document, root: KeyPath) -> KeyPath:
     """Return the path of the key that an error is about: its value is wrong, or it is missing."""
     path = document.locate(root, details["loc"])
@@ -74,8 +89,8 @@ def _path(details: ErrorDetails, document: Document, root: KeyPath) -> KeyPath:
     return (*path, last) if details["type"] == "missing" and isinstance(last, str) else path
 
 
-def _explain(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
-    """Return the message and the remedy for the problems of one key.
+def explain(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
+    """Return the message and the remedy for the problems of one key or argument.
 
     Args:
         name: name of the key.

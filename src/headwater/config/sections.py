@@ -157,9 +157,8 @@ class BackendConfig(Section):
         if self.stages_in_memory is not None and self.tier != "disk":
             raise ValueError(f"stages_in_memory needs tier: disk, found tier: {self.tier}")
         if self.disk is None and "disk" in (self.tier, self.gradient_tier):
-            raise ValueError(
-                "tier or gradient_tier is disk, but the disk tier is missing: add disk: {path: …}"
-            )
+            key = "tier" if self.tier == "disk" else "gradient_tier"
+            raise ValueError(f"{key} is disk, but no disk folder is given: add disk: {{path: FOLDER}}")
         return self
 
     def refuse_loss(self, where: str) -> None:

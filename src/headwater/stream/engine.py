@@ -296,7 +296,8 @@ def _refuse_meta(stage: StageSpec, values: Sequence[torch.Tensor]) -> None:
     if any(value.is_meta for value in values):
         raise StreamError(
             f"stage {stage.name!r} is on the meta device: its weights have no values",
-            remedy="pass `initial`, a function that returns the weights",
+            remedy="build the model outside of torch.device('meta'), or give it values first: "
+            "headwater.load_pretrained(model, FOLDER); with `Engine`, pass `initial`, which returns them",
         )
 
 
