@@ -21,7 +21,10 @@ def params(tmp_path, data):
     return write_params(tmp_path, data)
 
 
-_OF_A_BUSY_MACHINE = re.compile(r"of its cores while the rates of the machine were measured| so far\)$")
+_OF_A_BUSY_MACHINE = re.compile(
+    r"of its cores while the rates of the machine were measured| so far\)$"
+    r"|the speed of this machine was not measured"
+)
 
 
 def _quiet(line):

@@ -6,6 +6,7 @@ import pytest
 from run_samples import assert_same_checkpoint, history, model_dir
 
 from headwater.core.errors import StoreError
+from headwater.data.statistics import read_statistics
 from headwater.store.store import WeightStore
 from headwater.trainer import session
 from headwater.trainer.callback import Callback
@@ -55,6 +56,23 @@ def test_data_that_are_not_there(headwater, params, data):
     assert_refused(headwater("fit", params), "data_dir", f"did you mean {data / 'train'}")
 
 
+def test_an_error_of_data_names_the_section(headwater, params, data):
+    text = params.read_text()
+    params.write_text(text.replace(f"{data}/val", f"{data}/none"))
+    assert_refused(headwater("fit", params), f"trainer.fit.val_dataloader, data_dir: {data}/none")
+    params.write_text(text)
+    result = headwater("fit", params, "trainer.fit.train_dataloader.batch_size=100000")
+    assert_refused(result, "too few samples for one batch", "trainer.fit.train_dataloader, batch_size")
+
+
+def test_a_file_as_data_dir(headwater, params, data):
+    file = next((data / "train").glob("*.h5"))
+    result = headwater("fit", params, f"trainer.fit.train_dataloader.data_dir={file}")
+    assert_refused(
+        result, "data_dir is a file, expected a folder", f"write the folder that holds it: {data / 'train'}"
+    )
+
+
 def test_samples_longer_than_the_model(headwater, params):
     result = headwater("fit", params, "trainer.init.model.max_position_embeddings=8")
     assert_refused(result, "samples have 16 tokens", "the model reads at most 8 (max_position_embeddings)")
@@ -68,6 +86,20 @@ def test_a_token_beyond_the_vocabulary(headwater, params, tmp_path):
     result = headwater("fit", params, f"trainer.fit.train_dataloader.data_dir={folder}")
     assert_refused(
         result, "expected token ids below vocab_size=", "got 300", "samples.h5", "vocab_size to at least 301"
+    )
+
+
+def test_data_with_another_vocabulary(headwater, params, tmp_path):
+    # The first token beyond the vocabulary is rarely the largest, so the remedy names the data's vocabulary.
+    text = tmp_path / "more.txt"
+    text.write_text("".join(chr(code) * 3 for code in range(0x4E00, 0x4E00 + 900)) * 3, encoding="utf-8")
+    words = ("--vocab_size", 700, "--sequence_length", 16, "--val_fraction", 0)
+    assert headwater("data", text, "--out", tmp_path / "more", *words)[0] == 0
+    vocabulary = read_statistics(tmp_path / "more").vocab_size
+    assert vocabulary > 300
+    result = headwater("fit", params, f"trainer.fit.train_dataloader.data_dir={tmp_path}/more/train")
+    assert_refused(
+        result, "expected token ids below vocab_size=300", f"set vocab_size to at least {vocabulary},"
     )
 
 

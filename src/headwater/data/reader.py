@@ -26,6 +26,7 @@ from headwater.data.sample_file import (
     open_sample_file,
 )
 from headwater.data.source import SampleSource
+from headwater.data.statistics import read_statistics
 
 _TOKEN_CHANNELS = slice(CHANNELS.index("input_ids"), CHANNELS.index("labels") + 1, CHANNELS.index("labels"))
 """The channels that hold tokens."""
@@ -227,17 +228,28 @@ class GptSamples(Dataset[Any]):
         if low >= 0 and (self.vocab_size is None or high < self.vocab_size):
             return
         for row, (file, place) in zip(tokens, places, strict=True):
-            self._check_range(int(row.min()), int(row.max()), f"{file.path}, sample {place}")
+            self._check_range(int(row.min()), int(row.max()), file.path, place)
 
-    def _check_range(self, low: int, high: int, where: str) -> None:
+    def _check_range(self, low: int, high: int, path: Path, sample: int) -> None:
+        where = f"{path}, sample {sample}"
         if low < 0:
             raise DataError(
                 f"expected token ids of at least 0, got {low}", where=where, remedy="prepare the data again"
             )
         if self.vocab_size is not None and high >= self.vocab_size:
             what = f"expected token ids below vocab_size={self.vocab_size}, got {high}"
-            remedy = f"set vocab_size to at least {high + 1}, or use data made with the model's tokenizer"
+            needed = max(high + 1, _prepared_vocabulary(path))
+            remedy = f"set vocab_size to at least {needed}, or use data made with the model's tokenizer"
             raise DataError(what, where=where, remedy=remedy)
+
+
+def _prepared_vocabulary(path: Path) -> int:
+    """Return the vocabulary with which `headwater data` wrote the file at `path`; 0 if that is unknown."""
+    # One bad token id says little: a later sample may have a larger one, and fail again.
+    try:
+        return read_statistics(path.parent.parent).vocab_size
+    except (DataError, OSError):
+        return 0
 
 
 def _check_channels(files: Sequence[SampleFile], *, spans: bool, sinks: bool) -> None:
@@ -269,6 +281,9 @@ def _hdf5_files(folder: Path) -> list[Path]:
     Raises:
         DataError: if the folder does not exist or has no such files.
     """
+    if folder.is_file():
+        remedy = f"write the folder that holds it: {folder.parent}"
+        raise DataError("data_dir is a file, expected a folder", where=f"data_dir: {folder}", remedy=remedy)
     if not folder.is_dir():
         near = nearest_sibling(folder)
         remedy = f"did you mean {near}?" if near else "create it with: headwater data INPUT --out DIR"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -46,7 +47,7 @@ from headwater.config.models.preference import DPOConfig
 from headwater.config.models.self_supervised import DinoConfig
 from headwater.config.models.seq2seq import Seq2SeqConfig
 from headwater.config.models.vision import FCMnistConfig, UNetConfig, ViTConfig
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, DataError
 from headwater.core.side_files import TOKENIZER_FILE
 from headwater.fabric.fabric import ALONE, Fabric
 
@@ -104,6 +105,20 @@ def open_data(
     )
     workers = Workers(config.num_workers, config.prefetch_factor, config.persistent_workers)
     return SampleSource(samples, order, workers)
+
+
+@contextmanager
+def errors_of(section: str) -> Iterator[None]:
+    """Enter a context in which errors about data name the section of the params file that describes the data.
+
+    A section may come from a file that the params file extends, so a path alone does not tell where it was
+    written.
+    """
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        where = f"{section}, {error.where}" if error.where else section
+        raise type(error)(error.what, where=where, remedy=error.remedy) from error
 
 
 def seeded(config: DataConfig, seed: int) -> DataConfig:

@@ -23,7 +23,7 @@ from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 from headwater.trainer.callback import ValidateEnd
 from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints
-from headwater.trainer.datasets import open_data
+from headwater.trainer.datasets import errors_of, open_data
 from headwater.trainer.engines import open_engine, open_loaded, trained_model
 from headwater.trainer.evaluate import Evaluation, evaluate
 from headwater.trainer.interrupt import Interrupt, interrupts, shielded
@@ -282,7 +282,8 @@ def _warn_of_step_callbacks(init: SetupConfig) -> None:
 
 def evaluate_checkpoint(config: RunConfig, loader: DataConfig, checkpoint: Path | None) -> Evaluation:
     """Evaluate one checkpoint on one data set; `None`: the newest checkpoint in the model_dir."""
-    data = open_data(loader, config.init.model, seed=config.init.seed, repeat=False)
+    with errors_of("val_dataloader"):
+        data = open_data(loader, config.init.model, seed=config.init.seed, repeat=False)
     trainable = zoo_trainable(config.init, data.sequence_length)
     return evaluate_data(config.init, trainable, data.create_dataloader(), loader.batch_size, checkpoint)
 

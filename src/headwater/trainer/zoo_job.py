@@ -23,7 +23,7 @@ from headwater.models.registry import FAMILIES, build_model, init_parameter, lea
 from headwater.optim.param_groups import learning_rate_factors
 from headwater.plan.options import device_of
 from headwater.stream.options import Initial
-from headwater.trainer.datasets import find_prepared, open_data
+from headwater.trainer.datasets import errors_of, find_prepared, open_data
 from headwater.trainer.huggingface import LibraryValues, weights_folder
 from headwater.trainer.job import Average, Batch, Job, Trainable
 from headwater.trainer.metrics import find_metrics
@@ -85,20 +85,22 @@ def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
     """
     init, section = config.init, fit_section(config)
     count = init.backend.cluster_config.num_workers_per_csx
-    train = open_data(
-        section.train_dataloader,
-        init.model,
-        seed=init.seed,
-        repeat=True,
-        fabric=fabric,
-        workers_per_csx=count,
-    )
+    with errors_of("trainer.fit.train_dataloader"):
+        train = open_data(
+            section.train_dataloader,
+            init.model,
+            seed=init.seed,
+            repeat=True,
+            fabric=fabric,
+            workers_per_csx=count,
+        )
     if fabric.size > 1:
         check_alike(fabric, {"training set": train.fingerprint()})
-    evaluations = [
-        open_data(each, init.model, seed=init.seed, repeat=False, fabric=fabric)
-        for each in section.val_dataloader
-    ]
+    with errors_of("trainer.fit.val_dataloader"):
+        evaluations = [
+            open_data(each, init.model, seed=init.seed, repeat=False, fabric=fabric)
+            for each in section.val_dataloader
+        ]
 
     def write(run_dir: RunDir) -> None:
         run_dir.write_params(_kept(config, run_dir))
