@@ -20,7 +20,7 @@ _SHOWN = 3
 
 
 class StaleTensorWarning(UserWarning):
-    """Warns of a tensor that shared memory with a parameter, and stays as it is now that streaming begins."""
+    """Warns of a tensor that shared memory with a parameter. It keeps the old values from now on."""
 
 
 def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -124,7 +124,7 @@ class StageSpec:
 
     @cached_property
     def slab_bytes(self) -> int:
-        """The bytes of the stage's wire image and of its slab; at least some even if it has no elements."""
+        """The bytes of the stage's wire image and of its slab. A stage without elements has a slab too."""
         return max(_offsets([param.wire_bytes for param in self.params])[1], SLAB_ALIGNMENT_BYTES)
 
     @cached_property

@@ -182,7 +182,10 @@ class WriteBehind:
 def _part(
     buffer: torch.Tensor, offset: int, count: int
 ) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]]:
-    """Return the part of a buffer for a run: it begins as far behind a page as the run does in the file."""
+    """Return the part of a page-aligned buffer for a run of a file, with the run's offset in its page.
+
+    Equal offsets let whole pages be written past the page cache, directly from the buffer.
+    """
     before = offset % PAGE_BYTES
     part: numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]] = buffer[before : before + count].numpy()
     return part

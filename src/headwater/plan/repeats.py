@@ -102,7 +102,10 @@ class Repeats:
 
     @property
     def consistent(self) -> bool:
-        """True if each skipped stage has the costs of its original. This is known at the end of the step."""
+        """True if the costs that were taken over are right: each skipped stage was called like its original.
+
+        This is known only at the end of the step.
+        """
         return not self.original or (
             self._as_expected
             and all(

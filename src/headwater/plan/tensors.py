@@ -26,7 +26,7 @@ State = dict[str, torch.Tensor]
 
 
 class Tensors(Protocol):
-    """Makes the tensors that replace those of model and batch in one dry run, and runs its operators."""
+    """Makes the stand-ins for the tensors of model and batch in one dry run, and runs operators on them."""
 
     def active(self) -> Any:
         """Return the context in which the dry run must take place."""

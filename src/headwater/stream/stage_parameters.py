@@ -150,7 +150,9 @@ class StageParameters:
         self._versions = self._present_versions()
 
     def rest(self) -> None:
-        """Turn bound parameters into parameters at rest that still point to their slab, for saved tensors.
+        """Turn bound parameters into parameters at rest that still point to their slab.
+
+        Tensors that autograd has saved may be views of it.
 
         Raises:
             StreamError: if the model wrote into one of them where the dry run did not.
@@ -158,7 +160,10 @@ class StageParameters:
         self._rest(self._values_to_keep())
 
     def unbind(self) -> None:
-        """Turn bound parameters into parameters at rest. Release their slab, unless it is only theirs.
+        """Turn bound parameters into parameters at rest.
+
+        They let go of their slab, which another stage may use next. Memory to which this stage is always
+        bound is kept.
 
         Raises:
             StreamError: see `rest`.

@@ -179,7 +179,7 @@ def _stored(path: Path) -> dict[str, Read]:
 
 
 def tensors_of(path: Path) -> list[StoredTensor]:
-    """Return name -> function that reads the tensor, for a checkpoint in any format.
+    """Return the tensors of a checkpoint in any format. Their values are read on request.
 
     Raises:
         CheckpointError: if the checkpoint is missing or damaged.

@@ -173,7 +173,7 @@ def make_message(model_dir: Path, step: int, end_step: int, error: BaseException
 
 
 def bodies(config: NotificationConfig, message: Message) -> Iterable[tuple[Any, str]]:
-    """Yield what is sent: the JSON for a URL, and the text for a command. Each channel of Slack gets one."""
+    """Yield each message to send, as JSON for a URL and as text for a command: one per channel of Slack."""
     if isinstance(config, EmailConfig):
         yield _email(config, message)
     elif isinstance(config, SlackConfig):

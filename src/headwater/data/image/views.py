@@ -122,7 +122,7 @@ def random_mask(config: MaskedPatchConfig, generator: np.random.Generator) -> np
 
 
 def _random_block(side: int, most: int, generator: np.random.Generator) -> tuple[slice, slice]:
-    """Return the rows and columns of a random block of patches, about `most` patches at the most."""
+    """Return the rows and columns of a random block of about `most` patches or fewer."""
     area = generator.uniform(min(_LEAST_BLOCK, most), most)
     ratio = math.exp(generator.uniform(math.log(_LEAST_RATIO), -math.log(_LEAST_RATIO)))
     height, width = (min(side, max(1, round(math.sqrt(each)))) for each in (area * ratio, area / ratio))

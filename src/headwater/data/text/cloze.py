@@ -213,7 +213,11 @@ def _kind(answer: Sequence[_Word], place: int) -> Kind:
 
 
 def _answer(generator: random.Random, words: Sequence[_Word], begin: int, end: int) -> tuple[int, int, Kind]:
-    """Return an answer [start, stop) and its kind: a run of words, a part of a long run, or a longer span."""
+    """Return an answer [start, stop) and its kind.
+
+    A date, number or name is the whole run of words. Of another long run it is a random part; a short one
+    sometimes grows by the words after it.
+    """
     kind = _kind(words[begin:end], begin)
     if kind != "other":
         return begin, end, kind
