@@ -290,6 +290,7 @@ def _on_arguments(model: nn.Module, batch: Any) -> torch.Tensor:
             where="the model's output",
             remedy="return tensors that do, and unfreeze what is to be trained",
         )
+    # `stack` needs tensors of one dtype, and a model may return several.
     return torch.stack([tensor.float().mean() for tensor in trained]).sum()
 
 
@@ -318,6 +319,7 @@ def _divided(
     model: nn.Module, batch: Any, record: StepRecord, loss_function: LossFunction
 ) -> Iterator[TraceFor]:
     """Yield the dry runs of a recorded step with ever smaller stages."""
+    # One at a time: each division costs a dry run, and the planner stops at the first one that fits.
     for partition in divisions(model, record.partition):
         trace = trace_step(model, batch, record.precision, loss_function=loss_function, partition=partition)
         yield functools.partial(_same, trace)
@@ -352,6 +354,7 @@ def _plan(
                 divided=lambda: divided,
                 batch_size=size,
                 precision=record.precision,
+                # Rounded up: the planned memory must hold the whole state.
                 optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),
                 resources=resources,
                 device=device,
@@ -359,4 +362,5 @@ def _plan(
             )
         )
     except DoesNotFitError as error:
+        # Not raised: the report of a model that is too large for this machine is still written.
         return error

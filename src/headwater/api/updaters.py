@@ -79,6 +79,7 @@ class Updaters:
                 if name in fresh:
                     its = fitting.options(options, optimizer.state.get(param, {}))
                     known = frozenset({state_signature(options), state_signature(its)})
+                    # Weak: an optimizer that the script replaces is freed, although the model has known it.
                     self._entries[name] = _Updated(spec, weakref.ref(optimizer), its, known)
                 elif name is not None:
                     self._entries[name] = dataclasses.replace(self._entries[name], spec=spec)

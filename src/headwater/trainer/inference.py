@@ -190,9 +190,11 @@ def _opened(
     length = check_length(model.max_position_embeddings, inference.max_length)
     init = config.init.model_copy(update={"model": model})
     trainable = dataclasses.replace(zoo_trainable(init, length), loss=largest)
+    # Rounded up: each rank plans memory for the largest part of a batch that any rank gets.
     batch_size = math.ceil(inference.batch_size / fabric.num_csx)
     work = Workload(batch_size, micro_batch_size=config.init.backend.micro_batch_size)
     if _has_library_weights(config, inference.checkpoint):
+        # Before the plan, which may be refused: an error about the weights says more.
         trainable.check_initial()
         opened = open_engine(init, trainable, work, disk_folder(init.backend), blank=False, fabric=fabric)
     else:
@@ -217,6 +219,7 @@ def _has_library_weights(config: RunConfig, checkpoint: Path | None) -> bool:
     model = config.init.model
     if not isinstance(model, HuggingFaceConfig) or checkpoint is not None:
         return False
+    # The weights in the folder are those from before the training, so a checkpoint comes first.
     if CheckpointManager(config.init.model_dir).newest_whole() is not None:
         return False
     if weights_folder(model) is None:
@@ -248,6 +251,7 @@ def model_codec(config: RunConfig, tokenizer: Path | None, end: int | str | None
 def _tokenizer_path(config: RunConfig, tokenizer: Path | None) -> Path:
     """Return the file or the folder of the tokenizer of a run's model; see `model_codec`."""
     run_dir, model = RunDir(config.init.model_dir), config.init.model
+    # The run's copy comes first: it belongs to the training data, and the folder may have changed since.
     if tokenizer is None and isinstance(model, HuggingFaceConfig) and not run_dir.tokenizer.is_file():
         return model.hf
     return tokenizer or run_dir.tokenizer

@@ -80,6 +80,8 @@ def fit(
     """
     cluster = config.init.backend.cluster_config
     fabric = join(cluster.rank_timeout_s, cluster.num_memx)
+    # Before the data: ranks with different params would fail in a later comparison, which names a consequence
+    # and not the cause.
     if fabric.size > 1:
         check_alike(fabric, program_and_params(config))
     job = zoo_job(config, fabric)
@@ -112,6 +114,8 @@ def fit_job(
     check_number(init, fabric)
     leads = fabric.rank == 0
     console = console if leads else None
+    # Only rank 0 writes into the model_dir. The lock comes before every check of its files, which a run that
+    # holds the folder may be writing.
     lock = ModelDirLock(init.model_dir) if leads else nullcontext()
     with lock:
         if leads:

@@ -94,6 +94,7 @@ def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
             fabric=fabric,
             workers_per_csx=count,
         )
+    # The params are equal, but the same path may hold other files on another host.
     if fabric.size > 1:
         check_alike(fabric, {"training set": train.fingerprint()})
     with errors_of("trainer.fit.val_dataloader"):
