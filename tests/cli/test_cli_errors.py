@@ -202,6 +202,20 @@ def test_a_checkpoint_that_is_not_there(headwater, params, tmp_path):
     assert_refused(headwater("fit", params, "--checkpoint_path", missing), "no such checkpoint", str(missing))
 
 
+def test_a_folder_that_is_not_a_checkpoint(headwater, params, tmp_path):
+    assert headwater("fit", params, "--max_steps", 1)[0] == 0
+    run = tmp_path / "run"
+    new = ("fit", params, "--model_dir", tmp_path / "new", "--checkpoint_path")
+    assert_refused(
+        headwater(*new, run), "expected a checkpoint, got the model_dir of a run", f"{run}/checkpoint_1"
+    )
+    weights = tmp_path / "weights"
+    assert headwater("checkpoint", "export", "--model_dir", run, "--out", weights)[0] == 0
+    assert_refused(
+        headwater(*new, weights), "got a folder of weights", f"headwater checkpoint import {weights}"
+    )
+
+
 def test_a_checkpoint_of_another_shape(headwater, params, tmp_path):
     assert headwater("fit", params, "--max_steps", 1)[0] == 0
     result = headwater("fit", params, "--max_steps", 2, "trainer.init.model.hidden_size=64")

@@ -7,11 +7,18 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headwater.convert.shards import has_weights
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.optim.loss_scale import LossScale
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
-from headwater.trainer.checkpoint import CheckpointManager, describe, persistent_buffers, step_of
+from headwater.trainer.checkpoint import (
+    CheckpointManager,
+    complete_checkpoints,
+    describe,
+    persistent_buffers,
+    step_of,
+)
 from headwater.trainer.state import RunState
 from headwater.trainer.waits import said_if_long
 
@@ -115,9 +122,31 @@ def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointMan
                 _START_OVER,
             )
         return _start_of_own(own, state)
+    _refuse_other_folder(named)
     if _weights_only(init):
         return Start(named, returned_to=target)
     return Start(named, read_state(named), returned_to=target)
+
+
+def _refuse_other_folder(named: Path) -> None:
+    """Raise if a path that should be a checkpoint is the folder of a run, or of weights without a run.
+
+    Raises:
+        CheckpointError: if it is; the remedy names the checkpoint, or the command that makes one.
+    """
+    found = complete_checkpoints(named)
+    if found:
+        raise CheckpointError(
+            "expected a checkpoint, got the model_dir of a run",
+            where=str(named),
+            remedy=f"name one of its checkpoints, for example {found[-1]}",
+        )
+    if has_weights(named):
+        raise CheckpointError(
+            "expected a checkpoint of a run, got a folder of weights",
+            where=str(named),
+            remedy=f"make a run of it first: headwater checkpoint import {named} --model_dir RUN",
+        )
 
 
 def _start_of_own(own: Path | None, state: RunState | None) -> Start:
@@ -135,6 +164,8 @@ def find_trained(named: Path | None, checkpoints: CheckpointManager, model_dir: 
     Raises:
         CheckpointError: if there is no checkpoint.
     """
+    if named is not None:
+        _refuse_other_folder(named)
     path = named or checkpoints.newest_whole()
     if path is None:
         raise CheckpointError(
