@@ -6,8 +6,10 @@ read, in large blocks, one after the other. The ratio of a row is the time of th
 row's time. Every read begins with no page of its files in the page cache.
 
 A command also runs on a smaller model in each round, and the differences in time and bytes count: the
-start of the command takes the same time for both models. `busy s/GB` is the processor time of a row on
-all threads, which depends less on other work of the machine.
+start of the command takes the same time for both models. `start busy s` is the processor time of that start:
+of the command in a new process on the smaller model, less its bytes at the rate of the row. An import writes
+no optimizer state, so only the bytes of the weights count. `busy s/GB` is the processor time of a row on all
+threads, which depends less on other work of the machine.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ import dataclasses
 import io
 import mmap
 import os
+import resource
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,8 +107,8 @@ def leave_cache(path: Path) -> None:
         os.close(handle)
 
 
-def bytes_in(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.rglob("*"))
+def bytes_in(path: Path, pattern: str = "*") -> int:
+    return path.stat().st_size if path.is_file() else sum(f.stat().st_size for f in path.rglob(pattern))
 
 
 def make_config(num_bytes: int) -> LlamaConfig:
@@ -169,6 +174,8 @@ class Row:
         sources: files that it reads; they leave the page cache first.
         target: a folder that it makes; it is removed first.
         smaller: the same with fewer bytes, which also runs; only the difference counts.
+        pattern: names of the files whose bytes count.
+        words: the command, if it is one.
     """
 
     name: str
@@ -178,16 +185,41 @@ class Row:
     sources: Path | None = None
     target: Path | None = None
     smaller: Row | None = None
+    pattern: str = "*"
+    words: tuple[str, ...] = ()
 
     def timed(self) -> Timed:
         """Run it once."""
+        self._prepare()
+        start, busy = time.perf_counter(), time.process_time()
+        self.run()
+        taken = time.perf_counter() - start, time.process_time() - busy
+        return Timed(*taken, bytes_in(self.files, self.pattern))
+
+    def timed_alone(self) -> Timed:
+        """Run its command once, in a new process."""
+        self._prepare()
+        start, busy = time.perf_counter(), _busy_of_children()
+        subprocess.run([sys.executable, "-m", "headwater", *self.words], check=True, capture_output=True)
+        taken = time.perf_counter() - start, _busy_of_children() - busy
+        return Timed(*taken, bytes_in(self.files, self.pattern))
+
+    def _prepare(self) -> None:
         if self.target is not None:
             shutil.rmtree(self.target, ignore_errors=True)
         if self.sources is not None:
             leave_cache(self.sources)
-        start, busy = time.perf_counter(), time.process_time()
-        self.run()
-        return Timed(time.perf_counter() - start, time.process_time() - busy, bytes_in(self.files))
+
+
+def _busy_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def run_command(*words: str) -> None:
+    """Run a command of Headwater in this process."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert headwater_main(list(words)) == 0
 
 
 def rows_of_tier(tier: str, config: LlamaConfig, folder: Path) -> Iterator[Row]:
@@ -238,19 +270,28 @@ def _commands(library: Path, folder: Path) -> tuple[Row, Row]:
     """Return the rows of an import of a folder, and of an export of the imported checkpoint."""
     run, exported = folder / "run", folder / "exported"
 
-    def command(*words: object) -> None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            assert headwater_main(list(map(str, words))) == 0
-
-    def import_folder() -> None:
-        command("checkpoint", "import", library, "--model_dir", run)
-
-    def export_run() -> None:
-        command("checkpoint", "export", "--model_dir", run, "--out", exported)
-
+    importing = ("checkpoint", "import", str(library), "--model_dir", str(run))
+    exporting = ("checkpoint", "export", "--model_dir", str(run), "--out", str(exported))
     return (
-        Row("checkpoint import", WRITE, run / "checkpoint_0", import_folder, library, run),
-        Row("checkpoint export", COPY, exported, export_run, run, exported),
+        Row(
+            "checkpoint import",
+            COPY,
+            run / "checkpoint_0",
+            lambda: run_command(*importing),
+            library,
+            run,
+            pattern="weights_*",
+            words=importing,
+        ),
+        Row(
+            "checkpoint export",
+            COPY,
+            exported,
+            lambda: run_command(*exporting),
+            run,
+            exported,
+            words=exporting,
+        ),
     )
 
 
@@ -262,20 +303,55 @@ def make_smaller(config: LlamaConfig, folder: Path) -> Path:
     return folder
 
 
-def measure(row: Row, disk: Disk, rounds: dict[str, list[tuple[Timed, float]]]) -> None:
-    """Run a row and its plain file once, and note the times."""
-    taken = row.timed()
-    if row.smaller is not None:
-        smaller = row.smaller.timed()
-        print(f"{row.name:34s} {taken}, {smaller}")
-        taken = taken.minus(smaller)
+class Measured(NamedTuple):
+    """One run of a row.
+
+    Attributes:
+        taken: the row; of a command, only what the larger model takes longer.
+        plain_s: seconds of the plain file.
+        start_busy_s: processor time of the start of a command; `None` for other rows.
+    """
+
+    taken: Timed
+    plain_s: float
+    start_busy_s: float | None
+
+
+def measure(row: Row, disk: Disk) -> Measured:
+    """Run a row and its plain file once, and print the times."""
+    start = None
+    if row.smaller is None:
+        taken = row.timed()
+    else:
+        alone, smaller = row.smaller.timed_alone(), row.smaller.timed()  # the second one without imports
+        taken = row.timed().minus(smaller)
+        start = alone.busy_s - taken.busy_s / taken.num_bytes * alone.num_bytes
     plain = {WRITE: disk.write, READ: disk.read, COPY: disk.copy}[row.use](taken.num_bytes)
-    rounds.setdefault(row.name, []).append((taken, plain))
     print(
         f"{row.name:34s} {taken.wall_s:7.2f} s  plain {row.use:5s} {plain:6.2f} s"
-        f"  {plain / taken.wall_s:5.2f}  busy {1e9 * taken.busy_s / taken.num_bytes:5.2f} s/GB",
+        f"  {plain / taken.wall_s:5.2f}  busy {1e9 * taken.busy_s / taken.num_bytes:5.2f} s/GB"
+        + ("" if start is None else f"  start {start:.2f} s"),
         flush=True,
     )
+    return Measured(taken, plain, start)
+
+
+def table_row(name: str, runs: list[Measured]) -> dict[str, object]:
+    """Return the medians of the runs of a row."""
+
+    def median(of: Callable[[Measured], float]) -> float:
+        return statistics.median(map(of, runs))
+
+    row: dict[str, object] = {
+        "row": name,
+        "GB": round(runs[-1].taken.num_bytes / 1e9, 2),
+        "MB/s": round(median(lambda run: run.taken.num_bytes / run.taken.wall_s) / 1e6),
+        "plain MB/s": round(median(lambda run: run.taken.num_bytes / run.plain_s) / 1e6),
+        "ratio": round(median(lambda run: run.plain_s / run.taken.wall_s), 2),
+        "busy s/GB": round(median(lambda run: 1e9 * run.taken.busy_s / run.taken.num_bytes), 2),
+    }
+    starts = [run.start_busy_s for run in runs if run.start_busy_s is not None]
+    return row | {"start busy s": round(statistics.median(starts), 2) if starts else ""}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -296,27 +372,15 @@ def main() -> None:
     rows = [row for tier in ("memory", "disk") for row in rows_of_tier(tier, config, folder)]
     smaller = make_smaller(config, folder / "smaller" / "library")
     rows += rows_of_commands((folder / "memory" / "library", smaller), folder)
-    rounds: dict[str, list[tuple[Timed, float]]] = {}
+    rounds: dict[str, list[Measured]] = {}
     try:
         for _ in range(args.rounds):
             for row in rows:
                 if args.only in row.name:
-                    measure(row, disk, rounds)
+                    rounds.setdefault(row.name, []).append(measure(row, disk))
     finally:
         shutil.rmtree(folder)
-    table = [
-        {
-            "row": name,
-            "GB": round(runs[-1][0].num_bytes / 1e9, 2),
-            "MB/s": round(statistics.median(taken.num_bytes / taken.wall_s for taken, _ in runs) / 1e6),
-            "plain MB/s": round(statistics.median(taken.num_bytes / plain for taken, plain in runs) / 1e6),
-            "ratio": round(statistics.median(plain / taken.wall_s for taken, plain in runs), 2),
-            "busy s/GB": round(
-                statistics.median(1e9 * taken.busy_s / taken.num_bytes for taken, _ in runs), 2
-            ),
-        }
-        for name, runs in rounds.items()
-    ]
+    table = [table_row(name, runs) for name, runs in rounds.items()]
     print_table(table)
     print(save("checkpoints", table))
 

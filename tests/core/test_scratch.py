@@ -14,7 +14,7 @@ import torch
 from headwater.core.buffers import aligned_empty
 from headwater.core.checked_files import CheckedFile
 from headwater.core.errors import CheckpointError, StoreError
-from headwater.core.scratch import open_unnamed, private_folder
+from headwater.core.scratch import open_unnamed, private_folder, scratch_folder
 from headwater.store.files import BlockFile
 
 MALLORY = 23457
@@ -189,3 +189,16 @@ def test_an_unfinished_checkpoint_of_another_user_is_refused(shared):
     with pytest.raises((CheckpointError, StoreError)):
         hw.save({"weight": torch.ones(3)}, shared / "model.mdl")
     assert (shared / "model.mdl.partial").read_text() == ""
+
+
+def test_a_scratch_folder_replaces_those_of_processes_that_have_ended(tmp_path):
+    (tmp_path / ".work-left").mkdir()
+    (tmp_path / ".work-left" / "file").write_text("of a killed process")
+    with scratch_folder(tmp_path, ".work-") as first:
+        assert list(tmp_path.iterdir()) == [first]
+        (first / "file").write_text("in use")
+        with scratch_folder(tmp_path, ".work-") as second:
+            assert {*tmp_path.iterdir()} == {first, second}, "a folder in use stays"
+        assert list(tmp_path.iterdir()) == [first]
+        assert (first / "file").read_text() == "in use"
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from headwater.core.errors import CheckpointError
 from headwater.core.pickles import load_pickled
 from headwater.core.scores import f_beta, intersection_over_union
 from headwater.core.signals import handled
-from headwater.core.threads import single_core_pool
+from headwater.core.threads import one_core, single_core_pool
 from headwater.core.uncompiled import uncompiled
 
 
@@ -85,6 +86,22 @@ def test_threads_of_a_pool_use_one_core_and_the_main_thread_keeps_its_number():
         assert pool.submit(torch.get_num_threads).result() == 1
         assert pool.submit(lambda: threading.current_thread().name).result().startswith("test")
     assert torch.get_num_threads() == before
+
+
+def test_a_context_uses_one_core_in_its_thread_alone():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with one_core(), one_core():
+            assert torch.get_num_threads() == 1
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(torch.get_num_threads).result() == 3
+        assert torch.get_num_threads() == 3
+        with pytest.raises(ZeroDivisionError), one_core():
+            _ = 1 / 0
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_uncompiled_function_returns_and_raises_as_before():

@@ -103,8 +103,21 @@ def test_a_curve_leaves_out_points_that_failed(tmp_path):
     failed = Results({"Headwater, memory": [run(3.0)]}, {curves.PLAIN.name: "no memory"})
     rows = curves.rows_of({512.0: full, 1024.0: failed})
     assert [row["ratio"] for row in rows if row["system"] == "Headwater, memory"] == [1.5, "–"]
-    curves.draw(rows, "tokens per step", tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert [row["failed"] for row in rows if "failed" in row] == ["no memory"]
+    for label in ("tokens per step", "parameters"):
+        curves.draw(rows, label, tmp_path / "curve.png")
+        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_points_of_curves():
+    places = [point.place for point in curves.token_points("bf16", 32768)]
+    assert places == [512 * 2**power for power in range(7)]
+    assert [point.place for point in curves.token_points("bf16", 32768, quick=True)] == places[::2]
+    sizes = [point.place for point in curves.size_points("bf16", 1.3e9)]
+    assert sizes[0] == 10e6 and sizes[-1] == 1.3e9
+    quick = curves.size_points("bf16", 774e6, quick=True)
+    assert [point.place for point in quick] == sizes[:-1]
+    assert {point.workload.tokens_per_step for point in quick} == {512}
 
 
 @pytest.mark.parametrize(

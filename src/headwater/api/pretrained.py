@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -30,9 +29,10 @@ from headwater.convert.stored import PICKLED_FILE, pickled_tensors
 from headwater.core.cleanup import on_failure
 from headwater.core.empty import give_values, record_values, recorded_values
 from headwater.core.errors import CheckpointError
-from headwater.core.files import disk_errors
+from headwater.core.files import disk_errors, sync_folder
 from headwater.core.lazy import pieces_of
 from headwater.core.safetensors import TensorFile
+from headwater.core.scratch import scratch_folder
 from headwater.core.units import parse_bytes
 from headwater.fabric.membership import current
 
@@ -311,8 +311,9 @@ def save_pretrained(
     """Write a model in Hugging Face's format, in pieces: streamed weights are never whole in memory.
 
     The files are those of transformers' `save_pretrained`: names, shards, index, `config.json`. They replace
-    an earlier save in the directory after all of them are complete. With several ranks, rank 0 writes them,
-    and all ranks wait.
+    an earlier save in the directory after all of them are complete. If the process is killed while shards of
+    the same names are replaced, the directory has no index, and nothing loads it: save again. With several
+    ranks, rank 0 writes the files, and all ranks wait.
 
     Args:
         model: any module; its weights may be streamed. Only a transformers model has a `config.json`.
@@ -333,8 +334,7 @@ def _save(model: nn.Module, directory: Path, max_shard_bytes: int, dtype: torch.
     shards = plan_shards(layout, max_shard_bytes)
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    with disk_errors(directory), tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as scratch:
-        unfinished = Path(scratch)
+    with disk_errors(directory), scratch_folder(directory, ".saving-") as unfinished:
         with ShardWriter(unfinished, shards) as writer:
             write_tensors(tensors, writer.files)
         write_index(unfinished, shards)
@@ -369,9 +369,14 @@ def _replace_files(unfinished: Path, directory: Path) -> None:
     """Move complete files into `directory`, and remove all other weight files of an earlier save."""
     new = {path.name for path in unfinished.iterdir()}
     old = list(directory.iterdir())
+    if any(_SHARD.fullmatch(path.name) and path.name in new for path in old):
+        # A crash must not leave shards of two saves under one index. Without an index nothing loads them.
+        (directory / INDEX_FILE).unlink(missing_ok=True)
+        sync_folder(directory)
     # Sorted: the index follows the shards that it names.
     for name in sorted(new):
         (unfinished / name).replace(directory / name)
+    sync_folder(directory)
     # At last: a crash before this must not leave a folder without weights.
     for path in old:
         is_weights = path.name in (WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name)

@@ -69,7 +69,7 @@ def _write_stage(
 
     def write(tensor: StoredName, piece: Tensor) -> None:
         for name in stored[tensor]:
-            files[name].write(name, written[tensor], piece.to(files[name].places[name].dtype))
+            files[name].write_converted(name, written[tensor], piece)
         written[tensor] += piece.numel()
 
     # Reading may apply an update. Its results must not be inference tensors.

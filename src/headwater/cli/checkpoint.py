@@ -189,7 +189,7 @@ def run_import(args: argparse.Namespace) -> int:
             f"note: {args.folder} has no head; initialised at random: {', '.join(found.drawn)}",
             file=sys.stderr,
         )
-    with ModelDirLock(args.model_dir), tempfile.TemporaryDirectory(dir=args.model_dir) as scratch:
+    with ModelDirLock(args.model_dir), tempfile.TemporaryDirectory() as scratch:
         if complete_checkpoints(args.model_dir):
             raise RunError(
                 "this model_dir already contains a run",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headwater.core.errors import CheckpointError
+from headwater.core.gather import gather
 from headwater.core.units import counted
 
 
@@ -65,9 +67,14 @@ def transposed(ours: str, theirs: str) -> Rule:
 
 def stacked(ours: str, theirs: Sequence[str], rows: Sequence[int]) -> Rule:
     """Return a rule for several tensors of the other format, of `rows` rows, that are stacked in ours."""
-    return Rule(
-        ours, tuple(theirs), lambda tensor: tensor.split(list(rows)), lambda parts: torch.cat(list(parts))
-    )
+    return Rule(ours, tuple(theirs), lambda tensor: tensor.split(list(rows)), _stack)
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts])
+    # Not `torch.cat`: its result is fresh memory in small pages, which cost more than the copy.
+    return gather(parts, shape, dtype)
 
 
 def repeated(ours: str, theirs: Sequence[str]) -> Rule:

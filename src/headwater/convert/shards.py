@@ -91,7 +91,11 @@ class ShardWriter:
 
     def __init__(self, folder: Path, shards: list[Shard]) -> None:
         self._tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
-        self._files = {shard.file: TensorFileWriter(folder / shard.file, shard.tensors) for shard in shards}
+        # Without checksums: nothing in this format would hold them.
+        self._files = {
+            shard.file: TensorFileWriter(folder / shard.file, shard.tensors, checksums=False)
+            for shard in shards
+        }
         self.files = {name: self._files[shard.file] for shard in shards for name in shard.tensors}
         self._open = ExitStack()
 

@@ -7,7 +7,7 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -59,25 +59,6 @@ def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if num_bytes < _OWN_PAGES_BYTES:
         return torch.zeros(shape, dtype=dtype)
     return aligned_empty(num_bytes)[:num_bytes].view(dtype).view(shape)
-
-
-def gather(pieces: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a host tensor, in new memory, of all elements of `pieces` in their order.
-
-    Args:
-        pieces: host tensors. Each is copied before the next one is requested.
-        shape: the shape of the result, which has as many elements.
-        dtype: the dtype of the result.
-    """
-    values = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    advise_huge_pages(values)
-    flat, count = values.view(-1), 0
-    with torch.no_grad():
-        for piece in pieces:
-            flat[count : count + piece.numel()].copy_(piece.reshape(-1))
-            count += piece.numel()
-    assert count == flat.numel(), f"the pieces of a tensor of {flat.numel()} elements have {count}"
-    return values
 
 
 class _Pools:

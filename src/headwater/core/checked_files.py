@@ -1,4 +1,4 @@
-"""Durable files: written with a checksum for every chunk, which is compared on reading."""
+"""Durable files: written with a checksum for every chunk if wanted, which is compared on reading."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ class CheckedFile:
     Args:
         path: where it is created; an existing file is replaced.
         num_bytes: its size; the space is reserved at once.
+        checksums: compute the checksum of each chunk. A format that has no place for them does without.
 
     Raises:
         DiskFullError: if there is too little space.
     """
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
+    def __init__(self, path: Path, num_bytes: int, *, checksums: bool = True) -> None:
         self.path = path
         self.num_bytes = num_bytes
+        self._checksums = checksums
         self._chunks: list[Chunk] = []
         self._behind: WriteBehind | None = None
         with disk_errors(path):
@@ -59,6 +61,7 @@ class CheckedFile:
     @property
     def chunks(self) -> list[Chunk]:
         """Offset, length and checksum of each chunk, in file order; blocks until all are written."""
+        assert self._checksums, "this file is written without checksums"
         if self._behind is not None:
             with disk_errors(self.path):
                 self._behind.drain()
@@ -80,9 +83,11 @@ class CheckedFile:
                 chunk = data[first : first + CHUNK_BYTES]
                 if len(chunk) < BEHIND_BYTES:
                     write_all(self._fd, offset + first, chunk)
-                    self._note(offset + first, len(chunk), zlib.crc32(chunk))
+                    if self._checksums:
+                        self._note(offset + first, len(chunk), zlib.crc32(chunk))
                 else:
-                    self._behind = self._behind or WriteBehind(self.path, self._fd, self._note)
+                    written = self._note if self._checksums else None
+                    self._behind = self._behind or WriteBehind(self.path, self._fd, written)
                     self._behind.write(offset + first, chunk)
 
     def put_zeros(self, offset: int, count: int) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_any, tree_map_only
 
-from headwater.core.buffers import gather
 from headwater.core.errors import StreamError
+from headwater.core.gather import gather
 from headwater.core.transfers import RUN_BYTES
 
 ReadPieces = Callable[[], Iterator[Tensor]]

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
-from headwater.core.buffers import aligned_empty, gather
+from headwater.core.buffers import aligned_empty
 from headwater.core.checked_files import CHUNK_BYTES, CheckedFile, Chunk, FileBytes
 from headwater.core.errors import CheckpointError
 from headwater.core.file_order import FileOrder
+from headwater.core.gather import gather
+from headwater.core.threads import one_core
 from headwater.core.transfers import PADDING_BYTES, Read, read_ahead, shared_transfers
 
 DTYPE_CODES = {
@@ -86,18 +88,27 @@ class TensorFileWriter(CheckedFile):
         path: where it is created.
         tensors: dtype and shape of each tensor, by name.
         metadata: further entries of the header.
+        checksums: see `CheckedFile`.
 
     Attributes:
         places: where each tensor lies, by name.
         metadata: the entries. They may change until the file is closed, if the header's length stays.
     """
 
-    def __init__(self, path: Path, tensors: Layout, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tensors: Layout,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        checksums: bool = True,
+    ) -> None:
         self._tensors = tensors
         self.metadata = dict(metadata or {})
         head, self.places = lay_out(tensors, self.metadata)
         self._head_bytes = len(head)
-        super().__init__(path, len(head) + sum(place.num_bytes for place in self.places.values()))
+        num_bytes = len(head) + sum(place.num_bytes for place in self.places.values())
+        super().__init__(path, num_bytes, checksums=checksums)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
@@ -115,6 +126,12 @@ class TensorFileWriter(CheckedFile):
         assert values.dtype == place.dtype, f"{name} is laid out as {place.dtype}, not {values.dtype}"
         self.put(place.offset + start * place.dtype.itemsize, as_bytes(values))
 
+    def write_converted(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Write a run of elements as `write` does, converted to the dtype of the tensor."""
+        with one_core():
+            converted = values.to(self.places[name].dtype)
+        self.write(name, start, converted)
+
     def write_zeros(self, name: str, start: int, count: int) -> None:
         """Write zeros to a run of `count` elements of tensor `name` that begins with its element `start`."""
         size = self.places[name].dtype.itemsize
@@ -124,7 +141,7 @@ class TensorFileWriter(CheckedFile):
         """Write tensor `name` from pieces in order, converted to its dtype in the file."""
         start = 0
         for piece in pieces:
-            self.write(name, start, piece.to(self.places[name].dtype))
+            self.write_converted(name, start, piece)
             start += piece.numel()
 
 

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
+import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from headwater.core.errors import StoreError
@@ -58,6 +62,54 @@ def cache_folder() -> Path | None:
     except RuntimeError:
         return None
     return Path(root) / "headwater"
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield a new folder in `parent`, which is removed at the end.
+
+    Folders that killed processes have left there are removed first. Those of other living processes stay.
+
+    Args:
+        parent: an existing folder.
+        prefix: the first characters of the folder's name.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    for left in parent.glob(f"{prefix}*"):
+        with _locked(left, wait=False) as free:
+            if free:
+                shutil.rmtree(left, ignore_errors=True)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with _locked(folder, wait=True) as mine:
+            if not mine:
+                continue  # another process took it for a folder that was left
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            return
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Lock a folder for the context, and yield True; yield False if it is gone or another process has it."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield folder.exists()
+    finally:
+        os.close(handle)
 
 
 def private_folder(path: Path) -> Path:

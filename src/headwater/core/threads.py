@@ -1,10 +1,12 @@
-"""Worker threads that compute on one core each, beside a main thread that computes on all."""
+"""Threads that compute on one core each, beside other threads that compute on all."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,12 +23,31 @@ def single_core_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_use_one_core)
 
 
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Make torch operators in the calling thread use one core inside the context.
+
+    For work on many small blocks beside threads that read, write and compute checksums: these use the other
+    cores, and the operators would wait for them at the barrier of each block. See `single_core_pool`.
+    """
+    before = torch.get_num_threads()
+    _use_one_core()
+    try:
+        yield
+    finally:
+        _use_cores(before)
+
+
 def _use_one_core() -> None:
     """Make torch operators in the calling thread use one core. Other threads are not changed."""
     torch.get_num_threads()  # at a thread's first use torch sets its own number, so this call comes first
+    _use_cores(1)
+
+
+def _use_cores(count: int) -> None:
     library = _openmp()
     if library is not None:
-        library.omp_set_num_threads(1)
+        library.omp_set_num_threads(count)
 
 
 @functools.cache

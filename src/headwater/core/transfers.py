@@ -105,10 +105,10 @@ class WriteBehind:
     Args:
         path: the file.
         file: its descriptor, open for writing.
-        written: called for each run that was written, on any thread.
+        written: called for each run that was written, on any thread; no checksums are computed if not given.
     """
 
-    def __init__(self, path: Path, file: int, written: Written) -> None:
+    def __init__(self, path: Path, file: int, written: Written | None) -> None:
         self._path = path
         self._file = file
         self._written = written
@@ -134,13 +134,14 @@ class WriteBehind:
         try:
             run = _part(buffer, offset, count).data
             # The checksum is of the bytes in memory, so that reading finds what the disk has damaged.
-            checksum = zlib.crc32(run)
+            checksum = None if self._written is None else zlib.crc32(run)
             first, stop = -(-offset // PAGE_BYTES) * PAGE_BYTES, (offset + count) // PAGE_BYTES * PAGE_BYTES
             if first >= stop or not self._write_pages(first, run[first - offset : stop - offset]):
                 first = stop = offset
             write_all(self._file, offset, run[: first - offset])
             write_all(self._file, stop, run[stop - offset :])
-            self._written(offset, count, checksum)
+            if self._written is not None and checksum is not None:
+                self._written(offset, count, checksum)
         finally:
             self._transfers.buffers.put(buffer)
 

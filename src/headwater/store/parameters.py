@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from headwater.core.buffers import gather
 from headwater.core.errors import StoreError
+from headwater.core.gather import gather
 from headwater.core.stage import ParamKey, ParamSpec
+from headwater.core.threads import one_core
 from headwater.store.gradients.port import GradientSink
 from headwater.store.layout import Piece
 from headwater.store.ownership import Ownership
@@ -92,7 +93,7 @@ class Parameters:
             stage: the stage.
             fill: called with every piece that this rank updates; writes its `master` and `states`.
         """
-        with self._access.replacing(stage) as image:
+        with self._access.replacing(stage) as image, one_core():
             for param in range(len(self._tier.layouts[stage].stage.params)):
                 # Gradients of the old values do not belong to the new ones.
                 self._gradients.drop((stage, param))
@@ -188,7 +189,8 @@ class Parameters:
         in_image = {param} if state is None else ()
         with self._access.changing(stage, in_image, overwrite=True) as image:
             if image is not None:
-                self.pieces.replace(stage, image, param, state, flat)
+                with one_core():
+                    self.pieces.replace(stage, image, param, state, flat)
 
     def _shape_and_dtype(self, key: ParamKey, state: str | None) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a parameter's master, or of its optimizer state tensor `state`."""

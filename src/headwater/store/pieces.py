@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.threads import one_core
 from headwater.store.layout import MASTER_FIELD, Encoding, Piece, StateLayout
 from headwater.store.masters import Workspaces, read_master, write_master
 from headwater.store.ownership import Ownership
@@ -110,7 +111,10 @@ class Pieces:
         scratch = torch.empty(largest)
         for group, rest in self._tier.groups(stage, groups, read=_pages(states)):
             for piece in group.pieces:
-                yield self._state(stage, piece, wires[piece.param], rest, states, scratch)
+                # Not around the yield, and not around the update that comes before the first piece.
+                with one_core():
+                    found = self._state(stage, piece, wires[piece.param], rest, states, scratch)
+                yield found
 
     def _state(
         self,

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +31,10 @@ from headwater.core.errors import (
     StoreError,
 )
 from headwater.core.files import check_place, disk_errors, is_damage, make_folder
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.store.checkpoint_files import write_first
 from headwater.store.checkpoint_folder import recover, retire
+from headwater.store.rules import UpdateRules
 from headwater.store.saved_weights import Buffers, Names
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_hosts import SnapshotElsewhere
@@ -99,11 +102,36 @@ class CheckpointManager:
             HeadwaterError: if the one before failed in any other way.
         """
         self.wait()
-        folder = self.model_dir / f"checkpoint_{step}"
+        folder = self._folder(step)
         # In this thread: the snapshot is of the weights before the next step changes them.
         snapshot = Snapshot(store, folder, step, buffers=buffers, extras=_pack_state(state))
         self._damaged.pop(folder, None)  # replaced by this one
         self._writing = self._thread.submit(self._finish, snapshot)
+        return folder
+
+    def save_first(
+        self,
+        stages: Sequence[StageSpec],
+        rule: UpdateRules,
+        read: Callable[[ParamSpec], torch.Tensor],
+        state: Mapping[str, Any],
+    ) -> Path:
+        """Write a checkpoint of step 0 that has given weights, without a store.
+
+        Args:
+            stages: the stages.
+            rule: how parameters will be updated.
+            read: returns the values of a parameter.
+            state: see `save`.
+
+        Returns:
+            The folder of the checkpoint, which is complete.
+
+        Raises:
+            DiskFullError: if there is too little space.
+        """
+        folder = self._folder(0)
+        write_first(folder, stages, rule, read, extras=_pack_state(state))
         return folder
 
     def save_elsewhere(self, store: WeightStore) -> None:
@@ -117,6 +145,9 @@ class CheckpointManager:
         """
         self.wait()
         self._writing = self._thread.submit(SnapshotElsewhere(store).run)
+
+    def _folder(self, step: int) -> Path:
+        return self.model_dir / f"checkpoint_{step}"
 
     def _finish(self, snapshot: Snapshot) -> None:
         newest = snapshot.run()

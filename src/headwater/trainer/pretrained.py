@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from headwater.api.engines import disk_folder
 from headwater.config.run import RunConfig
 from headwater.core.errors import CheckpointError
 from headwater.core.stage import ParamSpec
 from headwater.optim.loss_scale import LossScale
+from headwater.plan.partition import find_stages
+from headwater.store.rule import UpdateRule
 from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.trainer.checkpoint import CheckpointManager
-from headwater.trainer.engines import open_engine
-from headwater.trainer.planning import Workload, optimizer_of
+from headwater.trainer.planning import optimizer_of
 from headwater.trainer.state import RunState
 from headwater.trainer.zoo_job import zoo_trainable
 
@@ -31,7 +30,7 @@ def checkpoint_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def import_weights(config: RunConfig, readers: Mapping[str, Callable[[], torch.Tensor]]) -> Path:
     """Write a checkpoint of step 0 from which a run starts with the given weights.
 
-    With a disk tier in the plan, one stage is in memory at a time.
+    One parameter is in memory at a time.
 
     Args:
         config: the run; the caller holds the lock of its model_dir.
@@ -56,12 +55,8 @@ def import_weights(config: RunConfig, readers: Mapping[str, Callable[[], torch.T
             )
         return value
 
-    work = Workload(1, optimizer_of(init, trainable))
-    checkpoints = CheckpointManager(init.model_dir)
-    trainable = dataclasses.replace(trainable, initial=read)
-    with open_engine(init, trainable, work, disk_folder(init.backend), blank=False) as engine:
-        state = RunState(0, LossScale.of(init.precision.precision))
-        path = checkpoints.save(engine.store, 0, state.to_dict())
-        # Within the context: the checkpoint is written from the store, which is closed after it.
-        checkpoints.wait()
-    return path
+    # Not from a plan: a checkpoint does not depend on it, and another machine may train the model.
+    stages = find_stages(trainable.model, init.precision.precision).stages
+    state = RunState(0, LossScale.of(init.precision.precision))
+    rule = UpdateRule(optimizer_of(init, trainable))
+    return CheckpointManager(init.model_dir).save_first(stages, rule, read, state.to_dict())
