@@ -22,6 +22,7 @@ from test_failed_steps import make_job, raised
 from torch import nn
 from torch.nn import functional as F
 
+import headwater
 from headwater.core.errors import ConfigError, NonFiniteError, StoreError, StreamError
 from headwater.fabric.fabric import ALONE
 from headwater.plan.footprint import Footprint
@@ -310,3 +311,8 @@ def test_as_many_gradients_wait_as_the_plan_counts(where, monkeypatch, tmp_path)
     # 12 equal stages: one arrives, one is complete, and a thread has one; on a GPU one more is on its way.
     assert counted * 3 <= sum(param.numel() * 4 for param in deep().parameters())
     assert most["in_backward"] * 3 <= most["on_fetch"]
+
+
+def test_a_backend_of_a_users_loop_refuses_updates_in_backward():
+    with pytest.raises(ConfigError, match="only for runs of params files"):
+        headwater.backend("CSX", updates="in_backward")
