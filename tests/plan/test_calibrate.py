@@ -9,9 +9,10 @@ import time
 import pytest
 import torch
 
+from headwater.core.attention import attention_kernel_available
 from headwater.core.errors import ConfigError
 from headwater.plan import calibrate as module
-from headwater.plan import measuring, probes
+from headwater.plan import machine_cache, measuring, probes
 from headwater.plan.calibrate import Known
 from headwater.plan.measuring import measure_apart
 from headwater.plan.probes import Measurement, Probe, Timing, measure, time_probes
@@ -289,3 +290,17 @@ def test_a_full_disk_causes_a_warning_and_leaves_no_file(tmp_path, machine, monk
         assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
     assert "No space left on device" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+def test_rates_with_and_without_the_kernel_of_attention_are_apart(tmp_path, machine, monkeypatch):
+    machine.measurements = [taken(1.0), taken(2.0)]
+    for available, rate in ((False, 1.0), (True, 2.0), (False, 1.0)):
+        monkeypatch.setattr(
+            machine_cache, "attention_kernel_available", lambda available=available: available
+        )
+        assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == rate
+
+
+def test_the_rate_of_the_kernel_is_measured_if_it_is_used():
+    rates = measure("cpu", None).rates
+    assert (rates.kernel_attention_flops_per_s is not None) == attention_kernel_available()

@@ -22,7 +22,23 @@ def test_attention_without_a_mask_has_the_flops_of_its_products():
     with FlopCounterMode(display=False) as counter:
         scores = query @ key.mT
         _ = scores @ value
-    assert operator_flops(flash.default, (query, key, value), {}, None) == (counter.get_total_flops(),) * 2
+    assert operator_flops(flash.default, (query, key, value), {}, None) == (
+        *(counter.get_total_flops(),) * 2,
+        0,
+    )
+
+
+def test_the_kernel_of_the_package_is_counted_like_that_of_torch_and_apart():
+    query, key, value = tensors(7, 5)
+    for causal in (False, True):
+        theirs = operator_flops(flash.default, (query, key, value, 0.0, causal), {}, None).whole
+        ours = operator_flops(
+            torch.ops.headwater.attention.default, (query, key, value, causal, 1.0), {}, None
+        )
+        assert ours == (theirs, 0, theirs)
+    arguments = (query, query, key, value, query, query, False, 1.0)
+    ours = operator_flops(torch.ops.headwater.attention_backward.default, arguments, {}, None)
+    assert ours == (5 * 2 * 2 * 3 * 35 * 8, 0, 5 * 2 * 2 * 3 * 35 * 8)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (7, 5), (5, 7), (1, 9)])
@@ -36,14 +52,14 @@ def test_a_backward_has_five_products():
     query, key, value = tensors(6, 6)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     found = operator_flops(backward, (query, query, key, value, query, query, 0.0, False), {}, None)
-    assert found == (5 * 2 * 2 * 3 * 36 * 8,) * 2
+    assert found == (*(5 * 2 * 2 * 3 * 36 * 8,) * 2, 0)
 
 
 def test_other_operators_have_no_attention():
     matrix = torch.empty(4, 4)
     found = operator_flops(torch.ops.aten.mm.default, (matrix, matrix), {}, matrix)
-    assert found == (2 * 4**3, 0)
-    assert operator_flops(torch.ops.aten.add.Tensor, (matrix, matrix), {}, matrix) == (0, 0)
+    assert found == (2 * 4**3, 0, 0)
+    assert operator_flops(torch.ops.aten.add.Tensor, (matrix, matrix), {}, matrix) == (0, 0, 0)
 
 
 def test_the_operators_of_torch_on_a_cpu_are_these():

@@ -174,3 +174,20 @@ def test_attention_has_its_own_rate():
     extra = sum(9 * (cost.flops // 2 + cost.flops // 4) for cost in costs) / RATES.bf16_flops_per_s
     seconds = [predict(make(trace), rates).step_parts["compute"] for rates in (RATES, slow)]
     assert seconds[1] - seconds[0] == pytest.approx(extra)
+
+
+def test_the_kernel_of_attention_has_its_own_rate_or_that_of_torchs_attention():
+    trace = gpt_trace()
+    costs = tuple(
+        dataclasses.replace(
+            cost, kernel_attention_flops=cost.flops // 2, backward_kernel_attention_flops=cost.flops // 4
+        )
+        for cost in trace.costs
+    )
+    trace, rate = dataclasses.replace(trace, costs=costs), RATES.bf16_flops_per_s
+    flops = sum(cost.flops // 2 + cost.flops // 4 for cost in costs)
+    slow = dataclasses.replace(RATES, bf16_attention_flops_per_s=rate / 10)
+    known = dataclasses.replace(slow, kernel_attention_flops_per_s=rate / 2)
+    seconds = [predict(make(trace), rates).step_parts["compute"] for rates in (RATES, slow, known)]
+    assert seconds[1] - seconds[0] == pytest.approx(9 * flops / rate)
+    assert seconds[2] - seconds[0] == pytest.approx(flops / rate)

@@ -1,13 +1,18 @@
 """Workloads, starting points and files that follow from the params."""
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 
 from headwater.config import load_params, shipped_params
+from headwater.core.attention import attention_kernel_available
 from headwater.core.errors import CheckpointError, ConfigError, RunError
 from headwater.fabric.fabric import ALONE
 from headwater.models.registry import build_model
 from headwater.optim.loss_scale import LossScale
+from headwater.plan.report import render_plan
 from headwater.plan.types import Activations
 from headwater.trainer.callback import Callback
 from headwater.trainer.checkpoint import CheckpointManager
@@ -72,6 +77,19 @@ def test_plan_follows_the_params():
     assert (plan.slabs, plan.in_place, plan.num_micro_batches) == (2, False, 2)
     assert Activations.RECOMPUTE in plan.activations
     assert plan.budget is not None and plan.budget.host_memory == 4 << 30
+
+
+@pytest.mark.parametrize(("kernel", "wanted"), [("auto", attention_kernel_available()), ("torch", False)])
+def test_the_key_attention_chooses_the_kernel_and_the_plan_reports_it(kernel, wanted):
+    bf16 = ("trainer.init.precision.enabled=true", "trainer.init.precision.fp16_type=bfloat16")
+    init = tiny(f"trainer.init.backend.attention={kernel}", *bf16).init
+    trainable = zoo_trainable(init)
+    plan = plan_run(init, trainable, Workload(4, optimizer_of(init, trainable), 2))
+    assert any(cost.backward_kernel_attention_flops for cost in plan.trace.costs) == wanted
+    assert any(cost.backward_attention_flops for cost in plan.trace.costs) != wanted
+    console = Console(file=io.StringIO(), record=True)
+    console.print(render_plan(plan))
+    assert ("kernel of this package" in console.export_text()) == wanted
 
 
 def test_a_number_of_ranks_other_than_num_csx_is_refused():

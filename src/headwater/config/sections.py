@@ -21,6 +21,7 @@ from headwater.config.base import (
 from headwater.config.bigcode import BigCodeEvalHarnessConfig
 from headwater.config.data import AnyData
 from headwater.config.harness import EleutherEvalHarnessConfig
+from headwater.core.attention import AttentionKernel
 from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.core.precision import Precision
@@ -118,6 +119,9 @@ class BackendConfig(Section):
         matmul: `fast` allows fp32 matrix products that differ from torch's in rounding.
         loss: `liger` computes the loss of a decoder by the package liger-kernel, on a CUDA device. `chunked`
             needs no package, and has no logits of the whole batch in memory either.
+        attention: `torch` computes all attention by torch's kernels. `auto` lets models of params files use
+            the package's kernel for attention in bf16 without a mask, on processors with AVX-512 BF16 and
+            without AMX. Its results differ from torch's in rounding.
         allocator: `tuned` keeps the memory of large temporary tensors instead of returning it to the system.
         verify_disk: check data read from the disk tier against checksums.
         compile_only: do not train; write the plan, the graphs and a report of operators.
@@ -143,6 +147,7 @@ class BackendConfig(Section):
     compile: bool | Literal["auto"] = False
     matmul: Literal["exact", "fast"] = "exact"
     loss: Literal["chunked", "liger"] = "chunked"
+    attention: AttentionKernel = "auto"
     allocator: Literal["tuned", "system"] = "tuned"
     verify_disk: bool = False
     compile_only: bool = False

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.core.errors import ConfigError
-from headwater.models.layers.attention import Part, attend_parts, visible
+from headwater.models.layers.attention import Part, Scoring, attend_parts, visible
 from headwater.models.sequences import Piece
 
 _NAME = "headwater_side_by_side"
@@ -86,7 +86,7 @@ def _attention(
         Part(len(piece.tokens), piece.cache.layers[layer], _mask(piece, layer, sliding_window, query.device))
         for piece in _PIECES.get()
     ]
-    attended = attend_parts(query, key, value, parts, scale=scaling, softcap=softcap)
+    attended = attend_parts(query, key, value, parts, Scoring(scaling, softcap))
     return attended.transpose(1, 2).contiguous(), None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headwater.core.attention import attention_kernel_available
 from headwater.core.cleanup import on_failure
 from headwater.core.scratch import cache_folder
 
@@ -33,8 +34,9 @@ def machine_key(device: str, folder: Path | None = None) -> str:
         folder: an existing folder of the disk tier, if there is one.
     """
     gpu = "" if device == "cpu" else torch.cuda.get_device_name(device)
+    kernel = "attention kernel" if device == "cpu" and attention_kernel_available() else "torch's attention"
     # The rates depend on all of these. Several machines may have the same home folder, hence the node.
-    parts = (platform.node(), _cpu_model(), torch.__version__, torch.get_num_threads(), device, gpu)
+    parts = (platform.node(), _cpu_model(), torch.__version__, torch.get_num_threads(), device, gpu, kernel)
     return "|".join(map(str, (*parts, _mount_point(folder) if folder else "")))
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
+_KERNEL, _KERNEL_BACKWARD = "headwater::attention", "headwater::attention_backward"
+"""Operators of `core.attention`."""
 
 
 class OperatorFlops(NamedTuple):
@@ -18,16 +20,26 @@ class OperatorFlops(NamedTuple):
 
     Attributes:
         whole: all of them.
-        attention: those of fused attention.
+        attention: those of torch's fused attention.
+        kernel_attention: those of the package's kernel, see `core.attention`.
     """
 
     whole: int
-    attention: int
+    attention: int = 0
+    kernel_attention: int = 0
 
 
 def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorFlops:
     """Return the operations of a call; none if neither torch nor this module can count them."""
     packet = func._overloadpacket
+    if func.name() == _KERNEL:
+        query, key, value, is_causal = args[:4]
+        count = _attention(query, key, value, is_causal=is_causal, products=(1, 1))
+        return OperatorFlops(count, kernel_attention=count)
+    if func.name() == _KERNEL_BACKWARD:
+        _, query, key, value, _, _, is_causal = args[:7]
+        count = _attention(query, key, value, is_causal=is_causal, products=(3, 2))
+        return OperatorFlops(count, kernel_attention=count)
     if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
         count = _attention(*args, products=(1, 1), **kwargs)
         return OperatorFlops(count, count)

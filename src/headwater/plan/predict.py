@@ -84,16 +84,22 @@ class Predictor:
             self._rates.flops_per_s(name),
             self._rates.attention_flops_per_s(name),
         )
+        # A dry run for a GPU or another machine may have met the kernel of this one.
+        kernel_per_s = self._rates.kernel_attention_flops_per_s or attention_per_s
         saved_bytes_per_s = self._rates.saved_bytes_per_s(name)
 
-        def flops_s(flops: int, attention: int) -> float:
-            return (flops - attention) / products_per_s + attention / attention_per_s
+        def flops_s(flops: int, attention: int, kernel: int) -> float:
+            products = flops - attention - kernel
+            return products / products_per_s + attention / attention_per_s + kernel / kernel_per_s
 
         stages = []
         for cost, policy in zip(trace.costs, plan.activations, strict=True):
             others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
-            forward = flops_s(cost.flops, cost.attention_flops) + _FORWARD_SHARE * others
-            backward = flops_s(cost.backward_flops, cost.backward_attention_flops)
+            forward = flops_s(cost.flops, cost.attention_flops, cost.kernel_attention_flops)
+            forward += _FORWARD_SHARE * others
+            backward = flops_s(
+                cost.backward_flops, cost.backward_attention_flops, cost.backward_kernel_attention_flops
+            )
             backward += (1 - _FORWARD_SHARE) * others
             backward += forward if policy.is_recomputed else 0.0
             stages.append(StageSeconds(forward, 0.0 if trace.inference else backward))

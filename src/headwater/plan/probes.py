@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 from headwater.core.errors import ConfigError
 from headwater.core.units import GIB, MIB
 from headwater.plan.types import Calibration
@@ -36,6 +37,7 @@ _SMALL_DEVICE_ATTENTION_SHAPE = (4, 16, 1024, 64)
 _SMALL_DEVICE_BYTES = 24 * GIB
 """Shapes of large models, on which a GPU reaches the rates of a run: small products end before the launch of
 the next one. A GPU with less free memory gets smaller ones."""
+_KERNEL = "attention by the package's kernel"
 _TRIAL_SHAPE = (32, 256, 256)
 _SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE = ((64, 768, 512),), (1, 32, 256, 4)
 _SLOW_ATTENTION_SHAPE = (1, 2, 128, 32)
@@ -147,7 +149,9 @@ def measure(device: str, folder: Path | None) -> Measurement:
         for name, dtype in _DTYPES.items():
             probes[f"matrix {name}"] = _matrix(device, dtype, sizes[name].matrices)
             probes[f"block {name}"] = Probe(blocks[name].train, on_cores=device == "cpu")
-            probes[f"attention {name}"] = _attention(device, dtype, sizes[name].attention)
+            probes[f"attention {name}"] = _attention(device, dtype, sizes[name].attention, "torch")
+        if device == "cpu" and attention_kernel_available():
+            probes[_KERNEL] = _attention(device, torch.bfloat16, sizes["bf16"].attention, "auto")
         if device != "cpu":
             probes["link"] = _link(device)
         timing = time_probes(probes, device)
@@ -212,7 +216,13 @@ def _rates(
         fp32_attention_flops_per_s=attention["fp32"],
         bf16_attention_flops_per_s=attention["bf16"],
         fp16_attention_flops_per_s=attention["fp16"],
+        kernel_attention_flops_per_s=_kernel_rate(best_s, sizes["bf16"]),
     )
+
+
+def _kernel_rate(best_s: Mapping[str, float], sizes: _Sizes) -> float | None:
+    seconds = best_s.get(_KERNEL)
+    return None if seconds is None else _attention_flops(sizes.attention) / seconds
 
 
 def _flops(shape: tuple[int, int, int]) -> int:
@@ -245,12 +255,14 @@ def _attention_flops(shape: tuple[int, int, int, int]) -> int:
     return 7 * 2 * sequences * heads * (length * (length + 1) // 2) * size
 
 
-def _attention(device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> Probe:
+def _attention(
+    device: str, dtype: torch.dtype, shape: tuple[int, int, int, int], kernel: AttentionKernel
+) -> Probe:
     query, key, value = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     upstream = torch.ones(shape, dtype=dtype, device=device)
 
     def attend() -> None:
-        output = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output = fused_attention(query, key, value, causal=True, kernel=kernel)
         torch.autograd.grad(output, (query, key, value), upstream)
 
     return Probe(attend, on_cores=device == "cpu")

@@ -26,6 +26,8 @@ class _Cost:
     transient_bytes: int = 0
     attention_flops: int = 0
     backward_attention_flops: int = 0
+    kernel_attention_flops: int = 0
+    backward_kernel_attention_flops: int = 0
 
 
 @final
@@ -97,9 +99,11 @@ class StageCosts:
         if self.in_backward:
             cost.backward_flops += flops.whole
             cost.backward_attention_flops += flops.attention
+            cost.backward_kernel_attention_flops += flops.kernel_attention
         else:
             cost.flops += flops.whole
             cost.attention_flops += flops.attention
+            cost.kernel_attention_flops += flops.kernel_attention
         return flops.whole
 
     def take_over(self, stage: int, original: int) -> None:

@@ -48,8 +48,10 @@ class StageCost:
             inference, largest bytes of all activations alive at once.
         recomputable: True if the stage has a separate module whose forward can run again.
         backward_flops: floating-point operations of the backward, recomputation not counted.
-        attention_flops: the part of `flops` in fused attention, which has a separate rate.
-        backward_attention_flops: the part of `backward_flops` in fused attention.
+        attention_flops: the part of `flops` in torch's fused attention, which has a separate rate.
+        backward_attention_flops: the part of `backward_flops` in torch's fused attention.
+        kernel_attention_flops: the part of `flops` in the package's kernel of attention.
+        backward_kernel_attention_flops: the part of `backward_flops` in that kernel.
     """
 
     flops: int
@@ -61,6 +63,8 @@ class StageCost:
     backward_flops: int = 0
     attention_flops: int = 0
     backward_attention_flops: int = 0
+    kernel_attention_flops: int = 0
+    backward_kernel_attention_flops: int = 0
 
 
 class Phase(enum.Enum):
@@ -180,7 +184,10 @@ class Calibration:
         link_bytes_per_s: pinned host memory to the device; `None` on CPU.
         disk_read_bytes_per_s: from the folder of the disk tier; `None` if no folder was given.
         disk_write_bytes_per_s: to that folder.
-        fp32_attention_flops_per_s: fused attention, forward and backward; that of matrix products if `None`.
+        fp32_attention_flops_per_s: torch's fused attention, forward and backward; that of matrix products if
+            `None`.
+        kernel_attention_flops_per_s: the package's kernel of attention in bf16 (`core.attention`), forward
+            and backward; `None` if this machine does not use it.
     """
 
     fp32_flops_per_s: float
@@ -197,6 +204,7 @@ class Calibration:
     fp32_attention_flops_per_s: float | None = None
     bf16_attention_flops_per_s: float | None = None
     fp16_attention_flops_per_s: float | None = None
+    kernel_attention_flops_per_s: float | None = None
 
     def flops_per_s(self, precision: PrecisionName) -> float:
         """Floating-point operations per second of matrix products in `precision`."""

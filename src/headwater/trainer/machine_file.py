@@ -52,7 +52,7 @@ def machine_document(rates: Calibration, free: Resources, device: str) -> dict[s
             "adamw_params_per_s": rates.adamw_params_per_s,
         },
         "flops_per_s": {name: rates.flops_per_s(name) for name in _PRECISIONS},
-        "attention_flops_per_s": {name: rates.attention_flops_per_s(name) for name in _PRECISIONS},
+        "attention_flops_per_s": _attention_rates(rates),
         "saved_bytes_per_s": {name: rates.saved_bytes_per_s(name) for name in _PRECISIONS},
     }
     if device != "cpu":
@@ -65,3 +65,11 @@ def machine_document(rates: Calibration, free: Resources, device: str) -> dict[s
         }
     description = "This machine, as headwater plan measured it. For a cluster raise hosts and add a network."
     return {"description": description, "hosts": 1, "host": host}
+
+
+def _attention_rates(rates: Calibration) -> dict[PrecisionName, float]:
+    """Return the rates of attention by precision; in bf16 that of the package's kernel if it is used."""
+    found: dict[PrecisionName, float] = {name: rates.attention_flops_per_s(name) for name in _PRECISIONS}
+    if rates.kernel_attention_flops_per_s is not None:
+        found["bf16"] = rates.kernel_attention_flops_per_s
+    return found

@@ -18,6 +18,7 @@ from headwater.core.errors import ConfigError
 from headwater.fabric.alike import check_alike
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.models.huggingface import HuggingFaceModel
+from headwater.models.layers.attention import use_torch_attention
 from headwater.models.liger import use_liger
 from headwater.models.registry import FAMILIES, build_model, init_parameter, learning_rate_scale, meta_batch
 from headwater.optim.param_groups import learning_rate_factors
@@ -45,6 +46,8 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
     model = meta_model(init.model)
     if init.backend.loss == "liger":
         use_liger(model, device_of(init.backend))
+    if init.backend.attention == "torch":
+        use_torch_attention(model)
     adjustments = init.optimizer.arguments.adjust_learning_rate
     factors = learning_rate_factors(adjustments, [name for name, _ in model.named_parameters()])
     family = FAMILIES[init.model.name]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headwater.core.attention import AttentionKernel, fused_attention
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.linformer import KeyValueProjection
 from headwater.models.layers.positions import RotaryStyle, rotate
@@ -130,6 +131,22 @@ def visible(
     return seen
 
 
+class Scoring(NamedTuple):
+    """The steps from scores of queries and keys to weights.
+
+    Attributes:
+        scale: factor on the product of query and key; 1 / √(head size) if not given.
+        softcap: see `SelfAttention`.
+        dropout: dropout rate of the weights.
+        kernel: the kernel of attention without a mask; see `use_torch_attention`.
+    """
+
+    scale: float | None
+    softcap: float | None = None
+    dropout: float = 0.0
+    kernel: AttentionKernel = "auto"
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention: [batch, seq, hidden] -> [batch, seq, hidden].
 
@@ -150,7 +167,12 @@ class SelfAttention(nn.Module):
         output_dropout: dropout rate of the output.
         projections: projections of keys and values along the sequence (Linformer). Queries then see all keys
             except padding.
+
+    Attributes:
+        kernel: the kernel of attention without a mask; see `use_torch_attention`.
     """
+
+    kernel: AttentionKernel = "auto"
 
     def __init__(
         self,
@@ -197,23 +219,17 @@ class SelfAttention(nn.Module):
         query, key, value = (self._split_heads(part) for part in self.qkv(x).split(self.sizes, dim=-1))
         if seen.rotations is not None:
             query, key = (rotate(part, *seen.rotations, self.rotary_style) for part in (query, key))
+        scoring = Scoring(
+            self.scale, self.softcap, self.attention_dropout if self.training else 0.0, self.kernel
+        )
         if parts is not None:
-            attended = attend_parts(query, key, value, parts, scale=self.scale, softcap=self.softcap)
+            attended = attend_parts(query, key, value, parts, scoring._replace(dropout=0.0))
         else:
             mask, causal = seen.mask, seen.causal and seen.mask is None
             if self.projections is not None:
                 key, value = self.projections(key, value, mask)
                 mask, causal = None, False
-            attended = attend(
-                query,
-                key,
-                value,
-                mask,
-                causal=causal,
-                scale=self.scale,
-                softcap=self.softcap,
-                dropout=self.attention_dropout if self.training else 0.0,
-            )
+            attended = attend(query, key, value, mask, scoring, causal=causal)
         output: Tensor = self.dropout(self.output(attended.transpose(1, 2).flatten(2)))
         return output
 
@@ -221,16 +237,15 @@ class SelfAttention(nn.Module):
         return x.view(*x.shape[:-1], -1, self.head_size).transpose(1, 2)
 
 
+def use_torch_attention(model: nn.Module) -> None:
+    """Make the layers of a model compute all attention by torch's kernels."""
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.kernel = "torch"
+
+
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    scale: float | None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, *, causal: bool
 ) -> Tensor:
     """Return the attention of queries over keys and values, [batch, heads, queries, head size].
 
@@ -239,11 +254,12 @@ def attend(
         key: keys, [batch, heads or fewer, keys, head size].
         value: values, likewise.
         mask: see `Seen.mask`.
+        scoring: the weights.
         causal: each query sees the keys up to its own; only without a mask.
-        scale: factor on the product of query and key; 1 / √(head size) if not given.
-        softcap: see `SelfAttention`.
-        dropout: dropout rate of the attention weights.
     """
+    scale, softcap, dropout, kernel = scoring
+    if softcap is None and mask is None and dropout == 0:
+        return fused_attention(query, key, value, causal=causal, scale=scale, kernel=kernel)
     heads = query.shape[1]
     if softcap is None:
         return F.scaled_dot_product_attention(
@@ -269,13 +285,7 @@ def attend(
 
 
 def attend_parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parts: Sequence[Part],
-    *,
-    scale: float | None,
-    softcap: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scoring: Scoring
 ) -> Tensor:
     """Append new keys and values to caches, and return the attention of each sequence over its own tokens.
 
@@ -284,8 +294,7 @@ def attend_parts(
         key: their keys, [1, heads or fewer, tokens, head size].
         value: their values, likewise.
         parts: the sequences.
-        scale: see `attend`.
-        softcap: see `attend`.
+        scoring: the weights.
 
     Returns:
         [1, heads, tokens, head size].
@@ -301,5 +310,5 @@ def attend_parts(
             positions = torch.arange(keys.shape[2], device=keys.device)
             mask = visible(positions[-part.new :], positions)
         causal = mask is None and part.new > 1
-        attended.append(attend(queries, keys, values, mask, causal=causal, scale=scale, softcap=softcap))
+        attended.append(attend(queries, keys, values, mask, scoring, causal=causal))
     return torch.cat(attended, 2)

@@ -1,0 +1,73 @@
+"""CPU time of attention in bf16, the package's kernel beside torch's: `python -m benchmarks.attention`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
+
+_TOKENS, _HEADS = 2048, 12
+_LENGTHS, _SIZES = (128, 512, 2048, 8192), (64, 128)
+_ROUNDS = 5
+_KERNELS: tuple[AttentionKernel, ...] = ("torch", "auto")
+
+
+def _inputs(length: int, size: int) -> list[Tensor]:
+    shape = (max(1, _TOKENS // length), length, _HEADS, size)
+    return [torch.randn(shape).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]
+
+
+def _cpu_s(call: Callable[[], object]) -> float:
+    start_s = time.process_time()
+    call()
+    return time.process_time() - start_s
+
+
+def _times(length: int, size: int) -> dict[AttentionKernel, tuple[float, float]]:
+    """Return the seconds of forward and backward by kernel, the best of some rounds in turns."""
+    tensors = _inputs(length, size)
+    gradient = torch.randn_like(tensors[0])
+    best = dict.fromkeys(_KERNELS, (float("inf"), float("inf")))
+    for _ in range(1 + _ROUNDS):  # the first one warms up; it is never the best
+        for kernel in _KERNELS:
+            outputs: list[Tensor] = []
+
+            def forward(kernel: AttentionKernel = kernel, outputs: list[Tensor] = outputs) -> None:
+                outputs.append(fused_attention(*tensors, causal=True, kernel=kernel))
+
+            def backward(outputs: list[Tensor] = outputs) -> None:
+                torch.autograd.grad(outputs[0], tensors, gradient)
+
+            found = _cpu_s(forward), _cpu_s(backward)
+            best[kernel] = (min(best[kernel][0], found[0]), min(best[kernel][1], found[1]))
+    return best
+
+
+def main() -> int:
+    if not attention_kernel_available():
+        print("this machine does not use the kernel", file=sys.stderr)
+        return 1
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(f"{_HEADS} heads, causal, ms of CPU time of one thread, forward + backward")
+    for size in _SIZES:
+        for length in _LENGTHS:
+            times = _times(length, size)
+            torch_s, kernel_s = sum(times["torch"]), sum(times["auto"])
+            texts = [" + ".join(f"{1e3 * part:.1f}" for part in times[kernel]) for kernel in _KERNELS]
+            sequences = max(1, _TOKENS // length)
+            print(
+                f"size {size}, {sequences} × {length}: torch {texts[0]}, kernel {texts[1]}, "
+                f"ratio {torch_s / kernel_s:.2f}",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Attention in bf16 by the package's own kernel, which is faster than torch's on some processors.
+
+The kernel (`native/attention.c`) is for processors with AVX-512 BF16 and without AMX. It is an operator of
+torch, `headwater::attention`, so that dry runs, `torch.compile` and counts of operations see it. It rounds
+where torch's kernel rounds, but sums in another order: results in bf16 differ from torch's by rounding. They
+do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headwater.core.errors import RunError
+from headwater.core.native import native_library, processor_flags
+
+AttentionKernel = Literal["auto", "torch"]
+"""`auto`: the package's kernel where it can compute a call, otherwise torch's. `torch`: always torch's."""
+
+_SIZE_UNIT, _LARGEST_SIZE = 16, 256
+_NEEDED_FEATURES = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+_FASTER_FEATURES = frozenset({"amx_bf16", "amx_tile"})
+"""With these torch's own kernel multiplies tiles of matrices, which AVX-512 does not."""
+
+_OPERATORS = torch.library.Library("headwater", "DEF")
+_OPERATORS.define(
+    "attention(Tensor query, Tensor key, Tensor value, bool causal, float scale) -> (Tensor, Tensor)"
+)
+_OPERATORS.define(
+    "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, "
+    "Tensor log_sums, bool causal, float scale) -> (Tensor, Tensor, Tensor)"
+)
+_ATTENTION: Any = torch.ops.headwater.attention
+_ATTENTION_BACKWARD: Any = torch.ops.headwater.attention_backward
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    kernel: AttentionKernel = "auto",
+) -> Tensor:
+    """Return the attention of queries over keys and values, [batch, heads, queries, size], without a mask.
+
+    Args:
+        query: queries, [batch, heads, queries, size].
+        key: keys, [batch, heads or fewer, keys, size]; groups of adjacent heads share keys.
+        value: values, likewise.
+        causal: query i sees the keys up to key i.
+        scale: factor on the product of query and key; 1 / √size if not given.
+        kernel: see `AttentionKernel`.
+    """
+    if kernel == "auto" and _is_supported(query, key, value, scale):
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        output: Tensor = _ATTENTION(query, key, value, causal, scale)[0]
+        return output
+    shared = key.shape[1] != query.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=shared)
+
+
+def _is_supported(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """True if the kernel can compute this call, and is the faster one."""
+    size = query.shape[-1]
+    return (
+        query.dtype == key.dtype == value.dtype == torch.bfloat16
+        and query.device.type == key.device.type == value.device.type == "cpu"
+        and query.dim() == key.dim() == 4
+        and key.shape == value.shape
+        and query.shape[0] == key.shape[0]
+        and 0 not in (*query.shape, *key.shape)
+        and query.shape[1] % key.shape[1] == 0
+        and key.shape[-1] == size
+        and size % _SIZE_UNIT == 0
+        and size <= _LARGEST_SIZE
+        and (scale is None or scale > 0)
+        and attention_kernel_available()
+    )
+
+
+def attention_kernel_available() -> bool:
+    """True if this machine has the kernel: the processor is one for which it is, and it was compiled."""
+    return _library() is not None
+
+
+# torch.compile evaluates the function once and does not look inside. This is all that
+# `torch.compiler.assume_constant_result` does, which needs the compiler, and a second to import it.
+attention_kernel_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    features = processor_flags()
+    if not features >= _NEEDED_FEATURES or features & _FASTER_FEATURES:
+        return None
+    return native_library("attention")
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batches", "heads", "key_heads", "queries", "keys", "size")),
+        ("scale", ctypes.c_float),
+        ("causal", ctypes.c_int32),
+    )
+
+
+class _Tensor(ctypes.Structure):
+    """`Tensor` of the C source."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((f"{name}_stride", ctypes.c_int64) for name in ("batch", "head", "row")),
+    )
+
+
+def _call(name: str, shape: _Shape, arguments: Sequence[Tensor]) -> None:
+    """Call a function of the library. A tensor with three dimensions is passed by its address."""
+    library = _library()
+    assert library is not None, "the operator is called only where the kernel is available"
+    passed = [
+        ctypes.byref(_Tensor(each.data_ptr(), *each.stride()[:3]))
+        if each.dim() == 4
+        else ctypes.c_void_p(each.data_ptr())
+        for each in arguments
+    ]
+    if library[name](ctypes.byref(shape), *passed) != 0:
+        raise RunError("no memory for the temporary tensors of attention", remedy="use smaller micro-batches")
+
+
+def _shape(query: Tensor, key: Tensor, causal: bool, scale: float) -> _Shape:
+    batches, heads, queries, size = query.shape
+    return _Shape(batches, heads, key.shape[1], queries, key.shape[2], size, scale, causal)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy, with contiguous rows."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _heads_side_by_side(like: Tensor) -> Tensor:
+    """Return a new tensor of this shape. In memory the heads of a position are side by side, as in torch."""
+    batches, heads, length, size = like.shape
+    return like.new_empty((batches, length, heads, size)).transpose(1, 2)
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    query, key, value = map(_rows, (query, key, value))
+    output, log_sums = _results(query)
+    _call("attention_forward", _shape(query, key, causal, scale), (query, key, value, output, log_sums))
+    return output, log_sums
+
+
+def _results(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _heads_side_by_side(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradient, query, key, value, output = map(_rows, (gradient, query, key, value, output))
+    results = _gradients(gradient, query, key, value)
+    shape = _shape(query, key, causal, scale)
+    _call("attention_backward", shape, (query, key, value, output, log_sums.contiguous(), gradient, *results))
+    return results
+
+
+def _gradients(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _heads_side_by_side(query), _heads_side_by_side(key), _heads_side_by_side(value)
+
+
+@final
+class _Differentiable(torch.autograd.Function):
+    """The operator with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        output, log_sums = _below_autograd(query, key, value, causal, scale)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        ctx.mark_non_differentiable(log_sums)
+        ctx.causal, ctx.scale = causal, scale
+        return output, log_sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _ATTENTION_BACKWARD(gradient, *ctx.saved_tensors, ctx.causal, ctx.scale)
+        return (*gradients, None, None)
+
+
+def _below_autograd(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        results: tuple[Tensor, Tensor] = _ATTENTION(query, key, value, causal, scale)
+        return results
+
+
+def _with_gradient(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> object:
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)):
+        return _Differentiable.apply(query, key, value, causal, scale)  # type: ignore[no-untyped-call]
+    return _below_autograd(query, key, value, causal, scale)
+
+
+_OPERATORS.impl("attention", _forward, "CPU")
+_OPERATORS.impl("attention", _results, "Meta")
+_OPERATORS.impl("attention", _with_gradient, "AutogradCPU")
+_OPERATORS.impl("attention_backward", _backward, "CPU")
+_OPERATORS.impl("attention_backward", _gradients, "Meta")
