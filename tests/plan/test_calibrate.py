@@ -17,6 +17,8 @@ from headwater.plan.calibrate import Known
 from headwater.plan.measuring import measure_apart
 from headwater.plan.probes import Measurement, Probe, Timing, measure, time_probes
 from headwater.plan.types import Calibration
+from headwater.plan.update_probe import StageOfAllKinds
+from headwater.store.native_check import adam_in_use, checked_adam
 
 RATES = Calibration(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 DAY_S = 86_400.0
@@ -79,6 +81,36 @@ def test_a_known_machine_is_not_measured_again(tmp_path, machine):
     machine.measurements = [taken()]
     first = calibrate(disk=tmp_path, cache=tmp_path / "cache.json")
     assert calibrate(disk=tmp_path / "not" / "yet", cache=tmp_path / "cache.json") == first
+
+
+def test_rates_that_were_measured_with_another_kernel_of_adam_are_not_used(tmp_path, machine, monkeypatch):
+    cache = tmp_path / "rates.json"
+    machine.measurements = [taken(1.0), taken(2.0)]
+    for kernel, rate in (("native 1", 1.0), ("torch", 2.0), ("native 1", 1.0)):
+        monkeypatch.setattr(module, "adam_in_use", lambda kernel=kernel: kernel)
+        assert calibrate(cache=cache).fp32_flops_per_s == rate
+
+
+def test_the_kernel_of_adam_has_a_name_that_changes_with_its_source():
+    name, digest = adam_in_use().split()
+    assert name == "native" and len(digest) == 12
+
+
+def test_updates_are_measured_with_the_kernel_that_a_run_uses(monkeypatch):
+    kernel, updated = checked_adam(), []
+    run = type(kernel).run
+
+    def counted(kernel, pieces, settings):
+        updated.extend((piece.encoding, piece.numel) for piece in pieces)
+        run(kernel, pieces, settings)
+
+    monkeypatch.setattr(type(kernel), "run", counted)
+    stage = StageOfAllKinds(3000)
+    updated.clear()
+    stage.update()
+    assert sorted(updated) == [(0, 1000), (1, 1000), (2, 1000)], "each way to store a master"
+    # fp32: 28 bytes; split masters: 26; separate masters: 30 if their wire values are read too.
+    assert stage.moved_bytes == pytest.approx(1000 * (28 + 26 + 30), rel=0.2), "rounded up to pages"
 
 
 def test_a_recent_measurement_is_used_without_a_check(tmp_path, machine):

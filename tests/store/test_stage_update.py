@@ -14,6 +14,7 @@ from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule
 from headwater.store.stage_update import StageUpdate
 from headwater.store.update import Part, Pending, Update
+from headwater.store.updater import Updater
 
 STAGE = StageSpec(0, "s", tuple(ParamSpec(n, (4,), torch.float32, torch.float32) for n in "ab"))
 MOMENTUM = OptimizerSpec("SGD", {"lr": 1.0, "momentum": 0.5})
@@ -34,7 +35,7 @@ def store(request, tmp_path):
 
 
 def updates_of(store):
-    return StageUpdate(store.rule, store.tier, store.ownership, store.gradients, store.scalars)
+    return StageUpdate(Updater(store.rule), store.tier, store.ownership, store.gradients, store.scalars)
 
 
 def add(store, *params):

@@ -21,7 +21,7 @@ ADAM = OptimizerSpec("AdamW", {"lr": 0.1, "weight_decay": 0.1})
 class Stage:
     """One stage in memory, filled with ones."""
 
-    def __init__(self, spec=ADAM, shapes=SHAPES):
+    def __init__(self, spec=ADAM, shapes=SHAPES, **options):
         self.rule = UpdateRule(spec)
         params = tuple(ParamSpec(n, shape, torch.float32, torch.float32) for n, shape in shapes.items())
         self.spec = StageSpec(0, "s", params)
@@ -31,7 +31,7 @@ class Stage:
         for view in self.spec.views(self.image):
             view.fill_(1)
         self.scalars = [None] * len(params)
-        self.updater = Updater(self.rule)
+        self.updater = Updater(self.rule, **options)
 
     def step(self, gradients, pending=None, groups=None):
         """Update the stage, or some groups of it; `gradients` has one entry for each parameter."""
@@ -102,7 +102,7 @@ def test_a_parameter_of_several_pieces_is_updated_as_a_whole(pieces):
 
 
 def test_small_parameters_with_equal_options_share_one_call_of_the_optimizer(monkeypatch):
-    stage, calls = Stage(), []
+    stage, calls = Stage(kernel=lambda: None), []
     apply = UpdateRule.apply
     monkeypatch.setattr(
         UpdateRule, "apply", lambda self, *args, **options: calls.append(len(args[0])) or apply(self, *args)

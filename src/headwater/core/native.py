@@ -165,6 +165,15 @@ def _processor_flags() -> bytes:
     return next((line for line in lines if line.lower().startswith((b"flags", b"features"))), b"")
 
 
+def source_digest(name: str) -> str:
+    """Return a short hash of a C source of this package.
+
+    Args:
+        name: name of the source in `headwater/native`, without `.c`.
+    """
+    return hashlib.sha256((_SOURCES / f"{name}.c").read_bytes()).hexdigest()[:12]
+
+
 def processor_flags() -> frozenset[str]:
     """Return the names of the processor's features as Linux reports them, such as `avx512_bf16`."""
     return frozenset(_processor_flags().decode().partition(":")[2].split())

@@ -14,6 +14,7 @@ from headwater.plan.machine_cache import cache_file, machine_key, read_entries, 
 from headwater.plan.measuring import MOST_WALL_S, measure_apart
 from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_quick
 from headwater.plan.types import Calibration
+from headwater.store.native_check import adam_in_use
 
 _QUIET_LIFE_S, _BUSY_LIFE_S, _UNDOUBTED_S = 30 * 86_400.0, 3_600.0, 600.0
 _FILE = "calibration.json"
@@ -94,7 +95,8 @@ def calibrate(
         ConfigError: if `disk` cannot be written to.
     """
     folder = None if disk is None else existing_ancestor(disk)
-    key = machine_key(device, folder)
+    # Rates that were measured with another kernel of Adam tell nothing about this one.
+    key = f"{machine_key(device, folder)}|{adam_in_use()}"
     if recalibrate or key not in _IN_THIS_PROCESS:
 
         def measure() -> Measurement | None:

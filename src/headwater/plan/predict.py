@@ -9,7 +9,7 @@ from functools import lru_cache
 from headwater.core.units import GIB
 from headwater.plan.belady import simulate, slab_capacity, slab_positions
 from headwater.plan.footprint import Footprint, StageBytes, arriving_sums
-from headwater.plan.types import Calibration, Plan, Prediction
+from headwater.plan.types import ADAMW_BYTES, Calibration, Plan, Prediction
 
 NOMINAL = Calibration(
     fp32_flops_per_s=200e9,
@@ -27,9 +27,6 @@ _NOMINAL_LINK, _NOMINAL_READ, _NOMINAL_WRITE = 12 * GIB, 2 * GIB, 1 * GIB  # byt
 
 USE_OVERHEAD_S = 1e-4
 """Time of hooks and bookkeeping for each use of a stage."""
-
-ADAMW_BYTES = 28
-"""Bytes that the update of an fp32 parameter reads (weight, gradient, two moments) and writes."""
 
 _DEVICE_UPDATE_PASSES = 3.5
 """Bytes that the kernels of an update on a device read and write, for each byte that the update needs."""

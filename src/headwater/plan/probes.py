@@ -20,7 +20,8 @@ from torch.nn import functional
 from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 from headwater.core.errors import ConfigError
 from headwater.core.units import GIB, MIB
-from headwater.plan.types import Calibration
+from headwater.plan.types import ADAMW_BYTES, Calibration
+from headwater.plan.update_probe import StageOfAllKinds
 
 QUIET_CPU_SHARE = 0.8
 """A process with at least this share of its cores has them for itself; beside a busy process it gets half."""
@@ -144,8 +145,9 @@ def measure(device: str, folder: Path | None) -> Measurement:
         disk = {} if folder is None else stack.enter_context(_disk(folder))
         sizes = {name: _sizes(device, dtype) for name, dtype in _DTYPES.items()}
         blocks = {name: _Block(device, dtype, sizes[name].block) for name, dtype in _DTYPES.items()}
-        adamw_params = _ADAMW_PARAMS if device == "cpu" else _DEVICE_ADAMW_PARAMS
-        probes = {"quick": _quick(device), "copy": _copy(device), "adamw": _adamw(adamw_params)} | disk
+        updates = StageOfAllKinds(_ADAMW_PARAMS if device == "cpu" else _DEVICE_ADAMW_PARAMS)
+        update = Probe(updates.update, on_cores=True)
+        probes = {"quick": _quick(device), "copy": _copy(device), "adamw": update} | disk
         for name, dtype in _DTYPES.items():
             probes[f"matrix {name}"] = _matrix(device, dtype, sizes[name].matrices)
             probes[f"block {name}"] = Probe(blocks[name].train, on_cores=device == "cpu")
@@ -155,7 +157,7 @@ def measure(device: str, folder: Path | None) -> Measurement:
         if device != "cpu":
             probes["link"] = _link(device)
         timing = time_probes(probes, device)
-    rates = _rates(timing.best_s, blocks, sizes, adamw_params)
+    rates = _rates(timing.best_s, blocks, sizes, updates.moved_bytes)
     return Measurement(rates, timing.best_s["quick"], timing.cpu_share)
 
 
@@ -188,7 +190,7 @@ def time_probes(probes: Mapping[str, Probe], device: str = "cpu") -> Timing:
 
 
 def _rates(
-    best_s: Mapping[str, float], blocks: Mapping[str, _Block], sizes: Mapping[str, _Sizes], adamw_params: int
+    best_s: Mapping[str, float], blocks: Mapping[str, _Block], sizes: Mapping[str, _Sizes], updated_bytes: int
 ) -> Calibration:
     matrix = {
         name: sum(map(_flops, size.matrices)) / best_s[f"matrix {name}"] for name, size in sizes.items()
@@ -209,7 +211,7 @@ def _rates(
         bf16_saved_bytes_per_s=saved["bf16"],
         fp16_saved_bytes_per_s=saved["fp16"],
         memory_bytes_per_s=2 * _COPY_BYTES / best_s["copy"],
-        adamw_params_per_s=adamw_params / best_s["adamw"],
+        adamw_params_per_s=updated_bytes / ADAMW_BYTES / best_s["adamw"],
         link_bytes_per_s=_COPY_BYTES / best_s["link"] if "link" in best_s else None,
         disk_read_bytes_per_s=disk.get("read"),
         disk_write_bytes_per_s=disk.get("write"),
@@ -327,12 +329,6 @@ def _link(device: str) -> Probe:
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8).pin_memory()
     target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     return Probe(lambda: target.copy_(source, non_blocking=True), on_cores=False)
-
-
-def _adamw(num_params: int) -> Probe:
-    param = torch.zeros(num_params, requires_grad=True)
-    param.grad = torch.full_like(param, 1e-3)
-    return Probe(torch.optim.AdamW([param], fused=True).step, on_cores=True)
 
 
 @contextmanager

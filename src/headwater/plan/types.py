@@ -35,6 +35,10 @@ class Activations(enum.Enum):
         return self in (Activations.RECOMPUTE_FROM_HOST, Activations.OFFLOAD)
 
 
+ADAMW_BYTES = 28
+"""Bytes that the update of an fp32 parameter reads (weight, gradient, two moments) and writes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StageCost:
     """Cost of one forward of one micro-batch through a stage, summed over the stage's uses.
@@ -180,7 +184,8 @@ class Calibration:
             backward of a transformer block outside of its matrix products and attention (norms, activation
             functions, allocation).
         memory_bytes_per_s: bytes read plus bytes written by a copy within the compute device's memory.
-        adamw_params_per_s: parameters that fused AdamW updates in host memory.
+        adamw_params_per_s: fp32 parameters that AdamW updates in host memory, or others with as many bytes
+            (`ADAMW_BYTES` each).
         link_bytes_per_s: pinned host memory to the device; `None` on CPU.
         disk_read_bytes_per_s: from the folder of the disk tier; `None` if no folder was given.
         disk_write_bytes_per_s: to that folder.

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
-_TABLE_ELEMENTS = 1 << 18
+TABLE_ELEMENTS = 1 << 18
 """Elements in the table of random numbers, and in a pass over the values: few enough to stay in the cache."""
 
 _DEVICE_ROWS = 64
@@ -37,13 +37,38 @@ def round_stochastically(values: torch.Tensor, out: torch.Tensor, *, stream: str
         start: the place of the first value in this sequence. Rounding a tensor in parts, each with its own
             start, gives the same bits as rounding the whole.
     """
-    begin = (_first_place(stream) + start) % _TABLE_ELEMENTS
-    noise = _table(values.device)[begin : begin + _TABLE_ELEMENTS]
+    begin = place_of(stream, start)
+    noise = _table(values.device)[begin : begin + TABLE_ELEMENTS]
     rows = 1 if values.device.type == "cpu" else _DEVICE_ROWS
     for exact, rounded in zip(_passes(values, rows), _passes(out, rows), strict=True):
         # As integers: noise below 2^16 carries into the upper half with a probability of (lower half) / 2^16.
         bits = exact.view(torch.int32).add_(noise[: exact.shape[-1]]).bitwise_right_shift_(16)
         rounded.view(torch.int16).copy_(bits)
+
+
+def state_stream(param: str, state: str, count: int) -> str:
+    """Return the name of the sequence of random numbers for one state tensor in one update.
+
+    Args:
+        param: name of the parameter.
+        state: name of the state tensor.
+        count: number of the update, from 1. It is the optimizer's own count if it has one: checkpoints keep
+            that, and a resumed loop continues with it.
+    """
+    return f"{param} {state} {count}"
+
+
+def place_of(stream: str, start: int) -> int:
+    """Return the place in `random_numbers` of a sequence's element number `start`.
+
+    The numbers of a sequence follow each other in the table, from its end on again from its beginning.
+    """
+    return (_first_place(stream) + start) % TABLE_ELEMENTS
+
+
+def random_numbers() -> torch.Tensor:
+    """Return the table in host memory: `TABLE_ELEMENTS` random numbers in int32, twice in a row."""
+    return _table(torch.device("cpu"))
 
 
 def prepare_rounding(device: torch.device) -> None:
@@ -53,8 +78,8 @@ def prepare_rounding(device: torch.device) -> None:
 
 def _passes(values: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
     """Yield views of 1-D values in order: up to `rows` rows as long as the table at a time, then the rest."""
-    whole = values.numel() // _TABLE_ELEMENTS * _TABLE_ELEMENTS
-    yield from values[:whole].view(-1, _TABLE_ELEMENTS).split(rows)
+    whole = values.numel() // TABLE_ELEMENTS * TABLE_ELEMENTS
+    yield from values[:whole].view(-1, TABLE_ELEMENTS).split(rows)
     if whole < values.numel():
         yield values[whole:]
 
@@ -70,5 +95,5 @@ def _table(device: torch.device) -> torch.Tensor:
     Each number occurs equally often, so rounding has no bias.
     """
     generator = torch.Generator().manual_seed(0)
-    once = torch.randperm(_TABLE_ELEMENTS, generator=generator).bitwise_and_(0xFFFF).to(torch.int32)
+    once = torch.randperm(TABLE_ELEMENTS, generator=generator).bitwise_and_(0xFFFF).to(torch.int32)
     return torch.cat([once, once]).to(device)

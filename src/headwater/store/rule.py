@@ -90,6 +90,15 @@ class UpdateRule(UpdateRules):
             made[device] = optimizer, defaults
         return made[device]
 
+    def all_options(self, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """Return the optimizer's arguments with those that `options` overrides.
+
+        Args:
+            options: arguments that differ from the spec's.
+            device: of the tensors that are updated.
+        """
+        return {**self._of_this_thread(device)[1], **options}
+
     def apply(
         self,
         masters: Sequence[torch.Tensor],
@@ -118,9 +127,9 @@ class UpdateRule(UpdateRules):
             torch.OutOfMemoryError: if the device has no memory left.
             StreamError: if the optimizer begins to keep a tensor that is not in `state_layout`.
         """
-        optimizer, defaults = self._of_this_thread(masters[0].device)
+        optimizer, _ = self._of_this_thread(masters[0].device)
         kernel = _PLAIN_KERNEL if needs_plain_kernel(gradients[0]) else {}
-        group = {"params": list(masters), **defaults, **options, **kernel}
+        group = {"params": list(masters), **self.all_options(options, masters[0].device), **kernel}
         is_fused = bool(group.get("fused"))
         # Before the first write. Gradients too, because some kernels use their memory for other values.
         undo = []

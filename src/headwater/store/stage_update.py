@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
@@ -14,11 +14,12 @@ from headwater.core.recorder import RECORDER, UPDATE
 from headwater.store.gradients.port import Gradients, GradientSink
 from headwater.store.layout import Group
 from headwater.store.ownership import Ownership
-from headwater.store.rules import UpdateRules
 from headwater.store.scalars import OptimizerScalars
 from headwater.store.tier import Tier, all_pages
 from headwater.store.update import Pending, Progress
-from headwater.store.updater import Updater
+
+if TYPE_CHECKING:
+    from headwater.store.updater import Updater
 
 _Bytes = tuple[torch.Tensor, Iterable[tuple[Group, torch.Tensor]], Gradients]
 """A wire image, groups with their bytes, and the gradients of the parameters."""
@@ -29,7 +30,7 @@ class StageUpdate:
     """Updates this rank's pieces of a stage. `StageAccess` calls it with the stage's lock held.
 
     Args:
-        rule: how parameters are updated.
+        updater: runs the optimizer.
         tier: where the bytes lie.
         ownership: which rank updates which pieces.
         gradients: the sums that updates use.
@@ -38,13 +39,13 @@ class StageUpdate:
 
     def __init__(
         self,
-        rule: UpdateRules,
+        updater: Updater,
         tier: Tier,
         ownership: Ownership,
         gradients: GradientSink,
         scalars: OptimizerScalars,
     ) -> None:
-        self._updater = Updater(rule)
+        self._updater = updater
         self._tier = tier
         self._ownership = ownership
         self._gradients = gradients

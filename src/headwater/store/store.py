@@ -23,6 +23,7 @@ from headwater.store.stage_update import StageUpdate
 from headwater.store.stages import StageAccess
 from headwater.store.tier import Tier
 from headwater.store.update import Part, Update, non_finite_error
+from headwater.store.updater import Updater
 
 if TYPE_CHECKING:
     from headwater.store.in_backward import BackwardUpdates
@@ -109,7 +110,7 @@ class WeightStore:
         self.await_gradients: Callable[[], None] = lambda: None
         self.ledger = Ledger()
         self.scalars = OptimizerScalars(self.stages, ownership, fabric)
-        update = StageUpdate(rule, tier, ownership, gradients, self.scalars)
+        update = StageUpdate(Updater(rule), tier, ownership, gradients, self.scalars)
         self.access = StageAccess(fabric, tier, ownership, self.ledger, update)
         self.parameters = Parameters(rule, tier, ownership, self.access, gradients)
         self.snapshots = SnapshotChannel(Board(fabric, len(self.stages)), fabric.connect("a checkpoint"))

@@ -1,24 +1,33 @@
-"""Runs the optimizer over the pieces of a stage, a few pieces at a time."""
+"""Runs the optimizer over the pieces of a stage."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, final
 
 import torch
 
-from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.gradients.port import Gradients
-from headwater.store.layout import MASTER_FIELDS, Group, Piece, Scalars, StageLayout, stored_dtype
-from headwater.store.masters import Workspaces, num_bits, read_master, write_master
-from headwater.store.rounding import prepare_rounding, round_stochastically
+from headwater.store.layout import Group, Scalars, StageLayout
+from headwater.store.masters import Workspaces
+from headwater.store.native_pieces import NativePieces
+from headwater.store.piece_update import StageJob
 from headwater.store.rules import UpdateRules
-from headwater.store.sparse import rows_of
+from headwater.store.torch_pieces import TorchPieces
 from headwater.store.update import Pending, Progress
 
 if TYPE_CHECKING:
-    from headwater.store.rule import UpdateRule
+    from headwater.store.native_adam import AdamKernel
+
+
+@functools.cache
+def checked_adam() -> AdamKernel | None:
+    """Return the native kernel of Adam, or `None`: see `native_check`."""
+    # Imported when a parameter suits the kernel: the check builds optimizers, the updater does not.
+    from headwater.store.native_check import checked_adam as checked
+
+    return checked()
 
 
 @final
@@ -27,10 +36,12 @@ class Updater:
 
     Args:
         rule: how a piece is updated.
+        kernel: returns the native kernel of Adam, or `None`: then torch's optimizer updates all pieces.
     """
 
-    def __init__(self, rule: UpdateRules) -> None:
+    def __init__(self, rule: UpdateRules, kernel: Callable[[], AdamKernel | None] | None = None) -> None:
         self._rule = rule
+        self._kernel = kernel or checked_adam
         self._workspaces = Workspaces()
 
     def close(self) -> None:
@@ -63,196 +74,17 @@ class Updater:
             torch.OutOfMemoryError: if the device has no memory left. If `progress.undoable`, each piece that
                 is not done then has its old values.
         """
-        stage = layout.stage
-        wires = stage.flat_views(image)
+        job = StageJob(layout, self._rule, image, gradients, scalars, pending, progress)
+        native = NativePieces(job, self._kernel)
         for group, rest in groups:
             changed = [p for p in group.pieces if p.param in pending.parts and gradients[p.param] is not None]
             missing = [piece for piece in changed if not progress.has(piece)]
-            for batch in _batches(missing, layout.piece_elements):
-                loaded = self._load(stage, batch, wires, rest, gradients, pending)
-                self._update(loaded, scalars, progress)
+            own = [piece for piece in missing if native.takes(piece.param)]
+            native.apply(own, rest)
+            others = [piece for piece in missing if not native.takes(piece.param)]
+            if others:
+                TorchPieces(job, self._workspaces).apply(others, rest)
             for piece in changed:
                 # Freed early, because the gradients of a stage may be as large as its weights.
-                if piece.stop == stage.params[piece.param].numel:
+                if piece.stop == layout.stage.params[piece.param].numel:
                     gradients[piece.param] = None
-
-    def _load(
-        self,
-        stage: StageSpec,
-        batch: Sequence[Piece],
-        wires: Sequence[torch.Tensor],
-        rest: torch.Tensor,
-        gradients: Gradients,
-        pending: Pending,
-    ) -> list[_Loaded]:
-        """Load the masters and optimizer state of pieces, and scale and clip their gradients.
-
-        Allocates all memory that the update needs outside of the optimizer.
-        """
-        sizes = [piece.stop - piece.start for piece in batch]
-        bits = self._workspaces.get("bits", num_bits(max(sizes), rest.device), rest.device).view(torch.int32)
-        loaded = []
-        for piece, space in zip(batch, self._workspaces.shares(sizes, rest.device), strict=True):
-            spec, part = stage.params[piece.param], pending.parts[piece.param]
-            rule = self._rule.of(spec.name)
-            gradient = gradients[piece.param]
-            assert gradient is not None, "only parameters with a gradient are updated"
-            fields = piece.views(rest)
-            wire = wires[piece.param][piece.start : piece.stop]
-            master = read_master(piece.encoding, wire, fields, space("master"), bits)
-            own = part.prepared(_part_of(gradient, spec, piece), master.dtype, space("gradient"))
-            flat_master = master
-            states = {name: field for name, field in fields.items() if name not in MASTER_FIELDS}
-            wide = {
-                name: space(f"state {name}").view(states[name].shape).copy_(states[name])
-                for name, state in rule.state_layout(spec).items()
-                if stored_dtype(spec, state) != state.dtype
-            }
-            if wide:
-                prepare_rounding(rest.device)
-            states |= wide
-            if gradient.is_sparse:
-                # A sparse kernel addresses rows.
-                rows = (-1, *spec.shape[1:])
-                master, states = master.view(rows), {k: v.view(rows) for k, v in states.items()}
-            elif self._rule.elementwise:
-                states = {name: state.view(-1) for name, state in states.items()}
-            else:
-                master, own, states = _arranged(spec, master, own, states)
-            options = dict(rule.spec.options(spec.name, spec.shape, part.update.options_of(spec.name)))
-            loaded.append(
-                _Loaded(
-                    piece,
-                    spec,
-                    part.update.step,
-                    rule,
-                    options,
-                    wire,
-                    fields,
-                    flat_master,
-                    bits,
-                    wide,
-                    master,
-                    own,
-                    states,
-                )
-            )
-        return loaded
-
-    def _update(
-        self, loaded: Sequence[_Loaded], scalars: Sequence[Scalars | None], progress: Progress
-    ) -> None:
-        """Run the optimizer over loaded pieces, and record them in `progress`.
-
-        Pieces with equal options share one call of the optimizer, because a call for one small parameter
-        takes as long as a call for many.
-        """
-        todo = list(loaded)
-        while todo:
-            first = todo[0]
-            alike = list[_Loaded]()
-            others = list[_Loaded]()
-            for each in todo:
-                (alike if each.is_like(first) else others).append(each)
-            todo = others
-            new = first.rule.apply(
-                [each.master for each in alike],
-                [each.gradient for each in alike],
-                [each.states for each in alike],
-                [scalars[each.piece.param] for each in alike],
-                first.options,
-                undoable=progress.undoable,
-            )
-            for each, its_scalars in zip(alike, new, strict=True):
-                # Before the next batch overwrites the workspace that holds the masters.
-                write_master(each.piece.encoding, each.flat_master, each.wire, each.fields, each.bits)
-                _round_states(each, its_scalars)
-                progress.note(each.piece, its_scalars)
-
-
-@dataclasses.dataclass(eq=False)
-class _Loaded:
-    """A piece with all tensors that the optimizer needs to update it.
-
-    Attributes:
-        piece: its place.
-        spec: its parameter.
-        step: number of the update.
-        rule: its optimizer.
-        options: arguments of the optimizer.
-        wire: its wire values, 1-D.
-        fields: its tensors beside the wire image.
-        flat_master: its values, 1-D in the order of memory.
-        bits: see `make_bits`; shared by all pieces.
-        wide_states: fp32 copies of the optimizer state that is stored in bf16, in the order of memory.
-        master: the same values in the shape that the optimizer expects.
-        gradient: in that shape.
-        states: in that shape.
-    """
-
-    piece: Piece
-    spec: ParamSpec
-    step: int
-    rule: UpdateRule
-    options: dict[str, Any]
-    wire: torch.Tensor
-    fields: Mapping[str, torch.Tensor]
-    flat_master: torch.Tensor
-    bits: torch.Tensor
-    wide_states: Mapping[str, torch.Tensor]
-    master: torch.Tensor
-    gradient: torch.Tensor
-    states: dict[str, torch.Tensor]
-
-    def is_like(self, other: _Loaded) -> bool:
-        """True if one call of the optimizer can update this piece and `other`."""
-        mine, its = self.gradient, other.gradient
-        same_kind = mine.dtype == its.dtype and mine.is_sparse == its.is_sparse
-        return same_kind and self.rule is other.rule and self.options == other.options
-
-
-def _round_states(loaded: _Loaded, scalars: Scalars) -> None:
-    """Store the optimizer state of a piece that is kept in bf16.
-
-    Args:
-        loaded: the piece, after its update.
-        scalars: the new scalars of its parameter.
-    """
-    # The optimizer's own count if it has one: checkpoints keep it, and a resumed loop continues with it.
-    count = int(scalars.get("step", loaded.step))
-    for name, values in loaded.wide_states.items():
-        out = loaded.fields[name].view(-1)
-        stream = f"{loaded.spec.name} {name} {count}"
-        round_stochastically(values.view(-1), out, stream=stream, start=loaded.piece.start)
-
-
-def _arranged(
-    spec: ParamSpec, master: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return master, gradient and state of a whole parameter with its shape and strides."""
-    shaped = {
-        name: spec.arranged(state.view(-1)) if state.shape == spec.shape else state
-        for name, state in states.items()
-    }
-    return spec.arranged(master), spec.arranged(gradient), shaped
-
-
-def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Tensor:
-    """Return a piece's part of a gradient: 1-D if dense, the rows of the piece if sparse."""
-    if not gradient.is_sparse:
-        return spec.in_memory_order(gradient)[piece.start : piece.stop]
-    return rows_of(gradient, piece.start // spec.row_numel, piece.stop // spec.row_numel)
-
-
-def _batches(pieces: Sequence[Piece], elements: int) -> Iterator[list[Piece]]:
-    """Yield lists of successive pieces with at least `elements` elements; the last may have fewer."""
-    batch: list[Piece] = []
-    numel = 0
-    for piece in pieces:
-        batch.append(piece)
-        numel += piece.stop - piece.start
-        if numel >= elements:
-            yield batch
-            batch, numel = [], 0
-    if batch:
-        yield batch

@@ -11,8 +11,7 @@ import yaml
 
 from headwater.core.errors import ConfigError
 from headwater.core.precision import PrecisionName
-from headwater.plan.predict import ADAMW_BYTES
-from headwater.plan.types import Calibration, Resources
+from headwater.plan.types import ADAMW_BYTES, Calibration, Resources
 
 _PRECISIONS: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
 

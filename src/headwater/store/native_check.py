@@ -1,0 +1,167 @@
+"""A comparison of the native kernel of Adam with torch's own, before the kernel is used.
+
+[Note: the kernel is checked at first use] The bits of torch's kernel depend on its build: on the instructions
+that its compiler has chosen, and on the width of its vectors. So the first update of a process runs a few
+small updates both ways, with the torch that is installed. The native kernel is used only if every bit agrees.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from headwater.core.native import native_library, source_digest
+from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.threads import single_core_pool
+from headwater.optim.spec import OptimizerSpec
+from headwater.store.layout import Scalars, StageLayout
+from headwater.store.masters import Workspaces, write_master
+from headwater.store.native_adam import AdamKernel
+from headwater.store.native_pieces import NativePieces
+from headwater.store.piece_update import PieceUpdate, StageJob
+from headwater.store.rule import UpdateRule, stage_layout
+from headwater.store.torch_pieces import TorchPieces
+from headwater.store.update import Part, Pending, Progress, Update
+
+_SOURCE = "adam"
+_FLAGS = ("-ffp-contract=off", "-fno-math-errno")
+"""Without the first, the compiler would choose which products and sums to contract, and so the bits. Without
+the second, square roots would not be computed as vectors, because each might set `errno`."""
+
+_WIDTHS = (8, 16, 4)
+"""Elements in a vector of torch's kernel, the likeliest first: AVX2, AVX-512, NEON."""
+
+_SPECS = (
+    OptimizerSpec("AdamW", {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}),
+    OptimizerSpec("Adam", {"lr": 3e-2, "weight_decay": 0.01, "eps": 1e-5, "maximize": True}),
+    OptimizerSpec("AdamW", {"lr": 0.5, "weight_decay": 0.0, "betas": (0.0, 0.6)}),
+)
+_SMALL, _LARGE = tuple(range(1, 65)), (20_003,)
+"""Sizes of parameters: every remainder of a vector, and a size that the threads of both kernels divide."""
+
+_STEPS = 3
+_MOST_EXPONENT = 90
+"""Gradients reach 2 to this power, so that second moments overflow but no number becomes NaN."""
+
+_LOCK = threading.Lock()
+
+logger = logging.getLogger(__name__)
+
+
+def checked_adam() -> AdamKernel | None:
+    """Return the native kernel of Adam if it has the bits of torch's, or else `None`.
+
+    The first call in a process takes a fraction of a second, or some seconds if the kernel must be compiled.
+    """
+    with _LOCK:
+        return _checked_once()
+
+
+def adam_in_use() -> str:
+    """Return a name for the kernel of Adam that updates weights; another source has another name."""
+    return "torch" if checked_adam() is None else f"native {source_digest(_SOURCE)}"
+
+
+@functools.cache
+def _checked_once() -> AdamKernel | None:
+    for width in _WIDTHS:
+        kernel = load_adam(width)
+        if kernel is None:  # `native_library` has logged the reason
+            return None
+        if agrees(kernel):
+            return kernel
+    logger.info("adam: torch's kernel is used, because this build of torch rounds in another way")
+    return None
+
+
+def load_adam(width: int) -> AdamKernel | None:
+    """Return the kernel for one width of torch's vectors, or `None` if it cannot be built on this machine."""
+    library = native_library(_SOURCE, _FLAGS)
+    return None if library is None else AdamKernel(library, width)
+
+
+def agrees(kernel: AdamKernel) -> bool:
+    """True if a native kernel has every bit of torch's in a few small updates."""
+    # On one core: threads that meet at a barrier for each operator would take seconds on a busy machine.
+    with single_core_pool(1, "headwater-check") as pool:
+        small = pool.submit(lambda: all(_agrees(kernel, spec, _SMALL) for spec in _SPECS)).result()
+    return small and _agrees(kernel, _SPECS[0], _LARGE)
+
+
+def _agrees(kernel: AdamKernel, spec: OptimizerSpec, sizes: Sequence[int]) -> bool:
+    def native(job: StageJob) -> PieceUpdate:
+        return NativePieces(job, lambda: kernel)
+
+    def plain(job: StageJob) -> PieceUpdate:
+        return TorchPieces(job, Workspaces())
+
+    both = zip(_updated(spec, sizes, native), _updated(spec, sizes, plain), strict=True)
+    return all(torch.equal(own, its) for own, its in both)
+
+
+def _updated(
+    spec: OptimizerSpec, sizes: Sequence[int], update: Callable[[StageJob], PieceUpdate]
+) -> Iterator[torch.Tensor]:
+    """Yield all bytes of a small stage after each of a few updates.
+
+    Args:
+        spec: the optimizer.
+        sizes: of the parameters of the stage.
+        update: returns an implementation of updates.
+    """
+    rule = UpdateRule(spec)
+    layout = stage_layout(StageSpec(0, "check", _params(sizes)), rule)
+    generator = torch.Generator().manual_seed(0)
+    image = torch.zeros(layout.wire_bytes, dtype=torch.uint8)
+    rest = torch.zeros(layout.rest_bytes, dtype=torch.uint8)
+    _fill(layout, image, rest, generator)
+    scalars: list[Scalars | None] = [None] * len(sizes)
+    for step in range(1, 1 + _STEPS):
+        settings = Update(step, {"lr": spec.kwargs["lr"] / step}, max_value=1e20 if step == 2 else None)
+        part = Part(step, settings, torch.tensor(0.37) if step > 1 else None)
+        pending, progress = Pending(step, dict.fromkeys(range(len(sizes)), part)), Progress.of(scalars)
+        job = StageJob(layout, rule, image, _gradients(sizes, generator), scalars, pending, progress)
+        piece_update = update(job)
+        for group in layout.groups:
+            piece_update.apply(group.pieces, rest[group.offset : group.offset + group.num_bytes])
+        scalars = progress.after
+        yield torch.cat([image, rest])
+
+
+def _params(sizes: Sequence[int]) -> tuple[ParamSpec, ...]:
+    """Return parameters of these sizes, whose encodings and dtypes of state differ."""
+    return tuple(
+        ParamSpec(
+            str(index),
+            (size,),
+            torch.float32,
+            torch.float32 if index % 3 == 0 else torch.bfloat16,
+            split_master=index % 3 == 1,
+            bf16_state=index % 2 == 1,
+        )
+        for index, size in enumerate(sizes)
+    )
+
+
+def _fill(layout: StageLayout, image: torch.Tensor, rest: torch.Tensor, generator: torch.Generator) -> None:
+    """Write random masters. The state stays 0, since it has no values before the first update."""
+    wires = layout.stage.flat_views(image)
+    for piece in (piece for group in layout.groups for piece in group.pieces):
+        master = torch.randn(piece.stop - piece.start, generator=generator)
+        write_master(piece.encoding, master, wires[piece.param], piece.views(rest))
+
+
+def _gradients(sizes: Sequence[int], generator: torch.Generator) -> list[torch.Tensor | None]:
+    """Return gradients with ordinary, huge, tiny and zero elements; their dtypes alternate."""
+    count = sum(sizes)
+    values = torch.randn(count, generator=generator)
+    exponents = torch.randint(-149, _MOST_EXPONENT, (count,), generator=generator)
+    kind = torch.randint(0, 4, (count,), generator=generator)
+    values[kind == 1] *= 0.0
+    values[kind == 2] *= torch.exp2(exponents[kind == 2].float())
+    parts = values.split(list(sizes))
+    return [part if index % 4 < 2 else part.to(torch.bfloat16) for index, part in enumerate(parts)]

@@ -1,0 +1,223 @@
+"""Updates of pieces by the native kernel of Adam: all pieces of a group in one pass over their values.
+
+[Note: what the native kernel updates] The kernel has the bits of torch's fused Adam and AdamW on the CPU. It
+updates fp32 parameters in host memory whose wire values are fp32 or bf16, with dense gradients in fp32 or
+bf16. Everything else is updated by `TorchPieces`: other optimizers, torch's loop instead of its fused kernel,
+amsgrad, options that are tensors, wires in fp16, sparse gradients, and stages in device memory. `suits`
+decides, from the data of one parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from headwater.core.stage import ParamSpec
+from headwater.store.layout import MASTER_FIELD, Piece, Scalars, StateLayout
+from headwater.store.native_adam import ENCODINGS, AdamKernel, AdamPiece, AdamSettings
+from headwater.store.piece_update import PieceUpdate, StageJob
+from headwater.store.rounding import place_of, state_stream
+
+if TYPE_CHECKING:
+    from headwater.optim.spec import OptimizerSpec
+
+_MEAN, _SQUARE = "exp_avg", "exp_avg_sq"
+_STATE = frozenset({_MEAN, _SQUARE})
+_GRADIENT_DTYPES = _WIRE_DTYPES = frozenset({torch.float32, torch.bfloat16})
+
+
+def suits(
+    spec: ParamSpec,
+    optimizer: OptimizerSpec,
+    options: Mapping[str, Any],
+    state: StateLayout,
+    scalars: Scalars | None,
+    gradient: torch.Tensor,
+    factor: torch.Tensor | None,
+) -> bool:
+    """True if the native kernel can update a parameter: see [Note: what the native kernel updates].
+
+    Args:
+        spec: the parameter.
+        optimizer: its optimizer.
+        options: all options of the optimizer for this parameter.
+        state: the optimizer's state tensors of the parameter.
+        scalars: the optimizer's scalars of the parameter before the update.
+        gradient: its summed gradient.
+        factor: the factor of the gradient.
+    """
+    is_fused_adam = optimizer.foreign_class is None and optimizer.name in {"Adam", "AdamW"}
+    is_fused_adam = is_fused_adam and bool(options["fused"]) and state.keys() == _STATE
+    return (
+        is_fused_adam
+        and not (options["amsgrad"] or options["capturable"] or options["differentiable"])
+        and all(isinstance(each, int | float) for each in _numbers(options))
+        and spec.dtype == torch.float32
+        and spec.wire_dtype in _WIRE_DTYPES
+        and gradient.device.type == "cpu"
+        and not gradient.is_sparse
+        and gradient.dtype in _GRADIENT_DTYPES
+        and (scalars is None or (scalars.keys() == {"step"} and isinstance(scalars["step"], torch.Tensor)))
+        and (factor is None or (factor.dtype, factor.device.type) == (torch.float32, "cpu"))
+    )
+
+
+def _numbers(options: Mapping[str, Any]) -> tuple[object, ...]:
+    return (options["lr"], *options["betas"], options["eps"], options["weight_decay"])
+
+
+@final
+class NativePieces(PieceUpdate):
+    """Runs the native kernel over pieces of the parameters for which `takes` is true.
+
+    Args:
+        job: the update of a stage.
+        kernel: returns the kernel, or `None` if torch's must be used; called when a parameter suits it.
+    """
+
+    def __init__(self, job: StageJob, kernel: Callable[[], AdamKernel | None]) -> None:
+        self._job = job
+        self._load = kernel
+        self._params: dict[int, _Param | None] = {}
+
+    def takes(self, param: int) -> bool:
+        """True if pieces of a parameter of the stage, by index, are updated here."""
+        return self._param(param) is not None
+
+    def apply(self, pieces: Sequence[Piece], rest: torch.Tensor) -> None:
+        if not pieces:
+            return
+        # A thread's first call of torch sets its number of threads, which the kernel uses too.
+        torch.get_num_threads()
+        kernel = self._load()
+        assert kernel is not None, "only pieces that are taken are updated"
+        places: dict[int, int] = {}  # of a parameter's settings in the call
+        settings: list[AdamSettings] = []
+        listed, kept = [], []
+        for piece in pieces:
+            param = self._param(piece.param)
+            assert param is not None, "only pieces that are taken are updated"
+            if piece.param not in places:
+                places[piece.param] = len(settings)
+                settings.append(param.settings)
+            # Kept until the kernel has run: a gradient with other strides than the parameter's is copied.
+            kept.append(param.spec.in_memory_order(self._job.gradient(piece.param)))
+            wire = self._job.wires[piece.param]
+            listed.append(param.piece(piece, places[piece.param], wire, kept[-1], rest))
+        kernel.run(listed, settings)
+        for piece in pieces:
+            param = self._param(piece.param)
+            assert param is not None, "only pieces that are taken are updated"
+            self._job.progress.note(piece, param.after)
+
+    def _param(self, param: int) -> _Param | None:
+        if param not in self._params:
+            self._params[param] = self._prepared(param)
+        return self._params[param]
+
+    def _prepared(self, param: int) -> _Param | None:
+        job = self._job
+        if job.progress.undoable:  # in device memory
+            return None
+        spec, part = job.layout.stage.params[param], job.pending.parts[param]
+        rule, before, gradient = job.rules.of(spec.name), job.scalars[param], job.gradient(param)
+        options = rule.all_options(job.options(param), job.image.device)
+        state = rule.state_layout(spec)
+        if not suits(spec, rule.spec, options, state, before, gradient, part.factor) or self._load() is None:
+            return None
+        limit = part.update.max_value
+        after = _counted(before)
+        return _Param(
+            spec,
+            _settings(options, float(after["step"])),
+            is_first=before is None,
+            bf16_state=spec.bf16_state,  # the moments are fp32, so this decides: see `stored_dtype`
+            factor=1.0 if part.factor is None else float(part.factor),
+            limit=math.inf if limit is None else limit,
+            after=after,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Param:
+    """The update of one parameter, as the kernel needs it.
+
+    Attributes:
+        spec: the parameter.
+        settings: of Adam.
+        is_first: true if the state has no values yet.
+        bf16_state: true if the moments are stored in bf16.
+        factor: of the gradient.
+        limit: of the gradient's absolute values, after the factor.
+        after: the scalars after the update.
+    """
+
+    spec: ParamSpec
+    settings: AdamSettings
+    is_first: bool
+    bf16_state: bool
+    factor: float
+    limit: float
+    after: Scalars
+
+    def piece(
+        self, piece: Piece, settings: int, wire: torch.Tensor, gradient: torch.Tensor, rest: torch.Tensor
+    ) -> AdamPiece:
+        """Return a piece as the kernel needs it.
+
+        Args:
+            piece: a piece of this parameter.
+            settings: the place of the parameter's settings in the call.
+            wire: the wire values of the parameter.
+            gradient: the gradient of the parameter, 1-D in the order of memory.
+            rest: the bytes of the piece's group.
+        """
+        base = rest.data_ptr()
+        fields = {field.name: base + field.offset for field in piece.fields}
+        return AdamPiece(
+            wire=wire.data_ptr() + piece.start * wire.itemsize,
+            master=fields.get(MASTER_FIELD.get(piece.encoding, ""), 0),
+            gradient=gradient.data_ptr() + piece.start * gradient.itemsize,
+            mean=fields[_MEAN],
+            square=fields[_SQUARE],
+            numel=piece.stop - piece.start,
+            mean_place=self._place(_MEAN, piece),
+            square_place=self._place(_SQUARE, piece),
+            settings=settings,
+            encoding=ENCODINGS[piece.encoding],
+            bf16_gradient=gradient.dtype == torch.bfloat16,
+            bf16_state=self.bf16_state,
+            is_first=self.is_first,
+            factor=self.factor,
+            limit=self.limit,
+        )
+
+    def _place(self, state: str, piece: Piece) -> int:
+        """Return the place in the table of random numbers for the first element of a piece."""
+        if not self.bf16_state:
+            return 0
+        return place_of(state_stream(self.spec.name, state, int(self.after["step"])), piece.start)
+
+
+def _settings(options: Mapping[str, Any], step: float) -> AdamSettings:
+    beta1, beta2 = options["betas"]
+    return AdamSettings(
+        lr=options["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        eps=options["eps"],
+        weight_decay=options["weight_decay"],
+        step=step,
+        decoupled=bool(options["decoupled_weight_decay"]),
+        maximize=bool(options["maximize"]),
+    )
+
+
+def _counted(scalars: Scalars | None) -> Scalars:
+    """Return the scalars after one more step. The count is a tensor of fp32, as that of torch."""
+    step = torch.zeros((), dtype=torch.float32) if scalars is None else scalars["step"]
+    return {"step": step + 1}

@@ -1,0 +1,207 @@
+"""Updates of pieces by optimizers of torch: a few pieces at a time, in several passes over their values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from headwater.core.stage import ParamSpec
+from headwater.store.layout import MASTER_FIELDS, Piece, Scalars, stored_dtype
+from headwater.store.masters import Workspaces, num_bits, read_master, write_master
+from headwater.store.piece_update import PieceUpdate, StageJob
+from headwater.store.rounding import prepare_rounding, round_stochastically, state_stream
+from headwater.store.sparse import rows_of
+
+if TYPE_CHECKING:
+    from headwater.store.rule import UpdateRule
+
+
+@final
+class TorchPieces(PieceUpdate):
+    """Runs optimizers of torch or of the user, on any device.
+
+    Args:
+        job: the update of a stage.
+        workspaces: memory of the calling thread for masters, gradients and state in fp32.
+    """
+
+    def __init__(self, job: StageJob, workspaces: Workspaces) -> None:
+        self._job = job
+        self._workspaces = workspaces
+
+    def apply(self, pieces: Sequence[Piece], rest: torch.Tensor) -> None:
+        for batch in _batches(pieces, self._job.layout.piece_elements):
+            self._update(self._load(batch, rest))
+
+    def _load(self, batch: Sequence[Piece], rest: torch.Tensor) -> list[_Loaded]:
+        """Load the masters and optimizer state of pieces, and scale and clip their gradients.
+
+        Allocates all memory that the update needs outside of the optimizer.
+        """
+        job = self._job
+        sizes = [piece.stop - piece.start for piece in batch]
+        bits = self._workspaces.get("bits", num_bits(max(sizes), rest.device), rest.device).view(torch.int32)
+        loaded = []
+        for piece, space in zip(batch, self._workspaces.shares(sizes, rest.device), strict=True):
+            spec, part = job.layout.stage.params[piece.param], job.pending.parts[piece.param]
+            rule = job.rules.of(spec.name)
+            gradient = job.gradient(piece.param)
+            fields = piece.views(rest)
+            wire = job.wires[piece.param][piece.start : piece.stop]
+            master = read_master(piece.encoding, wire, fields, space("master"), bits)
+            own = part.prepared(_part_of(gradient, spec, piece), master.dtype, space("gradient"))
+            flat_master = master
+            states = {name: field for name, field in fields.items() if name not in MASTER_FIELDS}
+            wide = {
+                name: space(f"state {name}").view(states[name].shape).copy_(states[name])
+                for name, state in rule.state_layout(spec).items()
+                if stored_dtype(spec, state) != state.dtype
+            }
+            if wide:
+                prepare_rounding(rest.device)
+            states |= wide
+            if gradient.is_sparse:
+                # A sparse kernel addresses rows.
+                rows = (-1, *spec.shape[1:])
+                master, states = master.view(rows), {k: v.view(rows) for k, v in states.items()}
+            elif job.rules.elementwise:
+                states = {name: state.view(-1) for name, state in states.items()}
+            else:
+                master, own, states = _arranged(spec, master, own, states)
+            loaded.append(
+                _Loaded(
+                    piece,
+                    spec,
+                    part.update.step,
+                    rule,
+                    job.options(piece.param),
+                    wire,
+                    fields,
+                    flat_master,
+                    bits,
+                    wide,
+                    master,
+                    own,
+                    states,
+                )
+            )
+        return loaded
+
+    def _update(self, loaded: Sequence[_Loaded]) -> None:
+        """Run the optimizer over loaded pieces, and record them in the job's progress.
+
+        Pieces with equal options share one call of the optimizer, because a call for one small parameter
+        takes as long as a call for many.
+        """
+        progress = self._job.progress
+        todo = list(loaded)
+        while todo:
+            first = todo[0]
+            alike = list[_Loaded]()
+            others = list[_Loaded]()
+            for each in todo:
+                (alike if each.is_like(first) else others).append(each)
+            todo = others
+            new = first.rule.apply(
+                [each.master for each in alike],
+                [each.gradient for each in alike],
+                [each.states for each in alike],
+                [self._job.scalars[each.piece.param] for each in alike],
+                first.options,
+                undoable=progress.undoable,
+            )
+            for each, its_scalars in zip(alike, new, strict=True):
+                # Before the next batch overwrites the workspace that holds the masters.
+                write_master(each.piece.encoding, each.flat_master, each.wire, each.fields, each.bits)
+                _round_states(each, its_scalars)
+                progress.note(each.piece, its_scalars)
+
+
+@dataclasses.dataclass(eq=False)
+class _Loaded:
+    """A piece with all tensors that the optimizer needs to update it.
+
+    Attributes:
+        piece: its place.
+        spec: its parameter.
+        step: number of the update.
+        rule: its optimizer.
+        options: arguments of the optimizer.
+        wire: its wire values, 1-D.
+        fields: its tensors beside the wire image.
+        flat_master: its values, 1-D in the order of memory.
+        bits: see `make_bits`; shared by all pieces.
+        wide_states: fp32 copies of the optimizer state that is stored in bf16, in the order of memory.
+        master: the same values in the shape that the optimizer expects.
+        gradient: in that shape.
+        states: in that shape.
+    """
+
+    piece: Piece
+    spec: ParamSpec
+    step: int
+    rule: UpdateRule
+    options: dict[str, Any]
+    wire: torch.Tensor
+    fields: Mapping[str, torch.Tensor]
+    flat_master: torch.Tensor
+    bits: torch.Tensor
+    wide_states: Mapping[str, torch.Tensor]
+    master: torch.Tensor
+    gradient: torch.Tensor
+    states: dict[str, torch.Tensor]
+
+    def is_like(self, other: _Loaded) -> bool:
+        """True if one call of the optimizer can update this piece and `other`."""
+        mine, its = self.gradient, other.gradient
+        same_kind = mine.dtype == its.dtype and mine.is_sparse == its.is_sparse
+        return same_kind and self.rule is other.rule and self.options == other.options
+
+
+def _round_states(loaded: _Loaded, scalars: Scalars) -> None:
+    """Store the optimizer state of a piece that is kept in bf16.
+
+    Args:
+        loaded: the piece, after its update.
+        scalars: the new scalars of its parameter.
+    """
+    count = int(scalars.get("step", loaded.step))
+    for name, values in loaded.wide_states.items():
+        out = loaded.fields[name].view(-1)
+        stream = state_stream(loaded.spec.name, name, count)
+        round_stochastically(values.view(-1), out, stream=stream, start=loaded.piece.start)
+
+
+def _arranged(
+    spec: ParamSpec, master: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return master, gradient and state of a whole parameter with its shape and strides."""
+    shaped = {
+        name: spec.arranged(state.view(-1)) if state.shape == spec.shape else state
+        for name, state in states.items()
+    }
+    return spec.arranged(master), spec.arranged(gradient), shaped
+
+
+def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Tensor:
+    """Return a piece's part of a gradient: 1-D if dense, the rows of the piece if sparse."""
+    if not gradient.is_sparse:
+        return spec.in_memory_order(gradient)[piece.start : piece.stop]
+    return rows_of(gradient, piece.start // spec.row_numel, piece.stop // spec.row_numel)
+
+
+def _batches(pieces: Sequence[Piece], elements: int) -> Iterator[list[Piece]]:
+    """Yield lists of successive pieces with at least `elements` elements; the last may have fewer."""
+    batch: list[Piece] = []
+    numel = 0
+    for piece in pieces:
+        batch.append(piece)
+        numel += piece.stop - piece.start
+        if numel >= elements:
+            yield batch
+            batch, numel = [], 0
+    if batch:
+        yield batch
