@@ -196,7 +196,7 @@ def test_a_lock_that_is_released_early_is_found(held, monkeypatch, tmp_path):
         note(self, stage, copied)
 
     @contextlib.contextmanager
-    def released_early(self, stage):
+    def released_early(self, stage, *, before_step=False):
         with self.exclusive(stage):
             pass
         yield
