@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -12,9 +13,16 @@ from torch import Tensor
 from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 
 _TOKENS, _HEADS = 2048, 12
-_LENGTHS, _SIZES = (128, 512, 2048, 8192), (64, 128)
-_ROUNDS = 5
 _KERNELS: tuple[AttentionKernel, ...] = ("torch", "auto")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192], help="of a sequence")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="of a head")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each kernel, in turns")
+    return parser
 
 
 def _inputs(length: int, size: int) -> list[Tensor]:
@@ -28,12 +36,12 @@ def _cpu_s(call: Callable[[], object]) -> float:
     return time.process_time() - start_s
 
 
-def _times(length: int, size: int) -> dict[AttentionKernel, tuple[float, float]]:
+def _times(length: int, size: int, rounds: int) -> dict[AttentionKernel, tuple[float, float]]:
     """Return the seconds of forward and backward by kernel, the best of some rounds in turns."""
     tensors = _inputs(length, size)
     gradient = torch.randn_like(tensors[0])
     best = dict.fromkeys(_KERNELS, (float("inf"), float("inf")))
-    for _ in range(1 + _ROUNDS):  # the first one warms up; it is never the best
+    for _ in range(1 + rounds):  # the first one warms up
         for kernel in _KERNELS:
             outputs: list[Tensor] = []
 
@@ -49,15 +57,16 @@ def _times(length: int, size: int) -> dict[AttentionKernel, tuple[float, float]]
 
 
 def main() -> int:
+    args = make_parser().parse_args()
     if not attention_kernel_available():
         print("this machine does not use the kernel", file=sys.stderr)
         return 1
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"{_HEADS} heads, causal, ms of CPU time of one thread, forward + backward")
-    for size in _SIZES:
-        for length in _LENGTHS:
-            times = _times(length, size)
+    for size in args.sizes:
+        for length in args.lengths:
+            times = _times(length, size, args.rounds)
             torch_s, kernel_s = sum(times["torch"]), sum(times["auto"])
             texts = [" + ".join(f"{1e3 * part:.1f}" for part in times[kernel]) for kernel in _KERNELS]
             sequences = max(1, _TOKENS // length)

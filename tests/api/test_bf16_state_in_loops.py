@@ -70,6 +70,6 @@ def test_state_of_a_bf16_run_continues_exactly_in_plain_pytorch(tmp_path):
 
 
 def test_an_unknown_value_is_refused():
-    with pytest.raises(ConfigError, match="'exact' or 'bf16'") as error:
+    with pytest.raises(ConfigError, match="one of exact, bf16, got 'fp8'") as error:
         headwater.backend("CSX", optimizer_state="fp8")
     assert "option optimizer_state" in str(error.value)

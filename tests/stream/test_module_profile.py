@@ -98,7 +98,8 @@ def test_layers_exist_only_while_a_profile_is_taken(tmp_path):
 class Slow(nn.Module):
     """A linear layer that sleeps in forward, and longer in backward."""
 
-    FORWARD_S, BACKWARD_S = 0.02, 0.03
+    # Long enough that no pause of a busy machine makes another module the slowest.
+    FORWARD_S, BACKWARD_S = 0.1, 0.15
 
     class Sleep(torch.autograd.Function):
         @staticmethod
