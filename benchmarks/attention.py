@@ -19,7 +19,9 @@ _KERNELS: tuple[AttentionKernel, ...] = ("torch", "auto")
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192], help="of a sequence")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192], help="of a sequence"
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="of a head")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each kernel, in turns")
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.runner import System, interleave, report
@@ -31,14 +32,20 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", help="systems whose name contains this, beside plain PyTorch")
+    parser.add_argument(
+        "--only", nargs="+", help="systems whose name contains one of these, beside plain PyTorch"
+    )
     parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
     return parser
 
 
+def _is_named(system: System, parts: Sequence[str] | None) -> bool:
+    return parts is None or any(part.lower() in system.name.lower() for part in parts)
+
+
 def main() -> int:
     args = make_parser().parse_args()
-    systems = [s for s in SYSTEMS if s is PLAIN or not args.only or args.only.lower() in s.name.lower()]
+    systems = [system for system in SYSTEMS if system is PLAIN or _is_named(system, args.only)]
     results = interleave(systems, workload_of(args), args.rounds, args.folder)
     return report(f"speed_{args.dtype}", results, PLAIN.name)
 
