@@ -128,8 +128,8 @@ class Client:
         """Start the server; returns the connection with it."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", str(HERE / "server.py"), str(theirs.fileno())]
-        # numpy would start threads when it is imported, and the server must have none. `_set_threads` gives
-        # each new process the number that it would have taken.
+        # numpy starts threads when it is imported, but a server with threads cannot fork. `_set_threads`
+        # gives each new process the number that it would have taken.
         environment = {**self._of_server, "OMP_NUM_THREADS": "1"}
         options = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "env": environment}
         with real_starts():

@@ -23,7 +23,7 @@ MOST_WALL_S = 240.0
 def measure_block(
     packed: bytes, conditions: Conditions, *, most_wall_s: float = MOST_WALL_S
 ) -> BlockTimes | str:
-    """Return the times of a packed call, measured in another process; or the reason why there are none.
+    """Return the times of a packed call, measured in another process. If that fails, return the reason.
 
     Args:
         packed: the call, of `pack`.

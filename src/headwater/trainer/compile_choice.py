@@ -186,7 +186,7 @@ def _spare_bytes(plan: Plan) -> int | None:
 
 
 def _measure(run: _Run) -> list[BlockTimes] | str:
-    """Measure one block of each group and store the times; return the times, or why there are none."""
+    """Measure one block of each group, store the times and return them. If that fails, return the reason."""
     plan, trainable = run.plan, run.trainable
     limit = None if plan.budget is None else plan.budget.host_memory
     free = free_host_bytes() if limit is None else min(free_host_bytes(), limit - resident_bytes())
@@ -217,7 +217,7 @@ def _measure(run: _Run) -> list[BlockTimes] | str:
 
 
 def _known(key: str) -> BlockTimes | None:
-    """Return the stored times of a block; `None` if there are none, or only old or damaged ones."""
+    """Return the stored times of a block; `None` if they are missing, old or damaged."""
     match read_entries(cache_file(_FILE)).get(key):
         case {"times": dict(times), "taken_s": float(taken_s)} if 0 <= time.time() - taken_s < _LIFE_S:
             fields = {field.name for field in dataclasses.fields(BlockTimes)}
