@@ -3,7 +3,10 @@
 import logging
 import multiprocessing
 import os
+import resource
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -53,7 +56,7 @@ def forbid_compiling(monkeypatch):
     def fail(*_):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(native, "_compile", fail)
+    monkeypatch.setattr(native._Build, "compile", fail)
 
 
 def test_a_library_is_compiled_once_and_found_again(source, folder, monkeypatch):
@@ -72,6 +75,28 @@ def test_another_source_or_flag_is_another_library(source, folder):
     assert first.number() == 7 and len(list(folder.iterdir())) == 3
 
 
+def test_another_processor_has_another_library(source, folder, monkeypatch):
+    load(source, FLAGS, folder)
+    facts = dict(native._processor_facts())
+    monkeypatch.setattr(native, "_processor_facts", lambda: {**facts, "model": "other"}.items())
+    load(source, FLAGS, folder)
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda code: code[:-100], lambda code: b"", lambda code: bytes(len(code))]
+)
+def test_a_damaged_library_is_compiled_again(source, folder, damage):
+    assert load(source, FLAGS, folder).number() == 7
+    (stored,) = folder.iterdir()
+    whole = stored.read_bytes()
+    stored.unlink()  # this process has mapped its pages
+    stored.write_bytes(damage(whole))
+    stored.chmod(0o700)
+    assert load(source, FLAGS, folder).number() == 7
+    assert list(folder.iterdir()) == [stored] and stored.stat().st_size == len(whole)
+
+
 def test_a_library_uses_the_threads_of_torch(source, folder):
     library = load(source, FLAGS, folder)
     before = torch.get_num_threads()
@@ -87,12 +112,56 @@ def test_a_library_uses_the_threads_of_torch(source, folder):
     assert len({name for name in names if "libgomp" in name or "libomp" in name or "libiomp" in name}) == 1
 
 
+@pytest.mark.real_start
+@pytest.mark.skipif(not find_spec("sklearn"), reason="scikit-learn is not installed")
+@pytest.mark.parametrize("first", ["sklearn.cluster", "torch"])
+def test_the_openmp_of_another_package_is_not_taken_for_that_of_torch(first):
+    code = f"""
+import {first}, sklearn.cluster, torch
+from headwater.core.threads import one_core, openmp_library
+print(openmp_library())
+with one_core():
+    print(torch.get_num_threads())
+"""
+    command = [sys.executable, "-c", code]
+    path, cores = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert Path(path).is_relative_to(Path(torch.__file__).parent) and cores == "1"
+
+
 @pytest.mark.parametrize("compiler", ["false", "/nonexistent/cc", "echo"])
 def test_a_compiler_that_fails_is_an_error_with_its_name(source, folder, monkeypatch, compiler):
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(RunError, match=compiler):
         load(source, FLAGS, folder)
     assert not list(folder.iterdir())
+
+
+def test_the_compiler_may_have_arguments(source, folder, monkeypatch):
+    monkeypatch.setenv("CC", "env -u UNUSED cc '-DNUMBER=5'")
+    assert load(source, (), folder).number() == 5
+    monkeypatch.setenv("CC", " ")  # as if it were not set
+    assert load(source, FLAGS, folder).number() == 7
+    monkeypatch.setenv("CC", "cc '")
+    with pytest.raises(RunError, match="variable CC"):
+        load(source, FLAGS, folder)
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_compiler_that_hangs_is_ended_with_all_its_processes(source, folder, tmp_path, monkeypatch):
+    compiler, started = tmp_path / "slow", tmp_path / "started"
+    compiler.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {started}\nwait\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(native, "_MOST_VERSION_S", 2.0)
+    with pytest.raises(RunError, match=r"slow: .*timed out"):
+        load(source, FLAGS, folder)
+    assert not is_running(int(started.read_text()))
 
 
 def test_the_message_of_the_compiler_is_in_the_error(source, folder):
@@ -151,6 +220,35 @@ def test_a_file_that_others_could_have_written_is_not_loaded(source, folder):
 def test_a_home_that_cannot_be_written(source, protected):
     with another_user(), pytest.raises(RunError, match="Permission denied"):
         load(source, FLAGS, protected / "cache" / "native")
+
+
+def test_a_folder_that_cannot_be_written_is_named(source, protected, monkeypatch):
+    if not os.geteuid():
+        os.chown(protected, 65534, -1)
+    code = source.read_bytes()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: code)  # which another user could not read
+    monkeypatch.setattr(native._Build, "compile", lambda build: b"")
+    with another_user(), pytest.raises(RunError, match=rf"^{protected}: Permission denied"):
+        load(source, FLAGS, protected)
+
+
+def test_a_full_disk_leaves_no_part_of_a_library(source, folder, monkeypatch):
+    monkeypatch.setattr(native._Build, "compile", lambda build: bytes(100_000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(RunError, match=rf"^{folder}: "):
+            load(source, FLAGS, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(folder.iterdir())
+
+
+def test_a_library_that_cannot_be_loaded_is_named(source, folder, monkeypatch):
+    """Its place may be mounted without the right to execute, for example."""
+    monkeypatch.setattr(native._Build, "compile", lambda build: b"not a library")
+    with pytest.raises(RunError, match=rf"{folder}/sample-\w+\.so"):
+        load(source, ("-DNUMBER=-1",), folder)  # which this process has not loaded from elsewhere
 
 
 def load_at(barrier, source, folder, results):

@@ -7,30 +7,34 @@ in one line, and the caller uses torch's operators.
 A library is stored in the user's cache folder under a name that is a hash of everything that it depends on.
 Other users must not be able to put code there: the folder and the file must belong to this user, and others
 must not be able to write to them. Several processes may compile at once; the last one to finish replaces an
-equal file.
+equal file. A library whose checksum is wrong is compiled again.
 
-A library uses the copy of OpenMP that torch has loaded. A second copy would have its own threads, which wait
+A library uses the copy of OpenMP that torch uses. A second copy would have its own threads, which wait
 for work beside those of torch, and would not know the limits that torch and `core/threads.py` set.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import logging
 import os
 import secrets
+import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headwater.core.errors import HeadwaterError, RunError
+from headwater.core.patience import noticed
 from headwater.core.scratch import cache_folder
 from headwater.core.threads import openmp_library
 
@@ -41,7 +45,11 @@ _SOURCES = Path(__file__).resolve().parents[1] / "native"
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC")
 # -z,defs: an unknown function is an error of the linker here, and not a crash of the process that calls it.
 _LINK_FLAGS = ("-shared", "-Wl,-z,defs")
-_MOST_COMPILE_S = 300.0
+_MOST_VERSION_S, _MOST_COMPILE_S = 60.0, 300.0
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
+# Names of lines in /proc/cpuinfo, on x86 and on ARM. With -march=native the code depends on the model too.
+_FEATURES = frozenset({"flags", "Features"})
+_TYPE = _FEATURES | {"vendor_id", "cpu family", "model", "CPU implementer", "CPU variant", "CPU part"}
 _LOCK = threading.Lock()
 
 logger = logging.getLogger(__name__)
@@ -87,24 +95,100 @@ def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) ->
     openmp = openmp_library()
     if openmp is None:
         raise RunError("torch has loaded no OpenMP library")
+    path = folder or _default_folder()
     failures = []
-    with _own_folder(folder or _default_folder()) as directory:
+    with _own_folder(path) as directory:
         for compiler in _compilers():
+            build = _Build(source, compiler, (*_FLAGS, *flags), openmp)
             try:
-                return _load_stored(source, (*compiler, *_FLAGS, *flags), openmp, directory)
+                name = build.name()
+                if not _is_stored(name, directory):
+                    _store(build.compile(), name, directory, path)
+                # The name is part of the path: the dynamic linker takes equal paths for one library.
+                return ctypes.CDLL(f"/proc/self/fd/{directory}/{name}")
             except OSError as error:
-                failures.append(f"{compiler[0]}: {error.strerror or error}")
+                # The dynamic linker's error has no number, and names the folder by the descriptor.
+                reason = error.strerror or str(error).replace(f"/proc/self/fd/{directory}", str(path))
+                failures.append(f"{compiler[0]}: {reason}")
             except subprocess.SubprocessError as error:
                 failures.append(f"{compiler[0]}: {_reason(error)}")
     raise RunError("; ".join(failures) or "no C compiler (cc, gcc, clang) was found")
 
 
-def _load_stored(source: Path, command: Sequence[str], openmp: Path, directory: int) -> ctypes.CDLL:
-    name = f"{source.stem}-{_key(source, command, openmp)}.so"
-    if not _is_stored(name, directory):
-        _store(_compile(source, command, openmp), name, directory)
-    # The name is part of the path: the dynamic linker takes equal paths for one library.
-    return ctypes.CDLL(f"/proc/self/fd/{directory}/{name}")
+@dataclasses.dataclass(frozen=True)
+class _Build:
+    """All that a library is made from.
+
+    Attributes:
+        source: the C source.
+        compiler: the command of the compiler.
+        flags: of the compiler.
+        openmp: path of the OpenMP library.
+    """
+
+    source: Path
+    compiler: tuple[str, ...]
+    flags: tuple[str, ...]
+    openmp: Path
+
+    def name(self) -> str:
+        """Return the name of the library's file. A hash of everything on which the library depends is in it.
+
+        Raises:
+            OSError: if the compiler cannot be run.
+            SubprocessError: if it cannot tell its version.
+        """
+        version = _run((*self.compiler, "--version"), _MOST_VERSION_S)
+        command = "\0".join((*self.compiler, *self.flags, *_LINK_FLAGS, str(self.openmp)))
+        whole = hashlib.sha256()
+        for part in (self.source.read_bytes(), command.encode(), version, _processor()):
+            whole.update(hashlib.sha256(part).digest())
+        return f"{self.source.stem}-{whole.hexdigest()[:32]}.so"
+
+    def compile(self) -> bytes:
+        """Return the bytes of the library.
+
+        Raises:
+            OSError: if the compiler cannot be run, or there is no place for temporary files.
+            SubprocessError: if the compiler fails or takes too long.
+        """
+        with tempfile.TemporaryDirectory() as folder, noticed(f"compiling {self.source.name}"):
+            parts, library = Path(folder) / "parts.o", Path(folder) / "library.so"
+            compiled = (*self.compiler, *self.flags, "-c", str(self.source), "-o", str(parts))
+            # Linked in a second step without -fopenmp, which would add the system's copy of OpenMP.
+            linked = (*self.compiler, *_LINK_FLAGS, str(parts), str(self.openmp), "-lm", "-o", str(library))
+            for step in (compiled, linked):
+                _run(step, _MOST_COMPILE_S)
+            return library.read_bytes()
+
+
+def _run(command: Sequence[str], most_s: float) -> bytes:
+    """Run a command and return its output. If it takes too long, all its processes are killed.
+
+    Raises:
+        OSError: if it cannot be run.
+        SubprocessError: if it fails or takes longer than `most_s`.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # In English: `_reason` looks for the word "error".
+        env={**os.environ, "LC_ALL": "C"},
+        # A group of its own, because the command `cc` starts the compiler as another process.
+        process_group=0,
+    )
+    with process:
+        try:
+            output, errors = process.communicate(timeout=most_s)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+    return output
 
 
 def _default_folder() -> Path:
@@ -137,32 +221,35 @@ def _only_this_user_writes(found: os.stat_result) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def _compilers() -> list[list[str]]:
-    """Return the commands of C compilers to try: `$CC` alone if it is set."""
-    chosen = os.environ.get("CC")
+def _compilers() -> Sequence[tuple[str, ...]]:
+    """Return the commands of C compilers to try: `$CC` alone if it is set.
+
+    Raises:
+        RunError: if `$CC` is not a command.
+    """
+    try:
+        chosen = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise RunError(f"expected a command in the variable CC, got {os.environ['CC']!r}") from error
     if chosen:
-        return [chosen.split()]
+        return [tuple(chosen)]
     found = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
-    return [[path] for path in {Path(path).resolve(): path for path in reversed(found)}.values()][::-1]
+    # `cc` is usually a link to another one.
+    return [(path,) for path in {Path(path).resolve(): path for path in reversed(found)}.values()][::-1]
 
 
-def _key(source: Path, command: Sequence[str], openmp: Path) -> str:
-    """Return a hash of everything on which the library depends."""
-    version = subprocess.run(
-        [command[0], "--version"], capture_output=True, check=True, timeout=_MOST_COMPILE_S
-    )
-    parts = (source.read_bytes(), "\0".join(command).encode(), version.stdout, _processor_flags())
-    whole = hashlib.sha256()
-    for part in (*parts, str(openmp).encode()):
-        whole.update(hashlib.sha256(part).digest())
-    return whole.hexdigest()[:32]
+def _processor() -> bytes:
+    """Return the type and the features of the processor: hosts with one home folder may differ in them."""
+    return "\n".join(f"{name} {value}" for name, value in _processor_facts() if name in _TYPE).encode()
 
 
-def _processor_flags() -> bytes:
-    """Return what the processor can do: hosts with one home folder may differ in it."""
+def _processor_facts() -> Iterator[tuple[str, str]]:
+    """Yield what Linux tells about the first processor, by name. Other systems tell nothing."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_bytes().splitlines() if info.exists() else []
-    return next((line for line in lines if line.lower().startswith((b"flags", b"features"))), b"")
+    if info.exists():
+        for line in info.read_text(errors="replace").partition("\n\n")[0].splitlines():
+            name, _, value = line.partition(":")
+            yield name.strip(), value.strip()
 
 
 def source_digest(name: str) -> str:
@@ -176,22 +263,8 @@ def source_digest(name: str) -> str:
 
 def processor_flags() -> frozenset[str]:
     """Return the names of the processor's features as Linux reports them, such as `avx512_bf16`."""
-    return frozenset(_processor_flags().decode().partition(":")[2].split())
-
-
-def _compile(source: Path, command: Sequence[str], openmp: Path) -> bytes:
-    """Return the bytes of the library of `source`.
-
-    Raises:
-        SubprocessError: if the compiler fails or takes too long.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        parts, library = Path(folder) / "parts.o", Path(folder) / "library.so"
-        # Linked in a second step without -fopenmp, which would add the system's copy of OpenMP.
-        link = (command[0], *_LINK_FLAGS, str(parts), str(openmp), "-lm", "-o", str(library))
-        for step in ((*command, "-c", str(source), "-o", str(parts)), link):
-            subprocess.run(step, capture_output=True, check=True, timeout=_MOST_COMPILE_S)
-        return library.read_bytes()
+    lists = (value for name, value in _processor_facts() if name in _FEATURES)
+    return frozenset(flag for flags in lists for flag in flags.split())
 
 
 def _reason(error: subprocess.SubprocessError) -> str:
@@ -202,7 +275,7 @@ def _reason(error: subprocess.SubprocessError) -> str:
 
 
 def _is_stored(name: str, directory: int) -> bool:
-    """True if the library exists.
+    """True if the library exists, and has the bytes with which it was stored.
 
     Raises:
         RunError: if others could have written it.
@@ -213,13 +286,38 @@ def _is_stored(name: str, directory: int) -> bool:
         return False
     if not stat.S_ISREG(found.st_mode) or not _only_this_user_writes(found):
         raise RunError(f"{name}: expected a file that only this user can write")
-    return True
+    with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory), "rb") as file:
+        content = file.read()
+    return content == _with_checksum(content[:-_CHECKSUM_BYTES])
 
 
-def _store(library: bytes, name: str, directory: int) -> None:
-    """Write a library. Another process sees the whole file or none."""
+def _store(library: bytes, name: str, directory: int, path: Path) -> None:
+    """Write a library. Another process sees the whole file or none.
+
+    Args:
+        library: its bytes.
+        name: of the file.
+        directory: descriptor of the folder.
+        path: of the folder, for an error.
+
+    Raises:
+        RunError: if the library cannot be written.
+    """
     partial = f"{name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with os.fdopen(os.open(partial, flags, 0o700, dir_fd=directory), "wb") as file:
-        file.write(library)
-    os.rename(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
+    try:
+        with os.fdopen(os.open(partial, flags, 0o700, dir_fd=directory), "wb") as file:
+            file.write(_with_checksum(library))
+        os.rename(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except OSError as error:
+        with suppress(OSError):  # a full disk has a part of it
+            os.unlink(partial, dir_fd=directory)
+        raise RunError(f"{path}: {error.strerror}") from error
+
+
+def _with_checksum(library: bytes) -> bytes:
+    """Return a library with its checksum at the end, where the dynamic linker does not look.
+
+    A crash of the machine may leave a file whose last pages are zeros. Such code would end the process.
+    """
+    return library + hashlib.sha256(library).digest()

@@ -6,12 +6,10 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-
-_OPENMP_LIBRARIES = ("libgomp", "libiomp5", "libomp")
 
 
 def single_core_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
@@ -52,19 +50,29 @@ def _use_cores(count: int) -> None:
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    path = openmp_library()
-    return None if path is None else ctypes.CDLL(str(path))
+    """Return a library in which the functions of OpenMP are those that torch calls; `None` without OpenMP.
+
+    A process may have loaded several copies of OpenMP: the wheel of scikit-learn, for example, has its own.
+    """
+    # The order in which the dynamic linker looks for the functions that torch calls.
+    for place in (None, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"):
+        with suppress(OSError):
+            library = ctypes.CDLL(None if place is None else str(place))
+            if hasattr(library, "omp_set_num_threads"):
+                return library
+    return None
 
 
 def openmp_library() -> Path | None:
-    """Return the path of the OpenMP library that torch has loaded, if it is found."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
+    """Return the path of the OpenMP library that torch uses, if it is found."""
+    library, maps = _openmp(), Path("/proc/self/maps")
+    if library is None or not maps.exists():
         return None
-    # The library that is loaded: another copy of OpenMP would have its own number of threads.
-    loaded = {line.split()[-1] for line in maps.read_text().splitlines()}
-    return next((Path(path) for path in sorted(loaded) if _is_openmp(path)), None)
-
-
-def _is_openmp(path: str) -> bool:
-    return Path(path).name.startswith(_OPENMP_LIBRARIES)
+    address = ctypes.cast(library.omp_set_num_threads, ctypes.c_void_p).value
+    assert address is not None, "a function that was found has an address"
+    for line in maps.read_text().splitlines():
+        span, *_, path = line.split(maxsplit=5)
+        start, stop = (int(part, 16) for part in span.split("-"))
+        if start <= address < stop:
+            return Path(path)
+    return None
