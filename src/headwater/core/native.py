@@ -34,7 +34,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headwater.core.errors import HeadwaterError, RunError
-from headwater.core.patience import noticed
 from headwater.core.scratch import cache_folder
 from headwater.core.threads import openmp_library
 
@@ -45,7 +44,7 @@ _SOURCES = Path(__file__).resolve().parents[1] / "native"
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC")
 # -z,defs: an unknown function is an error of the linker here, and not a crash of the process that calls it.
 _LINK_FLAGS = ("-shared", "-Wl,-z,defs")
-_MOST_VERSION_S, _MOST_COMPILE_S = 60.0, 300.0
+_MOST_VERSION_S, _MOST_COMPILE_S = 30.0, 120.0
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 # Names of lines in /proc/cpuinfo, on x86 and on ARM. With -march=native the code depends on the model too.
 _FEATURES = frozenset({"flags", "Features"})
@@ -152,7 +151,7 @@ class _Build:
             OSError: if the compiler cannot be run, or there is no place for temporary files.
             SubprocessError: if the compiler fails or takes too long.
         """
-        with tempfile.TemporaryDirectory() as folder, noticed(f"compiling {self.source.name}"):
+        with tempfile.TemporaryDirectory() as folder:
             parts, library = Path(folder) / "parts.o", Path(folder) / "library.so"
             compiled = (*self.compiler, *self.flags, "-c", str(self.source), "-o", str(parts))
             # Linked in a second step without -fopenmp, which would add the system's copy of OpenMP.
