@@ -148,7 +148,7 @@ class _Build:
         """Return the bytes of the library.
 
         Raises:
-            OSError: if the compiler cannot be run, or there is no place for temporary files.
+            OSError: if the compiler cannot be run, or temporary files cannot be written.
             SubprocessError: if the compiler fails or takes too long.
         """
         with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +175,7 @@ def _run(command: Sequence[str], most_s: float) -> bytes:
         stderr=subprocess.PIPE,
         # In English: `_reason` looks for the word "error".
         env={**os.environ, "LC_ALL": "C"},
-        # A group of its own, because the command `cc` starts the compiler as another process.
+        # In a separate group, because the command `cc` starts the compiler as another process.
         process_group=0,
     )
     with process:
