@@ -127,9 +127,10 @@ class UpdateRule(UpdateRules):
             torch.OutOfMemoryError: if the device has no memory left.
             StreamError: if the optimizer begins to keep a tensor that is not in `state_layout`.
         """
-        optimizer, _ = self._of_this_thread(masters[0].device)
+        device = masters[0].device
+        optimizer, _ = self._of_this_thread(device)
         kernel = _PLAIN_KERNEL if needs_plain_kernel(gradients[0]) else {}
-        group = {"params": list(masters), **self.all_options(options, masters[0].device), **kernel}
+        group = {"params": list(masters), **self.all_options(options, device), **kernel}
         is_fused = bool(group.get("fused"))
         # Before the first write. Gradients too, because some kernels use their memory for other values.
         undo = []
@@ -138,18 +139,14 @@ class UpdateRule(UpdateRules):
             used = [own for own, old in zip(states, scalars, strict=True) if old is not None]
             undo = _copies(masters, gradients, used)
         optimizer.param_groups = [group]
-        # torch's fused kernels read scalars on their device, all others in host memory.
-        place = masters[0].device if is_fused else torch.device("cpu")
         # A state that an error has left must not be found by another tensor.
         optimizer.state.clear()
+        # torch's fused kernels read scalars on their device, all others in host memory.
+        place = device if is_fused else torch.device("cpu")
         for master, gradient, own, old in zip(masters, gradients, states, scalars, strict=True):
             master.grad = gradient
             if old is not None:
-                # Copies: the other pieces of the parameter start from the same scalars.
-                copies = {
-                    k: v.to(place, copy=True) if isinstance(v, torch.Tensor) else v for k, v in old.items()
-                }
-                optimizer.state[master] = {**own, **copies}
+                optimizer.state[master] = {**own, **_copied_to(place, old)}
         try:
             optimizer.step()
         except RuntimeError:
@@ -158,22 +155,24 @@ class UpdateRule(UpdateRules):
             raise
         finally:
             optimizer.param_groups = []  # it would keep views of slabs, which must be free for other stages
-        after = []
-        for master, own in zip(masters, states, strict=True):
+        for master in masters:
             # The gradient's memory is used again for the next batch of pieces.
             master.grad = None
-            state = optimizer.state.pop(master, {})
-            stored = tensors_of(state)
-            if stored.keys() != own.keys():
-                raise self._changed_state(stored, own)
-            for name, value in own.items():
-                # Some optimizers replace a state tensor instead of changing it.
-                if stored[name] is not value:
-                    if stored[name].shape != value.shape:
-                        raise self._changed_state(stored, own)
-                    value.copy_(stored[name])
-            after.append({name: value for name, value in state.items() if name not in own})
-        return after
+        pairs = zip(masters, states, strict=True)
+        return [self._stored(optimizer.state.pop(master, {}), own) for master, own in pairs]
+
+    def _stored(self, state: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Scalars:
+        """Return the scalars of an optimizer's state, whose tensors `own` has afterwards."""
+        found = tensors_of(state)
+        if found.keys() != own.keys():
+            raise self._changed_state(found, own)
+        for name, value in own.items():
+            # Some optimizers replace a state tensor instead of changing it.
+            if found[name] is not value:
+                if found[name].shape != value.shape:
+                    raise self._changed_state(found, own)
+                value.copy_(found[name])
+        return {name: value for name, value in state.items() if name not in own}
 
     def _changed_state(
         self, stored: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
@@ -233,6 +232,14 @@ def stage_layout(stage: StageSpec, rule: UpdateRules, *, piece_elements: int = P
 
 def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "to be absent" if shape is None else f"of shape {list(shape)}"
+
+
+def _copied_to(place: torch.device, scalars: Scalars) -> dict[str, Any]:
+    """Return copies of scalars for one piece. Other pieces of its parameter start from the same scalars."""
+    return {
+        name: value.to(place, copy=True) if isinstance(value, torch.Tensor) else value
+        for name, value in scalars.items()
+    }
 
 
 def _copies(
