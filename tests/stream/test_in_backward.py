@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import threading
 import weakref
 
 import pytest
@@ -21,14 +22,17 @@ from test_device_double import double_of, on_double
 from test_failed_steps import make_job, raised
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import headwater
 from headwater.core.errors import ConfigError, NonFiniteError, StoreError, StreamError
 from headwater.fabric.fabric import ALONE
 from headwater.plan.footprint import Footprint
+from headwater.store.gradients.additions import AdditionThread
 from headwater.store.gradients.local import LocalGradients
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_load import SavedCheckpoint
+from headwater.store.store import WeightStore
 from headwater.stream.engine import Engine
 from headwater.stream.options import EngineOptions
 
@@ -64,6 +68,8 @@ def test_a_failure_after_the_first_update_loses_the_step(kind, error, setting, t
         told = seen.remedy if isinstance(seen, NonFiniteError) else " ".join(seen.__notes__)
         assert "stages have applied step 17" in told
         assert "resume from the last checkpoint" in told
+        assert "was not applied" not in told
+        assert ("lower the learning rate" in told) == isinstance(seen, NonFiniteError)
         uses = {
             "a step": lambda: engine.train_step(job.batches(1), job.update(1)),
             "an evaluation": lambda: engine.evaluate(job.make_batch(0, 0)),
@@ -146,6 +152,50 @@ def test_a_checkpoint_has_no_update_of_the_next_step(setting, tmp_path):
     assert all(torch.equal(weights[name], value) for name, value in expected.weights.items())
 
 
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_checkpoint_cannot_begin_between_the_first_update_and_the_commit(setting, tmp_path):
+    """It would have some stages after the step, and others before it."""
+    job, seen = job_of(), []
+
+    def begin(update):
+        seen.append(raised(StoreError, lambda: Snapshot(engine.store, tmp_path / "checkpoint", 0)))
+
+    with make_engine(job, setting, tmp_path) as engine:
+        engine.train_step(job.batches(0), job.update(0), begin)
+        assert "4 of 5 stages have applied step 0, which is not committed" in seen[0].what
+        Snapshot(engine.store, tmp_path / "checkpoint", 1).run()
+
+
+def test_gradients_of_a_failed_step_that_come_late_are_not_used_in_the_next(tmp_path, monkeypatch):
+    """The first step fails while its gradients are on their way from the device."""
+    job, history, may_arrive = job_of(), History(), threading.Event()
+    expected = train_streamed(job, SETTINGS[1], tmp_path, steps=2)
+    add, begin = WeightStore.add_gradient, WeightStore.begin_step
+
+    def late(store, *args, **options):
+        may_arrive.wait()
+        add(store, *args, **options)
+
+    def begin_late(store):
+        may_arrive.set()
+        begin(store)
+
+    device = double_of(0, monkeypatch)
+    with device, on_double(job, SETTINGS[1], tmp_path) as engine:
+        monkeypatch.setattr(WeightStore, "add_gradient", late)
+        # Otherwise the backward would wait for the gradients of its second stage.
+        monkeypatch.setattr(AdditionThread, "drain", lambda self: None)
+        fail(engine, job, 2, "raise in backward", ZeroDivisionError)
+        monkeypatch.setattr(WeightStore, "begin_step", begin_late)
+        for step in range(2):
+            report = engine.train_step(job.batches(step), job.update(step))
+            history.losses.append(report.loss)
+            history.norms.append(report.gradient_norm)
+        collect(engine, history)
+    device.end()
+    assert_equal(history, expected)
+
+
 class Detached(nn.Module):
     """A layer whose backward needs its weight once more, after the weight has its gradient."""
 
@@ -181,10 +231,71 @@ class Tied(nn.Module):
         return self.last(torch.tanh(self.middle(self.first(x))))
 
 
+class Checkpointed(nn.Module):
+    """Two layers, each used in two checkpoints, which run their backwards inside the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x):
+        x = x if x.requires_grad else x.requires_grad_()
+        for layer in (*self.layers, *self.layers):
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=True)
+        return x
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("block", [Detached, Unused, Tied])
+@pytest.mark.parametrize("block", [Detached, Unused, Tied, Checkpointed])
 def test_weights_that_are_used_in_unusual_ways(block, setting, tmp_path):
     check(regression(lambda: nn.Sequential(block(), block()), 8, 16, max_norm=None), setting, tmp_path)
+
+
+class Auxiliary(nn.Module):
+    """Runs the backward of a second loss in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.layers(x).square().mean().backward()
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[2]], ids=str)
+def test_a_forward_that_runs_a_backward(setting, micro_batches, tmp_path):
+    check(regression(Auxiliary, 8, 16, max_norm=None, micro_batches=micro_batches), setting, tmp_path)
+
+
+def halve(param):
+    param.grad.mul_(0.5)
+
+
+def replace(param):
+    param.grad = param.grad + 1
+
+
+def drop(param):
+    param.grad = None
+
+
+def hooked(change):
+    """Return a model with hooks that change gradients as soon as they are there."""
+    model = deep(16, 4)
+    for param in (model[1].weight, model[3].bias, *model[2].parameters()):
+        param.register_post_accumulate_grad_hook(change)
+    return model
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("change", [halve, replace, drop])
+def test_a_hook_that_changes_gradients(change, setting, micro_batches, tmp_path):
+    job = regression(lambda: hooked(change), 8, 16, max_norm=None, micro_batches=micro_batches)
+    check(job, setting, tmp_path)
 
 
 class Layer(nn.Linear):
@@ -276,6 +387,32 @@ class Alive:
 
 def deep(width=32, depth=12):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+class Divided(nn.Module):
+    """A block whose matrices can be stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("setting", SETTINGS[1:], ids=str)
+def test_parts_of_divided_blocks_are_updated_in_backward(setting, tmp_path):
+    """The biases of parts are in the stage around them. Their gradients arrive before those of weights."""
+    setting = dataclasses.replace(setting, most_stage_bytes=20_000)
+    job = regression(lambda: nn.Sequential(*(Divided() for _ in range(3))), 8, 64, max_norm=None)
+    updated = []
+    with make_engine(job, setting, tmp_path) as engine:
+        stages = engine.store.stages
+        engine.store.in_backward.on_hand_over = updated.append
+        engine.train_step(job.batches(0), job.update(0))
+        left = [stage.name for stage in stages if stage.index not in updated]
+    assert [stage.name for stage in stages][:3] == ["0.up", "0.down", "0"]
+    assert left == ["0.up", "0"]  # their backward is the last
 
 
 @pytest.mark.parametrize("where", ["in place", "disk", "gpu"])

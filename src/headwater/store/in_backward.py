@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from headwater.core.errors import ConfigError, HeadwaterError, StreamError
+from headwater.core.errors import ConfigError, HeadwaterError, StoreError, StreamError
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.core.threads import single_core_pool
 from headwater.store.gradients.status import NO_NORMS
 from headwater.store.layout import MOST_UNFINISHED
 from headwater.store.locks import RESUME
-from headwater.store.update import Part, Update, non_finite_error
+from headwater.store.update import NOT_APPLIED, Part, Update, non_finite_error
 
 if TYPE_CHECKING:
     from headwater.store.gradients.port import GradientSink
@@ -50,7 +50,8 @@ class _Step:
     Attributes:
         update: the step.
         number: of the commit that it will make.
-        complete: stages that have all gradients, and that the backward may still need.
+        complete: stages that have all gradients, and that the backward may still need. Those that are left at
+            its end are updated after the commit.
         excluded: stages that are not updated before the commit.
         handed_over: stages whose update was begun.
         norms: of the gradients of these.
@@ -77,9 +78,10 @@ class BackwardUpdates:
     A stage is handed over to its update when two things have happened. All its trained parameters have a
     gradient. And a gradient has arrived of another stage, all of whose uses come earlier in the forward:
     autograd runs in the reverse order, so the backward is done with the first stage. If it runs in another
-    order, `note_use` finds out: such a stage is updated at the commit, or the step fails.
+    order, `note_use` finds out: such a stage waits for the commit, or the step fails.
 
-    A stage that lacks a gradient at the end of the backward is updated when it is fetched next.
+    The commit takes the stages that are left at the end of the backward. Those that have all gradients are
+    updated at once, and the others when they are fetched next.
 
     Gradients arrive on one thread, the one that adds them to their sums. That may be another thread than the
     one of the backward.
@@ -110,7 +112,7 @@ class BackwardUpdates:
         self._gradients = gradients
         self.on_hand_over: Callable[[int], None] = lambda stage: None
         self._first = {stage: use for use, stage in reversed(list(enumerate(moments.uses)))}
-        self._last = {stage: use for use, stage in enumerate(moments.uses)}
+        self._last = _last_uses(stages, moments.uses)
         self._num_trained = [sum(param.requires_grad for param in stage.params) for stage in stages]
         self._step: _Step | None = None
         self._lock = threading.Lock()
@@ -153,21 +155,22 @@ class BackwardUpdates:
 
     def _give_up(self, step: _Step, error: BaseException) -> BaseException:
         """Mark the step as lost, and return the error to raise instead of `error`."""
-        number, count = step.update.step, len(step.handed_over)
-        reason = error.what if isinstance(error, HeadwaterError) else (repr(error) or type(error).__name__)
+        number, updated = step.update.step, f"{len(step.handed_over)} of {len(self._stages)} stages"
+        reason = error.what if isinstance(error, HeadwaterError) else repr(error)
         # First: the thread checks it before each update, and no checkpoint may have such a stage.
-        self._access.locks.lose(
-            f"step {number} has failed after {count} of {len(self._stages)} stages were updated: {reason}"
-        )
+        self._access.locks.lose(f"step {number} has failed after {updated} were updated: {reason}")
         for running in self._running:
             running.cancel()
         self._running.clear()
         remedy = (
-            f"{RESUME}; {count} of {len(self._stages)} stages have applied step {number}, because of "
-            "updates: in_backward. With updates: on_fetch such a step is undone"
+            f"{RESUME}; {updated} have applied step {number}, because of updates: in_backward. With updates: "
+            "on_fetch such a step is undone"
         )
         if isinstance(error, HeadwaterError):
-            return type(error)(error.what, where=error.where, remedy=remedy)
+            advice = (error.remedy or "").removesuffix(NOT_APPLIED)
+            return type(error)(
+                error.what, where=error.where, remedy=f"{remedy}; {advice}" if advice else remedy
+            )
         error.add_note(remedy)
         return error
 
@@ -175,7 +178,8 @@ class BackwardUpdates:
 
     def refuse_late(self, stage: int, param: int) -> None:
         """Raise `StreamError` if a stage is handed over, because a gradient would come too late."""
-        if self._step is not None and stage in self._step.handed_over:
+        step = self._step
+        if step is not None and stage in step.handed_over:
             raise self._out_of_order(f"a gradient of {self._stages[stage].params[param].name!r} arrived")
 
     def arrived(self, stage: int, param: int) -> None:
@@ -187,10 +191,8 @@ class BackwardUpdates:
         step = self._step
         if step is None:
             return
-        status = self._gradients.status
-        if not bool(status.norms[stage, param].isfinite()):
-            # At once: otherwise all later gradients would wait, for which there may be no memory.
-            raise non_finite_error(self._stages, status.first_bad, step.update)
+        # At once: otherwise all later gradients would wait, for which there may be no memory.
+        self._refuse_non_finite(step, self._gradients.status.norms[stage, param])
         received = step.received.setdefault(stage, set())
         received.add(param)
         if len(received) == self._num_trained[stage] and stage not in self._moments.left_out:
@@ -199,32 +201,39 @@ class BackwardUpdates:
             if self._first.get(other, -1) > self._last.get(stage, len(self._moments.uses)):
                 self._hand_over(step, other)
 
-    def end_micro_batch(self) -> None:
-        """Hand over all complete stages: the backward has ended."""
-        if self._step is not None:
-            for stage in sorted(self._step.complete, reverse=True):
-                self._hand_over(self._step, stage)
-            # Only where the backward has ended on this thread: otherwise no such stage waits.
-            self._update_here()
+    def _refuse_non_finite(self, step: _Step, norm: torch.Tensor) -> None:
+        if not bool(norm.isfinite()):
+            raise non_finite_error(self._stages, self._gradients.status.first_bad, step.update)
 
     def _hand_over(self, step: _Step, stage: int) -> None:
         """Begin the update of a complete stage, or leave it for the commit if the backward uses it again."""
+        step.complete.discard(stage)
+        status = self._gradients.status
+        # A hook of the user may have dropped or changed a gradient since then: `norm` measures it again.
+        keys = [(stage, p) for p in sorted(step.received[stage]) if (stage, p) in status.present]
+        if not keys:
+            return
+        self._refuse_non_finite(step, self._gradients.norm(keys))
         with self._lock:
-            step.complete.discard(stage)
             if step.is_over or stage in step.excluded:
                 return
             step.handed_over.add(stage)
         self.on_hand_over(stage)
-        keys = [(stage, param) for param in sorted(step.received[stage])]
-        norms = self._gradients.status.norms
-        step.norms.update((key, norms[key]) for key in keys)
+        step.norms.update((key, status.norms[key]) for key in keys)
         # Before the update is recorded: another thread may apply it then, and takes the gradients.
         self._gradients.commit(keys, {stage})
         self._access.commit_ahead(stage, {param: Part(step.number, step.update, None) for _, param in keys})
+        self._begin(step, stage)
+
+    def _begin(self, step: _Step, stage: int) -> None:
+        """Begin a recorded update on the thread of updates, or leave it for the thread of the backward."""
         if stage in self._moments.computing:
             self._here.append(stage)
-        else:
-            self._running.append(self._thread.submit(self._update, stage))
+            return
+        with self._lock:
+            # `_give_up` has cancelled all others.
+            if not step.is_over:
+                self._running.append(self._thread.submit(self._update, stage))
 
     def _update(self, stage: int) -> None:
         with torch.no_grad():
@@ -276,9 +285,39 @@ class BackwardUpdates:
             remedy="write updates: on_fetch; the backward of this model is not the reverse of its forward",
         )
 
+    # between backwards
+
+    def require_no_updates(self) -> None:
+        """Raise `StoreError` if stages have applied a step that is not committed yet."""
+        step = self._step
+        if step is not None and step.handed_over and step.number > self._ledger.num_commits:
+            updated = f"{len(step.handed_over)} of {len(self._stages)} stages"
+            raise StoreError(
+                f"{updated} have applied step {step.update.step}, which is not committed yet",
+                remedy="begin the checkpoint between two steps",
+            )
+
+    def committed(self) -> None:
+        """Begin the updates of stages that were complete at the end of the backward. The commit has them."""
+        step = self._step
+        if step is not None:
+            for stage in sorted(step.complete, reverse=True):
+                self._begin(step, stage)
+            self._update_here()
+
     def close(self) -> None:
         """End the thread. Updates that have not begun are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _last_uses(stages: Sequence[StageSpec], uses: Sequence[int]) -> dict[int, int]:
+    """Return stage -> its last use in a forward."""
+    last = {stage: use for use, stage in enumerate(uses)}
+    for stage in stages:
+        if stage.part_of is not None and stage.index in last:
+            # The stage around has the biases of its parts. A bias is read with the weight, which is one use.
+            last[stage.part_of] = max(last.get(stage.part_of, -1), last[stage.index])
+    return last
 
 
 def _refuse_global(update: Update) -> None:

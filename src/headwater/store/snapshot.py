@@ -36,7 +36,7 @@ class Snapshot:
 
     Raises:
         DiskFullError: if there is no room; nothing is left behind then.
-        StoreError: if a step has failed after some stages were updated (`updates: in_backward`).
+        StoreError: if some stages have applied a step that has failed or still runs (`updates: in_backward`).
     """
 
     def __init__(
@@ -48,8 +48,10 @@ class Snapshot:
         buffers: Mapping[str, torch.Tensor] | None = None,
         extras: Mapping[str, bytes] | None = None,
     ) -> None:
-        # A stage may have values of a step that has failed.
+        # A stage may have values of a step that has failed, or that runs.
         store.access.locks.require_no_lost_step()
+        if store.in_backward is not None:
+            store.in_backward.require_no_updates()
         self.folder = folder
         self._store = store
         self._step = step

@@ -237,8 +237,6 @@ class WeightStore:
             self.ledger.note_all_used()  # other ranks have the updates that this rank owes, so none is undone
         # Not `gradients`: a thread that adds gradients calls this after them.
         self._gradients.end_micro_batch()
-        if self.in_backward is not None:
-            self.in_backward.end_micro_batch()
 
     def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:
         """End a step: all later reads return values with the step's update applied.
@@ -288,6 +286,8 @@ class WeightStore:
                 place.commit()
         # At last: from here on another thread may apply the updates.
         self.access.commit(by_stage)
+        if self.in_backward is not None:
+            self.in_backward.committed()
         return Committed(float(norm), applied=True, params=every)
 
     # steps that may have to be undone

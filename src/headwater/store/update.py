@@ -57,6 +57,10 @@ class Update:
         return factor
 
 
+NOT_APPLIED = "; the step was not applied"
+"""The end of a remedy for a step that leaves no trace."""
+
+
 def non_finite_error(stages: Sequence[StageSpec], first: int | None, update: Update) -> NonFiniteError:
     """Return the error for a step whose gradient is not finite, and which was not applied.
 
@@ -68,8 +72,7 @@ def non_finite_error(stages: Sequence[StageSpec], first: int | None, update: Upd
     return NonFiniteError(
         f"the gradient of step {update.step} is not finite",
         where=f"stage {stages[first].name!r} first in backward" if first is not None else None,
-        remedy="lower the learning rate, clip gradients, or look at the data of this step; "
-        "the step was not applied",
+        remedy=f"lower the learning rate, clip gradients, or look at the data of this step{NOT_APPLIED}",
     )
 
 

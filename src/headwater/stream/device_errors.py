@@ -12,6 +12,7 @@ import torch
 from headwater.core.device_memory import is_out_of_memory
 from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.units import format_bytes
+from headwater.store.update import NOT_APPLIED
 
 _WITHOUT_KERNEL = re.compile(r"^(\S+) does not have a deterministic implementation")
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -41,7 +42,7 @@ def translated(error: RuntimeError) -> HeadwaterError | None:
         return StreamError(
             f"the GPU has no memory left for this step: {_first_line(text)}{_free_text()}",
             remedy="end other processes that use the GPU, or write a smaller device_memory or "
-            "micro_batch_size; the step was not applied",
+            f"micro_batch_size{NOT_APPLIED}",
         )
     operator = _WITHOUT_KERNEL.match(text)
     if operator is not None:
@@ -58,7 +59,7 @@ def translated(error: RuntimeError) -> HeadwaterError | None:
     if isinstance(error, torch.AcceleratorError) or "CUDA error" in text:
         return StreamError(
             f"the GPU or its driver has failed: {_first_line(text)}",
-            remedy="end this process and resume from the last checkpoint; the step was not applied",
+            remedy=f"end this process and resume from the last checkpoint{NOT_APPLIED}",
         )
     return None
 

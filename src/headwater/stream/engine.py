@@ -176,6 +176,10 @@ class Engine:
         later use of the weights raises `StoreError`. `amend` finds the gradients of the other stages alone.
         """
         early = self.store.in_backward
+        with _errors(self.plan.device):
+            # A retry must not add to the gradients of the step that failed. Before the context below: some of
+            # them may still be on their way from the device.
+            self.store.begin_step()
         # Outermost: it sees errors of a GPU as errors of this package.
         with nullcontext() if early is None else early.step(update), _errors(self.plan.device):
             return self._step.run(micro_batches, update, amend, shares)

@@ -204,11 +204,10 @@ class Executor:
             loss: scalar, already scaled.
             last: true for the last micro-batch of the step.
         """
-        self._gradients.last_micro_batch = last
         try:
-            loss.backward()
+            with self._gradients.micro_batch(last=last):
+                loss.backward()
         finally:
-            self._gradients.last_micro_batch = True
             # Unbound weights free their slabs, also after an error.
             self._let_go()
 

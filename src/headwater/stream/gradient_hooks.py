@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,8 @@ class GradientHooks:
     """Moves each gradient to the store as soon as autograd has accumulated it.
 
     Attributes:
-        last_micro_batch: true while no further micro-batch of the step is expected.
+        last_micro_batch: true while no further micro-batch of the step is expected: always in a user's loop.
+            With updates in backward it is true only in `micro_batch`, since a forward may run backwards.
 
     Args:
         binder: owns the parameters.
@@ -52,7 +54,7 @@ class GradientHooks:
         self._weights = weights
         self._backward = backward
         self._share = share
-        self.last_micro_batch = True
+        self.last_micro_batch = store.in_backward is None
         self._handles = [
             _register_first(param, self._hook(key, store.spec(key)))
             for key, param in binder.parameters()
@@ -101,6 +103,15 @@ class GradientHooks:
             self._copies.finish()  # gradients are added in the order of autograd
         there = gradient.to(self._store.gradient_device(key[0]))
         self._store.add_gradient(*key, there, last=self.last_micro_batch)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Enter a context in which the backward of a micro-batch runs. `last`: it is the last of the step."""
+        before, self.last_micro_batch = self.last_micro_batch, last
+        try:
+            yield
+        finally:
+            self.last_micro_batch = before
 
     def end_micro_batch(self) -> None:
         """Tell the store that no more gradients of this micro-batch come, after the last one was added."""

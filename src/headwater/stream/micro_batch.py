@@ -18,7 +18,7 @@ from headwater.core.seeding import derive_seed
 from headwater.core.whole_batch import part_of_batch
 from headwater.fabric.fabric import Fabric
 from headwater.plan.types import Plan
-from headwater.store.update import Update
+from headwater.store.update import NOT_APPLIED, Update
 from headwater.stream.diagnosis import first_non_finite_stage
 
 if TYPE_CHECKING:
@@ -140,8 +140,7 @@ class MicroBatches:
         raise NonFiniteError(
             f"the loss of step {update.step} is {value}",
             where=f"stage {first!r} first" if first else IN_LOSS,
-            remedy="lower the learning rate, clip gradients, or look at the data of this step; "
-            "the step was not applied",
+            remedy=f"lower the learning rate, clip gradients, or look at the data of this step{NOT_APPLIED}",
         )
 
     def _gather_parts(self, own: torch.Tensor) -> list[torch.Tensor]:

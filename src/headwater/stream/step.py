@@ -79,7 +79,7 @@ class TrainStep:
         amend: Callable[[Update], None],
         shares: Sequence[float] | None,
     ) -> StepReport:
-        """Run one step; see `Engine.train_step`."""
+        """Run one step, after `WeightStore.begin_step`; see `Engine.train_step`."""
         begin = time.perf_counter_ns()
         with RECORDER.span(COMPUTE):
             report = self._run(batches, update, amend, shares)
@@ -95,8 +95,6 @@ class TrainStep:
         amend: Callable[[Update], None],
         shares: Sequence[float] | None,
     ) -> StepReport:
-        # A retry must not add to the gradients of the step that failed.
-        self._store.begin_step()
         statistics = self._executor.begin(len(batches))
         with ExitStack() as unless_applied:
             # The forward may put values into BatchNorm statistics that are not finite.

@@ -41,6 +41,7 @@ class BufferedSums:
         self._buffer = buffer
         self._open: dict[int, OpenStage] = {}
         self._lent: dict[ParamKey, torch.Tensor] = {}
+        self._returned: set[ParamKey] = set()  # sums in files that were lent, and written back
         self._undoable: frozenset[int] = frozenset()  # stages that must be saved before a sum of them changes
         self._saved: set[int] = set()  # those of them that are saved
 
@@ -74,6 +75,7 @@ class BufferedSums:
         """Remove and return all sums of a stage, or `None` if nothing was added for it."""
         self.settle(stage)
         self._return_lent(stage)
+        self._returned = {key for key in self._returned if key[0] != stage}
         return self._buffer.take(stage)
 
     def put(self, stage: int, gradients: Gradients) -> None:
@@ -86,6 +88,7 @@ class BufferedSums:
         self.save(stage)
         self.settle(stage)
         self._lent.pop(key, None)
+        self._returned.discard(key)
         self._buffer.drop(stage, param)
 
     # sums that are lent
@@ -113,13 +116,14 @@ class BufferedSums:
                     self._lent.setdefault((stage, index), total.detach())
         return self._lent[key]
 
-    def is_lent(self, key: ParamKey) -> bool:
-        """True if the sum of a parameter is lent: the caller of `lend` may have changed it."""
-        return key in self._lent
+    def was_lent(self, key: ParamKey) -> bool:
+        """True if the sum of a parameter is lent or was: the caller of `lend` may have changed it."""
+        return key in self._lent or key in self._returned
 
     def stop_lending(self, key: ParamKey) -> None:
         """Forget that a sum was lent. Called when another tensor replaces the sum."""
         self._lent.pop(key, None)
+        self._returned.discard(key)
 
     def end_loan(self, key: ParamKey) -> None:
         """End a loan: later changes of the lent tensor do not change the sum, and the reverse."""
@@ -142,6 +146,7 @@ class BufferedSums:
         keys = [(stage, param) for param in range(len(self._stages[stage].params))]
         lent = {key[1]: self._lent.pop(key) for key in keys if key in self._lent}
         if lent:
+            self._returned.update((stage, param) for param in lent)
             held = self._buffer.take(stage) or []
             self._buffer.put(stage, [lent.get(param, total) for param, total in enumerate(held)])
 
@@ -173,6 +178,7 @@ class BufferedSums:
                     self._buffer.drop(spec.index, param)
         # Tensors that the loop still has belong to the step that was undone.
         self._lent.clear()
+        self._returned.clear()
 
     def forget(self) -> None:
         """Discard the sums saved for an undo."""

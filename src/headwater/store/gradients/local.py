@@ -78,8 +78,10 @@ class LocalGradients(EditableGradients):
         self._sums.settle_all()
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
-        missing = {key for key in keys if key not in self.status.norms or self._sums.is_lent(key)}
+        missing = {key for key in keys if key not in self.status.norms or self._sums.was_lent(key)}
         for stage in sorted({stage for stage, _ in missing}):
+            # A sum that was read or replaced during the backward may have left it open.
+            self._sums.settle(stage)
             for param, total in enumerate(self._sums.look(stage)):
                 if total is not None and (stage, param) in missing:
                     self.status.measure((stage, param), _norm_on_host(total))
