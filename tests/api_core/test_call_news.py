@@ -19,7 +19,7 @@ def merged(every):
     return [news.of_any_rank(SimpleNamespace(gather=lambda value: sent)) for news in every]
 
 
-def test_one_rank_alone_has_its_own_news():
+def test_a_single_rank_keeps_its_call_news():
     news = dataclasses.replace(NOTHING, trains_more=True)
     assert news.of_any_rank(ALONE) == news
 

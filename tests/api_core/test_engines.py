@@ -64,9 +64,9 @@ def test_the_loop_of_a_user_trains_an_engine_without_steps(plan, allocator):
         assert torch.equal(trained[name], value), name
 
 
-def test_a_loop_of_a_user_is_told_once_that_auto_compiles_no_blocks(plan, caplog):
+def test_a_users_loop_gets_one_warning_that_auto_compiles_no_blocks(plan, caplog):
     engines._warn_of_eager_blocks.cache_clear()
     for _ in range(2):
         with build_engine(make_model(), plan, SGD, BackendConfig(compile="auto")):
             pass
-    assert caplog.text.count("compile: auto does not compile blocks in a loop of yours") == 1
+    assert caplog.text.count("compile: auto does not compile blocks in your own loop") == 1

@@ -55,7 +55,7 @@ def test_entries_follow_renamed_parameters(params):
     assert list(renamed.specs) == ["new"]
 
 
-def test_a_copy_changes_alone(params):
+def test_changing_a_copy_leaves_the_original_unchanged(params):
     updaters = noted(params, torch.optim.SGD([params["first"]], lr=0.1))
     copied = updaters.copy()
     copied.note(torch.optim.Adam([params["second"]]), names_of(params))
@@ -63,7 +63,7 @@ def test_a_copy_changes_alone(params):
     assert list(copied.specs) == ["first", "second"]
 
 
-def test_only_options_that_need_another_state_are_a_change(params):
+def test_only_options_that_need_another_state_count_as_a_change(params):
     optimizer = torch.optim.SGD(params.values(), lr=0.1)
     updaters = noted(params, optimizer)
     optimizer.param_groups[0]["lr"] = 0.5

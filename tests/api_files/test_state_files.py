@@ -306,7 +306,7 @@ def test_newer_version(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_FORMAT_VERSION", "2")
     save(1, tmp_path / "x")
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="format version is 2"):
+    with pytest.raises(CheckpointError, match="format version 2"):
         load(tmp_path / "x")
 
 

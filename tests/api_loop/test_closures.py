@@ -98,7 +98,7 @@ def test_a_failure_names_the_closure_and_later_closures_still_run():
     assert seen == [1, 2]
 
 
-def test_all_run_even_if_some_fail():
+def test_all_closures_run_even_if_some_fail():
     queue, seen, event = ClosureQueue(), [], FakeEvent()
     queue.add(call(seen.append, 1, event=event))
     for later in [failing("first"), call(seen.append, 2), failing("second"), call(seen.append, 3)]:

@@ -276,7 +276,7 @@ def fails_alone(loop, *, after_update):
 
 
 @pytest.mark.parametrize("after_update", [False, True])
-def test_a_rank_that_fails_alone_ends_all_ranks(after_update, tmp_path):
+def test_an_error_on_one_rank_ends_all_ranks(after_update, tmp_path):
     work = functools.partial(fails_alone, after_update=after_update)
     options = ON_DISK["both"] | {"num_slabs": 4}
     with pytest.raises(AssertionError) as failed:

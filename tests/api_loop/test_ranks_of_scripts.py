@@ -181,7 +181,7 @@ def test_masks_of_two_ranks_equal_those_of_one():
         ("head = torch.nn.Linear(1, 1)\noptimizer.add_param_group({'params': head.parameters()})\n"
          "for x in hw.utils.data.DataExecutor(batches):\n    head(model(x)).mean().backward()\n"
          "    optimizer.step()",
-         ["is in no compiled model"]),
+         ["is not in a compiled model"]),
     ],
     ids=["raises", "killed", "odd", "undivided", "plain parameter"],
 )  # fmt: skip
@@ -234,7 +234,7 @@ def free_port():
 def test_ranks_that_train_separately_get_a_warning(monkeypatch, caplog):
     monkeypatch.setenv("WORLD_SIZE", "2")
     hw.backend("CSX")
-    assert "num_csx is 1: each of them trains by itself" in caplog.text
+    assert "num_csx is 1: each rank trains separately" in caplog.text
 
 
 def test_a_script_from_stdin_cannot_start_ranks(tmp_path):

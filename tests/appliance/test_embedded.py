@@ -301,7 +301,7 @@ def test_jobs_for_more_csxs_than_there_still_are_fail(submit, queue, supervisor,
     assert queue.wait(job.name, 120).reason == "expected num_csx to be 1 to 2 (CSXs of the machine), got 4"
 
 
-def test_a_submission_that_is_sent_twice_is_one_job(queue, submit, tmp_path):
+def test_a_submission_that_is_sent_twice_creates_one_job(queue, submit, tmp_path):
     submission = Submission(("true",), tmp_path, model_dir=tmp_path / "run")
     assert queue.submit(submission, "same").name == queue.submit(submission, "same").name
     assert len(queue.jobs(everything=True)) == 1

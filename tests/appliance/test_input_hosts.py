@@ -79,7 +79,7 @@ def test_workers_that_cannot_be_started(sshd, params, tmp_path, monkeypatch, cap
     assert main(["validate", str(params), WORKERS, *words[2:]]) == 2
 
 
-def test_data_that_are_missing_there(sshd, params, tmp_path, capfd):
+def test_data_that_are_missing_on_the_input_host(sshd, params, tmp_path, capfd):
     text = params.read_text()
     params.write_text(text[: text.index("data_dir")] + "data_dir: /far/away, batch_size: 8}\n")
     assert main(["fit", str(params), WORKERS]) == 2

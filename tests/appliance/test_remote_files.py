@@ -43,7 +43,7 @@ def test_a_stream_without_frames(stream):
         encode(Frame({}, bytes(MAX_BODY + 1)))
 
 
-def test_contents_in_parts_that_come_again(tmp_path):
+def test_a_part_of_the_contents_may_be_sent_twice(tmp_path):
     contents, data = Contents(tmp_path), bytes(range(256)) * 40
     name = digest(data)
     assert contents.received(name) == 0

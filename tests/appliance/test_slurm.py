@@ -156,7 +156,7 @@ def test_invalid_requests_are_refused(submit, queue, tmp_path):
     assert_cannot_be_changed(queue, queue.wait(submit("true").name, 120))
 
 
-def test_a_submission_that_is_sent_twice_is_one_job(queue, submit, tmp_path):
+def test_a_submission_that_is_sent_twice_creates_one_job(queue, submit, tmp_path):
     blocker = submit("sleep", "1000", num_csx=4)
     submission = Submission(("true",), tmp_path, dict(os.environ), model_dir=tmp_path / "run")
     name = queue.submit(submission, "same").name

@@ -160,7 +160,7 @@ def test_unknown_parameter(checkpoint):
 
 def test_a_checkpoint_of_another_optimizer_is_refused(checkpoint):
     store = make_store(optimizer=MOMENTUM)
-    with pytest.raises(CheckpointError, match="with AdamW, this one has SGD"):
+    with pytest.raises(CheckpointError, match="the optimizer AdamW, but this run has SGD"):
         load(checkpoint, store)
     load(checkpoint, store, weights_only=True)
 

@@ -46,7 +46,7 @@ def test_all_ranks_stop_at_the_stage_after_damage(checkpoint):
         store = opened(lambda own: MemoryTier(own.layouts, fabric=fabric), fabric=fabric)
         written, write = [], store.parameters.write
         store.parameters.write = lambda stage, fill: (written.append(stage), write(stage, fill))
-        with pytest.raises(CorruptError, match="are not what was written") as caught:
+        with pytest.raises(CorruptError, match="differ from what was written") as caught:
             SavedCheckpoint(checkpoint).restore(store)
         fabric.barrier("the end")
         store.close()
@@ -123,7 +123,7 @@ def test_damage_of_the_stores_own_files_is_not_that_of_the_checkpoint(checkpoint
     store.flush()
     for file in store.tier._files:
         os.pwritev(file._fd, [memoryview(aligned_empty(PAGE_BYTES).numpy())], 0)
-    with pytest.raises(StoreError, match="not what was written") as caught:
+    with pytest.raises(StoreError, match="differ from what was written") as caught:
         load_weights(store, checkpoint / "weights_0000.safetensors", strict=False)
     assert not isinstance(caught.value, CorruptError) and "stage_" in str(caught.value)
     store.close()

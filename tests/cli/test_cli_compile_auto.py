@@ -51,7 +51,7 @@ def forget(tmp_path):
     (tmp_path / "cache/compiled_blocks.json").unlink()
 
 
-def test_eager_blocks_are_measured_once_and_stay_so_in_a_continued_run(headwater, params, clock, tmp_path):
+def test_blocks_are_measured_once_and_stay_eager_in_a_resumed_run(headwater, params, clock, tmp_path):
     assert headwater("fit", params, *AUTO)[0] == 0
     whole = tmp_path / "run"
     assert told(whole).startswith("blocks are not compiled: compiled blocks take 133.3% of the time")
@@ -73,7 +73,7 @@ def test_eager_blocks_are_measured_once_and_stay_so_in_a_continued_run(headwater
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_compiled_blocks_stay_so_in_a_run_that_continues_with_equal_bits(headwater, params, clock, tmp_path):
+def test_compiled_blocks_stay_compiled_in_a_resumed_run_with_equal_bits(headwater, params, clock, tmp_path):
     clock.times = FASTER
     assert headwater("fit", params, *AUTO)[0] == 0
     whole = tmp_path / "run"
@@ -121,7 +121,7 @@ def test_all_ranks_take_the_choice_of_the_first(data, clock, tmp_path, monkeypat
     assert history(auto) == history(fixed)
 
 
-def test_the_plan_of_a_run_tells_that_blocks_will_be_measured(headwater, params, clock):
+def test_the_plan_of_a_run_says_that_blocks_will_be_measured(headwater, params, clock):
     code, output, _ = headwater("plan", params, *AUTO)
     assert code == 0
     assert "blocks are not compiled: not measured yet" in output

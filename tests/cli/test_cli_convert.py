@@ -143,7 +143,7 @@ def test_the_command_line_of_the_model_zoo_works_unchanged(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("given", [(), ("out", "--output-dir", "dir")])
-def test_one_place_for_the_output(llama, capsys, given):
+def test_the_output_is_named_exactly_once(llama, capsys, given):
     words = ("--model", "llama", "--src-fmt", "hf", "--tgt-fmt", "headwater", str(llama), *given)
     assert main(["checkpoint", "convert", *words]) == 2
     assert "expected OUT or --output-dir" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_a_misspelt_command_line(headwater, params, words, texts):
     assert_refused(headwater(*(params if word == "PARAMS" else word for word in words)), *texts)
 
 
-def test_data_that_are_not_there(headwater, params, data):
+def test_data_that_do_not_exist(headwater, params, data):
     params.write_text(params.read_text().replace(f"{data}/train", f"{data}/tarin"))
     assert_refused(headwater("fit", params), "data_dir", f"did you mean {data / 'train'}")
 

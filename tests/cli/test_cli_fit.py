@@ -63,7 +63,7 @@ def test_steps_equal_those_of_plain_pytorch(headwater, params, tmp_path):
         assert torch.equal(parameter, weights[name]), name
 
 
-def test_a_run_in_two_parts_equals_one_in_one(headwater, data, tmp_path):
+def test_a_run_in_two_parts_equals_an_uninterrupted_run(headwater, data, tmp_path):
     whole, parts = (write_params(tmp_path, data, name) for name in ("whole", "parts"))
     assert headwater("fit", whole)[0] == 0
     # 4 steps: the checkpoint at the end of the first part lies between the evaluations.

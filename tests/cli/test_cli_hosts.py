@@ -65,7 +65,7 @@ def test_a_run_that_lost_a_host_resumes_bit_identically(params, alone, tmp_path,
     assert losses(folder / "run")[:6] == losses(alone)
 
 
-def test_a_rank_that_stands_still_for_a_while_changes_nothing(params, alone, tmp_path):
+def test_a_rank_that_pauses_for_a_while_changes_nothing(params, alone, tmp_path):
     folder = tmp_path / "hosts"
     with Hosts(2) as hosts:
         launchers = fit(hosts, params, folder)

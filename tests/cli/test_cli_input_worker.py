@@ -208,7 +208,7 @@ def test_errors_of_a_worker_reach_the_rank(serve, error, what):
     assert found.where == f"/x.h5, input worker on {platform.node()}"
 
 
-def test_a_rank_that_goes_away_leaves_no_message(serve, caplog):
+def test_a_rank_that_disconnects_leaves_no_message(serve, caplog):
     class Slow(Failing):
         def __getitems__(self, draws):
             asked.set()

@@ -123,7 +123,7 @@ def test_the_launcher_is_killed(headwater, params, undisturbed, tmp_path):
     assert_goes_on(headwater, params, options, run, undisturbed)
 
 
-def test_a_rank_stands_still_for_a_while(params, undisturbed, tmp_path):
+def test_a_rank_pauses_for_a_while(params, undisturbed, tmp_path):
     run = tmp_path / "run"
     with running(params, memory(tmp_path), run, STEPS) as launcher:
         rank = psutil.Process(ranks_of(launcher)[1])

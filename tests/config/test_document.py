@@ -21,7 +21,7 @@ def test_values_and_origins_of_missing_keys():
     assert str(DOCUMENT.origin(("a", "c", 1, "d"))) == "file, line 1: a.c[1].d"
 
 
-def test_put_makes_a_changed_copy():
+def test_put_returns_a_changed_copy():
     changed = put(DOCUMENT, ("a", "c", "1", "e"), 3, Origin("command line", ("flag",)))
     assert changed.get(("a", "c", 1)) == {"d": 2, "e": 3}
     assert str(changed.origin(("a", "c", 1, "e"))) == "command line: flag"

@@ -66,7 +66,7 @@ def assert_read_once(begun):
     assert all(begun.count(name) == -(-SIZES[name] * 4 // CHUNK_BYTES) for name in LARGE)
 
 
-def test_reading_continues_behind_the_second_tensor_in_file_order(path, values, begun):
+def test_reading_ahead_starts_after_the_second_tensor_in_file_order(path, values, begun):
     file = TensorFile(path)
     assert torch.equal(file.read_whole("a"), values["a"])
     assert set(begun) == {"a"}

@@ -82,5 +82,5 @@ def test_classes_and_functions_are_small():
         ("def f(a, b, c, d, e, g, h, *, i, j): pass", "f has 9 parameters"),
     ],
 )
-def test_large_ones_are_found(code, finding):
+def test_too_large_functions_and_classes_are_found(code, finding):
     assert list(findings(ast.parse(code))) == [finding]

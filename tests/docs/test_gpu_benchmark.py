@@ -29,7 +29,7 @@ def rows_of(part, folder, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.real_start
-def test_the_tests_are_rows(tmp_path, monkeypatch):
+def test_results_of_tests_are_rows(tmp_path, monkeypatch):
     rows = rows_of("a", tmp_path, monkeypatch)
     assert rows["all tests"]["exit_code"] == 0
     assert [row["outcome"] for row in rows.values() if "outcome" in row] == ["passed"] * 3

@@ -55,7 +55,7 @@ def living(marker):
         "import threading\nthreading.Thread(target=__import__('time').sleep, args=(1000,)).start()",
     ],
 )
-def test_a_program_that_comes_to_its_end_has_passed(run, program):
+def test_a_program_that_runs_to_its_end_has_passed(run, program):
     assert run(program).result == "passed"
 
 
@@ -210,7 +210,7 @@ def test_the_files_of_the_system_cannot_be_written(run):
     assert outcome.result == "passed"
 
 
-def test_rights_cannot_be_won_back(run):
+def test_privileges_cannot_be_regained(run):
     outcome = run(
         """
         import ctypes, os

@@ -86,7 +86,7 @@ def tiny():
     return build_model(DecoderConfig(**TINY), device="meta")
 
 
-def test_heads_use_it_only_if_it_is_chosen(calls):
+def test_heads_use_liger_only_if_it_is_chosen(calls):
     model = tiny()
     (head,) = [module for module in model.modules() if isinstance(module, Head)]
     assert head.cross_entropy is linear_cross_entropy

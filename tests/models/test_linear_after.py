@@ -92,7 +92,7 @@ def test_frozen_parts_get_no_gradient():
     assert torch.equal(layer.output.bias.grad, torch.full((WIDTH,), 4.0))
 
 
-def test_dropout_in_between_is_drawn():
+def test_dropout_between_the_layers_is_drawn():
     layer, x = make(inner_dropout=0.5), torch.ones(4, WIDTH)
     assert not torch.equal(layer(x), layer(x))
     assert torch.equal(layer.eval()(x), layer(x))

@@ -8,7 +8,7 @@ from headwater.models.evaluation import F1, Overlap, Scored
 torchmetrics = pytest.importorskip("torchmetrics")
 
 
-def test_accuracy_counts_only_what_counts():
+def test_accuracy_counts_only_valid_entries():
     scored = Scored("accuracy")
     assert scored.compute() == 0
     scored.add(torch.tensor([True, False, True]))

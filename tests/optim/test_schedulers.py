@@ -157,7 +157,7 @@ def test_a_step_may_be_given():
     assert scheduler.last_epoch == 8
 
 
-def test_a_rate_that_is_a_tensor_stays_one():
+def test_a_learning_rate_tensor_stays_a_tensor():
     rate = torch.tensor(5.0)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
     LinearLR(optimizer, 0.25, 1.0, 10)

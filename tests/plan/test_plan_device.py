@@ -41,7 +41,7 @@ def planned(device_memory=None, host_memory=64 * GIB, *, fixed=None, disk=None, 
 
 
 @pytest.mark.parametrize("count", [0, 2, 4, 8])
-def test_the_link_carries_the_other_stages_alone(count):
+def test_the_link_carries_only_the_stages_outside_device_memory(count):
     trace = gpt_trace(layers=8, tied=False)
     blocks = tuple(range(1, 1 + count))
     plan = make(trace, device="cuda", on_device=blocks)
@@ -134,7 +134,7 @@ def test_a_tier_larger_than_the_device_is_refused_with_the_nearest_number_that_f
         ({"device": "cpu"}, "the CPU computes"),
         ({"ranks": 2, "share": StoreShare(sums_stay=True)}, "there are several hosts"),
         ({"ranks": 3, "share": StoreShare(store_ranks=1)}, "there are store ranks"),
-        ({"ranks": 2, "device_tier": False}, "several ranks run a loop of yours"),
+        ({"ranks": 2, "device_tier": False}, "several ranks run your own loop"),
     ],
 )
 def test_a_device_tier_needs_the_ranks_of_one_host_on_gpus(changes, found):

@@ -234,7 +234,7 @@ def test_a_layer_with_code_of_the_user_runs(change, skipped):
 
 
 @pytest.mark.parametrize("make", ["growing dropout", "buffers", "shared part", "flag"])
-def test_layers_that_are_equal_but_for_a_part(make, monkeypatch):
+def test_layers_that_differ_in_one_part(make, monkeypatch):
     model = Scaling(by_place([0] * 10))
     shared = nn.Linear(8, 8)
     for place, layer in enumerate(model.layers):

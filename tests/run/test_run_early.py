@@ -35,7 +35,7 @@ def test_compile_only_and_validate_only_do_not_train(tmp_path, capsys, option):
         assert list((tmp_path / "run" / "compile").iterdir())
 
 
-def test_shapes_that_do_not_go_together(tmp_path, capsys):
+def test_shapes_that_do_not_fit_together(tmp_path, capsys):
     params = write_params(tmp_path, text=PARAMS.replace("dropout: 0.1", "inputs: 11"))
     with pytest.raises(SystemExit) as error:
         run(

@@ -107,7 +107,7 @@ def test_a_run_leaves_its_params_and_evaluates_with_metrics(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_in_two_parts_equals_one_in_one(tmp_path, workers):
+def test_a_run_in_two_parts_equals_an_uninterrupted_run(tmp_path, workers):
     """Noise of the data set, order, dropout, BatchNorm, evaluations: all as if it had never stopped."""
     whole, parts = write_params(tmp_path, "whole"), write_params(tmp_path, "parts")
     options = ("--train_input.num_workers", workers, *STREAMED)

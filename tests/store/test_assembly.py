@@ -56,7 +56,7 @@ def test_every_host_reads_the_same_sum():
     assert all(torch.equal(found, torch.full((4,), 3.0)) for found in on_hosts(program))
 
 
-def test_a_sum_to_which_one_host_has_added_is_on_all_and_others_are_nowhere():
+def test_a_sum_of_one_host_reaches_all_hosts_and_an_empty_sum_reaches_no_host():
     def program(host, sums, assembly, add):
         add({KEYS[0]: torch.ones(4)} if host == 1 else {})
         return read(sums, assembly, KEYS[0]), read(sums, assembly, KEYS[1])
@@ -78,7 +78,7 @@ def test_gradients_that_are_added_after_a_reading_count_once():
         assert torch.equal(second, torch.full((4,), 22.0))
 
 
-def test_a_sum_cannot_be_put_together_by_one_rank(monkeypatch):
+def test_one_rank_cannot_assemble_the_sum_of_all_hosts(monkeypatch):
     monkeypatch.setattr(membership.joined, "value", object())
 
     def program(host, sums, assembly, add):

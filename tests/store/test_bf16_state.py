@@ -57,7 +57,7 @@ def test_passes_of_several_rows_are_the_same_values_in_order():
     assert all(torch.equal(torch.cat([each.view(-1) for each in some]), values) for some in passes)
 
 
-def test_a_value_becomes_one_of_its_neighbours_with_itself_as_mean():
+def test_rounding_gives_a_neighbour_and_the_mean_is_the_value():
     values = torch.randn(50, generator=torch.Generator().manual_seed(0))
     found = torch.stack([rounded(values, stream=str(n)) for n in range(4000)]).double()
     below = (values.view(torch.int32) & ~0xFFFF).view(torch.float32).double()

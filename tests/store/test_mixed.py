@@ -72,7 +72,7 @@ def test_every_stage_keeps_its_own_bytes(tier):
             assert torch.equal(rest, expected)
 
 
-def test_if_the_second_tier_cannot_be_made_the_first_is_closed():
+def test_the_first_tier_is_closed_if_the_second_cannot_be_made():
     closed = []
 
     class Closing(MemoryTier.__base__):

@@ -80,7 +80,7 @@ def test_changed_optimizer_state_is_detected_by_the_update(tmp_path):
     flip(store.tier._files[0], WIRE_BYTES + 100_000)
     with pytest.raises(CorruptError, match=r"bytes 45056 to \d+ of the file of stage 'blocks\.0'"):
         store.flush_stage(0)
-    with pytest.raises(StoreError, match="not what was written"):
+    with pytest.raises(StoreError, match="differ from what was written"):
         store.flush_stage(0)
     store.flush_stage(1)
     store.close()

@@ -90,7 +90,7 @@ def test_copies_are_plain_tensors():
     assert exposed.sum().item() == 15.0
 
 
-def test_the_object_stays_the_same_while_it_is_kept_and_keeps_nothing_alive_itself():
+def test_an_exposed_gradient_stays_one_object_and_keeps_no_memory_alive():
     host, exposed = gradient()
     assert exposed_on(META, host) is exposed
     first = id(exposed.host)

@@ -357,7 +357,7 @@ def test_steps_that_need_all_gradients_first_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("fabric", "options", "text"),
     [
-        (ALONE, EngineOptions(user_loop=True), "a loop of yours"),
+        (ALONE, EngineOptions(user_loop=True), "your own loop"),
         (copy.copy(ALONE), EngineOptions(), "2 ranks"),
     ],
 )

@@ -37,7 +37,7 @@ def test_memory_that_would_hold_the_disk_tier_is_advised():
     )
 
 
-def test_nothing_is_advised_where_nothing_would_help():
+def test_no_setting_is_advised_if_it_saves_no_time():
     assert best_advice({"compute": 1.0}, PLAN) is None
     assert best_advice({"compute": 0.97, "disk": 0.03}, ON_DISK) is None
     assert best_advice({"compute": 1.0}, recomputing(Activations.KEEP)) is None

@@ -52,5 +52,5 @@ def test_shielded_workers_have_the_signal_blocked_and_this_process_has_not():
 
 
 @pytest.mark.parametrize("items", [[], [1], [1, 2, 3]])
-def test_shielded_loses_nothing(items):
+def test_shielded_yields_every_item(items):
     assert list(shielded(items)) == items

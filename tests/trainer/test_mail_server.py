@@ -126,7 +126,7 @@ def test_a_mail_server_that_is_gone_is_a_warning(mailbox, tmp_path, caplog):
     assert len(caplog.records) == 1 and "refused" in caplog.text
 
 
-def test_an_e_mail_needs_one_way(mailbox, tmp_path):
+def test_an_e_mail_needs_exactly_one_way_to_send_it(mailbox, tmp_path):
     class Init:
         model_dir, notifications = tmp_path, [email(9)]
 

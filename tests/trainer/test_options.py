@@ -57,7 +57,7 @@ def test_each_parameter_has_the_schedules_of_its_tags(tmp_path):
     assert options_by_name(job(tmp_path))(0)("embedding.weight")["lr"] == 0.0
 
 
-def test_one_rate_for_all_needs_no_names(tmp_path):
+def test_one_learning_rate_for_all_parameters_needs_no_names(tmp_path):
     assert options_by_name(job(tmp_path, schedulers=[{"LinearLR": RATE}])) is None
 
 

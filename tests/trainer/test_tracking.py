@@ -85,7 +85,7 @@ def test_resume_must_needs_an_earlier_run(service, tmp_path):
     assert "SomeLogger" in str(error.value)
 
 
-def test_a_service_that_fails_is_one_warning_and_gets_everything_later(
+def test_a_failing_service_causes_one_warning_and_gets_all_records_later(
     service, tmp_path, caplog, monkeypatch
 ):
     monkeypatch.setattr(sender, "_RETRY_S", 0.0)

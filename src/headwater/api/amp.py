@@ -203,7 +203,7 @@ class GradScaler:
         """Restore the state that `state_dict` returned.
 
         Raises:
-            CheckpointError: if the keys of `state` are others.
+            CheckpointError: if `state` has other keys.
         """
         if set(state) != set(_STATE):
             raise CheckpointError(

@@ -152,7 +152,7 @@ def backend(
         start_ranks(made.num_csx, made.kind, where=_NUM_CSX, timeout_s=timeout_s)
     elif made.kind == "CSX" and made.num_csx == 1 and is_rank() and current().size == 1:
         logger.warning(
-            "a launcher has started %s ranks, and num_csx is 1: each of them trains by itself",
+            "a launcher has started %s ranks, but num_csx is 1: each rank trains separately",
             os.environ["WORLD_SIZE"],
         )
     _current.value = made

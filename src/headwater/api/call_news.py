@@ -18,8 +18,8 @@ class CallNews:
         size: number of elements in the arguments of the call.
         structure: true if the structure of the model has changed since it was planned.
         trains_more: true if parameters require gradients that the plan does not train.
-        first_training: true if the model is in training mode and no dry run was.
-        retrained: true if the set of parameters that require gradients is another than at the last call.
+        first_training: true if the model is in training mode, and no dry run was made in this mode.
+        retrained: true if the set of parameters that require gradients differs from that of the last call.
         precision: true if weights are streamed in bf16 or fp16, and the call is not under autocast to it.
     """
 

@@ -72,7 +72,7 @@ def _no_transforms(model: nn.Module) -> StreamError:
     return StreamError(
         "torch.func's grad, vjp, jacrev and hessian cannot be used in the forward of a streamed model",
         where=type(model).__name__,
-        remedy="use torch.autograd.grad, with create_graph=True where it is trained through",
+        remedy="use torch.autograd.grad, with create_graph=True if the loss depends on the gradient",
     )
 
 

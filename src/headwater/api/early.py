@@ -288,7 +288,7 @@ def _on_arguments(model: nn.Module, batch: Any) -> torch.Tensor:
         raise ModelError(
             "nothing that the model returns depends on a trainable parameter",
             where="the model's output",
-            remedy="return tensors that do, and unfreeze what is to be trained",
+            remedy="return tensors that depend on trainable parameters, or unfreeze the parameters to train",
         )
     # `stack` needs tensors of one dtype, and a model may return several.
     return torch.stack([tensor.float().mean() for tensor in trained]).sum()
@@ -330,7 +330,7 @@ def _as_stored(trace: Trace, optimizer_state: OptimizerState) -> Trace:
 
 
 def _same(trace: Trace, size: int) -> Trace:
-    """Return the trace: the micro-batch has one size alone."""
+    """Return the trace for any size, because the micro-batch has only one size."""
     return trace
 
 

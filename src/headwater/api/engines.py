@@ -101,6 +101,6 @@ def build_engine(
 @functools.cache
 def _warn_of_eager_blocks() -> None:
     logger.warning(
-        "compile: auto does not compile blocks in a loop of yours, whose number of steps is not known; "
+        "compile: auto does not compile blocks in your own loop, because its number of steps is not known; "
         "compile: true compiles them"
     )

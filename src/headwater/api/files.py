@@ -156,9 +156,9 @@ def _checked_structure(file: TensorFile) -> Any:
         ) from error
     if version != _FORMAT_VERSION:
         raise CheckpointError(
-            f"the format version is {version}, this headwater knows {_FORMAT_VERSION}",
+            f"the file has format version {version}, but this version of headwater reads {_FORMAT_VERSION}",
             where=str(file.path),
-            remedy="install the headwater that wrote it, or a newer one",
+            remedy="install the version of headwater that wrote it, or a newer one",
         )
     return structure
 

@@ -222,10 +222,10 @@ def _check_parts(optimizer: Optimizer) -> None:
     for param in params_of(optimizer):
         if not isinstance(param, ParameterAtRest) and param.grad is not None:
             raise StreamError(
-                f"a parameter of shape {list(param.shape)} is trained, and is in no compiled model: "
-                "each rank would change its own",
+                f"a trained parameter of shape {list(param.shape)} is not in a compiled model, so each rank "
+                "would change a separate copy",
                 where="optimizer.step()",
-                remedy="make it part of a model, and compile that",
+                remedy="make it a part of a model, and compile this model",
             )
 
 

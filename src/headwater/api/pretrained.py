@@ -281,8 +281,8 @@ def _names_differ(report: LoadReport, directory: Path) -> CheckpointError:
     return CheckpointError(
         "; ".join(parts),
         where=str(directory),
-        remedy="build the model from the checkpoint's config.json; or pass strict=False, and what is missing "
-        "keeps its initial values, what is unexpected is left out",
+        remedy="build the model from the checkpoint's config.json; or pass strict=False: missing parameters "
+        "then keep their initial values, and unexpected tensors are not loaded",
     )
 
 

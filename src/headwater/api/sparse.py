@@ -182,7 +182,7 @@ class SparsityOptimizer:
         The weights are not masked again: load the weights of the same checkpoint.
 
         Raises:
-            CheckpointError: if the sparse parameters are others than in `state`.
+            CheckpointError: if the sparse parameters differ from those in `state`.
         """
         if state["masks"] is not None:
             self._sparsifier.load_state_dict(state["masks"])

@@ -141,7 +141,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
     if pair is not None:
         first, second = pair
         raise StreamError(
-            f"parameters {first} and {second} share memory, and each streamed parameter has its own",
+            f"parameters {first} and {second} share memory, but a streamed parameter needs separate memory",
             where=type(model).__name__,
             remedy=f"tie them as one Parameter, model.{second} = model.{first}, or separate them, "
             f"model.{second}.data = model.{second}.data.clone()",

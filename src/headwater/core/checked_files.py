@@ -262,7 +262,7 @@ class FileBytes:
         offset, length, checksum = self._chunks[index]
         if zlib.crc32(data) != checksum:
             raise CorruptError(
-                f"{what}: bytes {offset} to {offset + length} of the file are not what was written",
+                f"{what}: bytes {offset} to {offset + length} of the file differ from what was written",
                 where=str(self.path),
                 remedy=_OTHER_COPY,
             )

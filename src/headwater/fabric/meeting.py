@@ -296,8 +296,8 @@ class _Rendezvous:
         return RankError(
             f"rendezvous failed: {what}",
             where=self._place,
-            remedy="check that all ranks were started, that MASTER_ADDR and MASTER_PORT are address and free "
-            f"port of the first host, and that {_INTERFACE} names the network of the hosts",
+            remedy="check that all ranks were started, that MASTER_ADDR is the address and MASTER_PORT "
+            f"a free port of the first host, and that {_INTERFACE} names the network of the hosts",
         )
 
 

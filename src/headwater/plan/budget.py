@@ -169,7 +169,7 @@ def _without_device_tier(request: Request) -> str:
         return "the CPU computes"
     if request.share.sums_stay:
         return "there are several hosts"
-    return "there are store ranks" if request.share.store_ranks else "several ranks run a loop of yours"
+    return "there are store ranks" if request.share.store_ranks else "several ranks run your own loop"
 
 
 def _check_micro_batch_size(request: Request) -> None:

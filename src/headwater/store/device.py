@@ -66,7 +66,7 @@ class Arrivals:
         """Enter a context with copies of gradients on the device. They are valid inside it."""
         compute = self._memory.compute
         with self._lock:
-            # After the update before, and not after all that is queued: copies run beside the computation.
+            # After the previous update, not after all queued work: copies overlap with the computation.
             self._stream.wait(self._used)
             copies, start = list[torch.Tensor | None](), 0
             for gradient in gradients:

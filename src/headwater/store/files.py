@@ -48,9 +48,9 @@ class Checksums:
         if written and zlib.crc32(block) + 1 != written:
             end = offset + len(block)
             raise CorruptError(
-                f"bytes {offset} to {end} of the file of {self._contents} are not what was written",
+                f"bytes {offset} to {end} of the file of {self._contents} differ from what was written",
                 where=str(self._path),
-                remedy="the disk or the memory fails; resume from the last checkpoint, on another disk",
+                remedy="the disk or memory may be faulty; resume from the last checkpoint on another disk",
             )
 
 

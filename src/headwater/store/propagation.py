@@ -19,8 +19,8 @@ class Propagation:
     """Brings each rank's updates to all ranks. All ranks commit, and replace stages, in the same order.
 
     Ranks of a host see each other's updates at once, in memory or files that they share. Between hosts the
-    leaders send what their host has updated, stage after stage in the order of the commits, on a thread
-    beside the computation.
+    leaders send what their host has updated, stage after stage in the order of the commits. They do this on
+    a thread during the computation.
 
     Args:
         fabric: the ranks.

@@ -69,7 +69,7 @@ def refuse_unequal_replicas(fabric: Fabric, device: str, checksums: Mapping[str,
         different = [name for name, value in its_checksums.items() if value != every[0][name]]
         if different:
             raise StoreError(
-                f"expected equal first weights on all ranks, found others on rank {rank} than on rank 0",
+                f"expected equal initial weights on all ranks, but those of ranks 0 and {rank} differ",
                 where=f"stage {different[0]!r}",
                 remedy="make the weights from the same seed on each rank, or write stages_on_device: 0",
             )

@@ -145,7 +145,7 @@ class SavedCheckpoint:
         ours, saved = store.rule.spec.name, self.manifest.optimizer
         if ours != saved:
             raise CheckpointError(
-                f"the checkpoint is of a run with {saved}, this one has {ours}",
+                f"the checkpoint is of a run with the optimizer {saved}, but this run has {ours}",
                 where=str(self.folder),
                 remedy=f"set the optimizer to {saved}, or load the weights alone",
             )

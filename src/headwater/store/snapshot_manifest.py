@@ -137,9 +137,10 @@ def read_manifest(folder: Path) -> Manifest:
     # Before the checksum: a newer version may compute it differently.
     if version > FORMAT_VERSION:
         raise CheckpointError(
-            f"the checkpoint has format version {version}, this headwater knows up to {FORMAT_VERSION}",
+            f"the checkpoint has format version {version}, but this version of headwater reads only versions "
+            f"up to {FORMAT_VERSION}",
             where=str(path),
-            remedy="install the headwater that wrote it, or a newer one",
+            remedy="install the version of headwater that wrote it, or a newer one",
         )
     if actual != checksum:
         raise _damaged(path, "its checksum does not match")

@@ -81,7 +81,7 @@ class AtRest:
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `StreamError`: values that another library writes to this memory would be lost."""
         raise StreamError(
-            "another library would share the memory of a tensor whose values lie in the weight store",
+            "another library would share the memory of a tensor whose values are in the weight store",
             where=self.home.spec.name,
             remedy="give it a copy: tensor.clone()",
         )
@@ -94,7 +94,7 @@ class AtRest:
         """
         if cls is not torch.Tensor:
             raise StreamError(
-                f"a {cls.__name__} would share the memory of a tensor whose values lie in the weight store",
+                f"a {cls.__name__} would share the memory of a tensor whose values are in the weight store",
                 where=self.home.spec.name,
                 remedy="use a copy: tensor.clone().as_subclass(...)",
             )
@@ -249,7 +249,7 @@ def home_of(value: object) -> Home | None:
 def tied_by_data(name: str, other: str) -> StreamError:
     """Return the error for an assignment after which two streamed parameters would share memory."""
     return StreamError(
-        "two parameters would share memory, and each streamed parameter has its own",
+        "two parameters would share memory, but a streamed parameter needs separate memory",
         where=f"{name}.data = {other}.data",
         remedy=f"make them one Parameter, model.{name} = model.{other}, or assign a copy, "
         f"model.{name}.data = model.{other}.data.clone()",
@@ -297,7 +297,7 @@ def changed_while_recording(home: Home) -> StreamError:
 def moved(home: Home, name: str) -> StreamError:
     """Return the error for an operation `name` after which a streamed parameter would have other memory."""
     return StreamError(
-        f"{name} would give a streamed parameter other memory, which the weight store does not see",
+        f"{name} would replace the memory of a streamed parameter, which the weight store does not notice",
         where=home.spec.name,
         remedy="assign the values, parameter.data = tensor, or copy them, parameter.copy_(tensor)",
     )

@@ -45,11 +45,11 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def new_stream(self) -> Stream:
-        """Return a new stream for copies, which run beside the computation."""
+        """Return a new stream for copies, which overlap with the computation."""
 
     @abc.abstractmethod
     def return_cached(self) -> None:
-        """Return the memory to the device that torch's allocator keeps of freed tensors, for other plans."""
+        """Return the cached memory of torch's allocator to the device, so that other plans can use it."""
 
     @abc.abstractmethod
     def enter_thread(self) -> None:

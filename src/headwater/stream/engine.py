@@ -286,7 +286,7 @@ def _errors(device: str) -> AbstractContextManager[object]:
 
 def _refuse_updates(plan: Plan, fabric: Fabric, options: EngineOptions) -> None:
     """Raise `ConfigError` if updates cannot run during backward."""
-    found = "a loop of yours" if options.user_loop else f"{fabric.size} ranks" if fabric.size > 1 else None
+    found = "your own loop" if options.user_loop else f"{fabric.size} ranks" if fabric.size > 1 else None
     if plan.updates == "in_backward" and found is not None:
         raise ConfigError(
             f"expected Engine.train_step on one rank for updates in backward, got {found}",

@@ -246,9 +246,9 @@ class Executor:
             heir = heir._successor
         if heir._is_outlived:
             raise StreamError(
-                "the structure of the model was changed, or its first forward outside of autocast has run, "
-                "or a block was divided to make a larger call fit, between this forward and its backward",
-                remedy="run the backward before such a forward, or the first forward of all without autocast",
+                "the model got a new plan between this forward and its backward: its structure was changed, "
+                "its first forward outside of autocast has run, or a block was divided for a larger call",
+                remedy="run this backward before such a forward, or the very first forward without autocast",
             )
         return heir
 

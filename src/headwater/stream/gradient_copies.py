@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @final
 class GradientCopies:
-    """Copies gradients to page-locked memory beside the computation, and adds them to the store on a thread.
+    """Copies gradients to page-locked memory during the computation, and adds them to the store on a thread.
 
     Gradients of stages on the device stay there; the thread adds them, and only their norms are copied.
     With several ranks all are copied, and added on autograd's thread when their copies have had time to end.

@@ -107,7 +107,7 @@ class HostOffload(Offload):
     """Offloads to page-locked host memory, for a device with separate memory.
 
     Storages are copied back ahead in the reverse of the order in which they left, because backward needs them
-    in that order. Copies both ways run beside the computation.
+    in that order. Copies in both directions overlap with the computation.
 
     Args:
         device: the device that computes.

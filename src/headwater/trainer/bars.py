@@ -27,7 +27,7 @@ class Bar(Protocol):
         ...
 
     def update(self, done: int, text: str, left_s: float) -> None:
-        """Show that steps are done, a text beside them, and the predicted seconds until the last step."""
+        """Show the number of finished steps, a text, and the predicted seconds until the last step."""
         ...
 
     def stop(self) -> None:

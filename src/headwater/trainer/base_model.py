@@ -123,7 +123,7 @@ def _side_modules(base: PyTorchBaseModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _apart(base: PyTorchBaseModel) -> list[nn.Module]:
-    """Return the modules beside the model that have no submodule in common with the model."""
+    """Return the other modules: those that have no submodule in common with the model."""
     inside = set(base.model.modules())
     return [module for _, module in _side_modules(base) if inside.isdisjoint(module.modules())]
 

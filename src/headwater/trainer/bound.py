@@ -101,7 +101,7 @@ def _tier_advice(share: float, plan: Plan) -> Advice | None:
 
 
 def _activation_advice(share: float, plan: Plan) -> Advice | None:
-    """Return the advice to keep activations that are recomputed, if memory is what forbids it."""
+    """Return the advice to keep activations that are recomputed, if only memory prevents this."""
     costs = list(zip(plan.trace.costs, plan.activations, strict=True))
     again = sum(cost.flops for cost, policy in costs if policy.is_recomputed)
     if not again:

@@ -222,7 +222,7 @@ class CheckpointManager:
         logger.warning("%s is damaged and skipped: %s", path, damage.what)
 
     def is_own(self, path: Path) -> bool:
-        """True if `path` is named like a checkpoint of this run and lies in its model_dir."""
+        """True if `path` is named like a checkpoint of this run and is in its model_dir."""
         named = _NAME.fullmatch(path.name) is not None
         return named and path.parent.resolve() == self.model_dir.resolve()
 

@@ -86,7 +86,7 @@ def evaluate(
 def _checked(total: float, weights: float, count: int) -> float:
     if count == 0:
         raise DataError(
-            "the validation data are fewer than one batch",
+            "the validation data have fewer samples than one batch",
             where="val_dataloader.batch_size",
             remedy="write a smaller batch_size, or drop_last: false",
         )

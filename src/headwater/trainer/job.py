@@ -104,7 +104,7 @@ class Job:
         steps_per_epoch: batches in one pass over the training data, if known.
         checkpoint: the checkpoint to start from, if not one of the run's own.
         data_workers: processes of each rank that read data.
-        callbacks: callbacks of the run beside those that the settings name.
+        callbacks: callbacks of the run in addition to those that the settings name.
         write: writes the files that continuing the run needs, such as the params, into the run's folder.
     """
 

@@ -59,7 +59,7 @@ def check_number(init: SetupConfig, fabric: Fabric) -> None:
     """Raise if the number of ranks is not that of the params.
 
     Raises:
-        ConfigError: if it is another number.
+        ConfigError: if the numbers differ.
     """
     placement = init.backend.placement
     if placement.size == fabric.size:

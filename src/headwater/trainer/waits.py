@@ -1,4 +1,4 @@
-"""A line that tells what a run does while the user waits."""
+"""A line that says what a run is doing while the user waits."""
 
 from __future__ import annotations
 

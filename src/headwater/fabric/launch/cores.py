@@ -26,7 +26,7 @@ def cores_of_ranks(count: int) -> list[set[int]] | None:
     """Divide the cores among `count` ranks. Return `None` on a machine with one NUMA node.
 
     Each rank gets consecutive cores of the list of all nodes' cores. Linux allocates memory on the node of
-    the thread that first writes to it, so a rank's memory then lies beside its cores.
+    the thread that first writes to it, so a rank's memory is then on the node of its cores.
     """
     # Not the number of cores: a container or `taskset` may allow fewer.
     allowed = os.sched_getaffinity(0)

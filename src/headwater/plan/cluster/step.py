@@ -94,7 +94,7 @@ class _Replay:
         arrived = self._weights.take(use)
         tasks = []
         for rank, resource in enumerate(self._host.ranks):
-            # The reads of weights in place run beside the computation: only the next use waits for their end.
+            # Weights that are used in place are read during the computation: only their next use waits.
             after = [*arrived[rank], *self._read[rank]]
             if phase is Phase.BACKWARD:  # one stage may wait for its update while another one is computed
                 after += self._updates[: -MOST_UNFINISHED - 1][-1:]

@@ -33,7 +33,7 @@ class Beginning(NamedTuple):
 class RankSums:
     """One gradient sum for each trainable parameter. The ranks of a host add to a sum one after another.
 
-    Additions run on a thread beside the computation. A sum has something if any rank has written to it in its
+    Additions run on a thread while the model computes. A sum is filled if any rank has written to it in its
     current generation.
 
     Attributes:
