@@ -80,7 +80,9 @@ def size_points(dtype: Dtype, most: float, *, quick: bool = False) -> list[Point
                 *shape,
                 batch=batch,
                 dtype=dtype,
-                warmup=1,
+                # The update of the first step runs in the second one, and touches the optimizer state for the
+                # first time.
+                warmup=2,
                 steps=(1 if size > 500e6 else 2) if quick else _num_steps(batch * size),
             ),
         )

@@ -70,6 +70,8 @@ def run(system: System, workload: Workload, disk: Path | None = None) -> Measure
     Raises:
         FailedRunError: if it failed; with the end of its output.
     """
+    if disk is not None:
+        disk.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="headwater-bench-", dir=disk))
     options = [option.format(disk=folder) for option in system.options]
     command = [

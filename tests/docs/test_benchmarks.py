@@ -153,3 +153,11 @@ def test_a_machine_without_measured_rates_has_a_row_without_predicted_time():
     assert (row["memory_ratio"], row["predicted_s"], row["time_ratio"]) == (0.5, "", "")
     plan["predicted_step_s"] = 1.5
     assert plan_truth.row_of("small", result)["time_ratio"] == 0.5
+
+
+def test_a_folder_that_does_not_exist_is_made(tmp_path):
+    missing = tmp_path / "disk" / "of the tier"
+    # The run starts, and fails because its module does not exist.
+    with pytest.raises(runner.FailedRunError, match="no_such_system"):
+        runner.run(System("none", "no_such_system"), _TINY, missing)
+    assert missing.is_dir()

@@ -263,6 +263,14 @@ def test_a_slow_dtype_is_measured_with_small_products(monkeypatch):
     assert probes._sizes("cpu", probes._DTYPES["fp16"]).matrices == probes._MATRIX_SHAPES
 
 
+def test_a_trial_that_is_disturbed_once_does_not_make_a_dtype_slow(monkeypatch):
+    times = iter([0.0, 9.0, 9.0, 9.001, 10.0, 10.0 + 1e-6])  # 9 s, 1 ms and 1 µs
+    monkeypatch.setattr(probes.time, "thread_time", lambda: next(times))
+    before = torch.get_num_threads()
+    assert probes._sizes("cpu", torch.float32).matrices == probes._MATRIX_SHAPES
+    assert torch.get_num_threads() == before
+
+
 def test_a_gpu_is_measured_with_the_shapes_of_large_models(monkeypatch):
     def products(free_bytes):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free_bytes, 140 << 30))

@@ -39,7 +39,7 @@ _SMALL_DEVICE_BYTES = 24 * GIB
 """Shapes of large models, on which a GPU reaches the rates of a run: small products end before the launch of
 the next one. A GPU with less free memory gets smaller ones."""
 _KERNEL = "attention by the package's kernel"
-_TRIAL_SHAPE = (32, 256, 256)
+_TRIAL_SHAPE, _TRIALS = (32, 256, 256), 3
 _SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE = ((64, 768, 512),), (1, 32, 256, 4)
 _SLOW_ATTENTION_SHAPE = (1, 2, 128, 32)
 """Small shapes, for a dtype that the processor only emulates, such as fp16 on most CPUs."""
@@ -110,15 +110,29 @@ def _sizes(device: str, dtype: torch.dtype) -> _Sizes:
     """Return the sizes of the probes: small ones if a trial shows that the usual ones take over a second."""
     if device != "cpu":
         return _device_sizes(torch.cuda.mem_get_info(device)[0])
-    trial = _matrix(device, dtype, (_TRIAL_SHAPE,))
-    trial.run()  # the first product of a dtype includes one-time initialization
-    # CPU time: on a busy machine the wall time would make every dtype look slow.
-    start_s = time.thread_time()
-    trial.run()
     factor = sum(map(_flops, _MATRIX_SHAPES)) / _flops(_TRIAL_SHAPE)
-    if (time.thread_time() - start_s) * factor > _SLOW_S:
+    if _trial_s(dtype) * factor > _SLOW_S:
         return _Sizes(_SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE, _SLOW_ATTENTION_SHAPE)
     return _Sizes(_MATRIX_SHAPES, _BLOCK_SHAPE, _ATTENTION_SHAPE)
+
+
+def _trial_s(dtype: torch.dtype) -> float:
+    """Return the CPU seconds of a small product on one core: the shortest of a few runs.
+
+    It is CPU time, because on a busy machine the wall time makes every dtype look slow. So does the CPU time of
+    several threads, which spin while they wait for each other.
+    """
+    trial, threads, times = _matrix("cpu", dtype, (_TRIAL_SHAPE,)), torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        trial.run()  # the first product of a dtype includes one-time initialization
+        for _ in range(_TRIALS):
+            start_s = time.thread_time()
+            trial.run()
+            times.append(time.thread_time() - start_s)
+    finally:
+        torch.set_num_threads(threads)
+    return min(times)
 
 
 def _device_sizes(free_bytes: int) -> _Sizes:
