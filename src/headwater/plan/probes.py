@@ -119,8 +119,8 @@ def _sizes(device: str, dtype: torch.dtype) -> _Sizes:
 def _trial_s(dtype: torch.dtype) -> float:
     """Return the CPU seconds of a small product on one core: the shortest of a few runs.
 
-    It is CPU time, because on a busy machine the wall time makes every dtype look slow. So does the CPU time of
-    several threads, which spin while they wait for each other.
+    It is CPU time, because on a busy machine the wall time makes every dtype look slow. So does the CPU time
+    of several threads, which spin while they wait for each other.
     """
     trial, threads, times = _matrix("cpu", dtype, (_TRIAL_SHAPE,)), torch.get_num_threads(), []
     torch.set_num_threads(1)
