@@ -17,7 +17,7 @@ from benchmarks.transformers_walk.inputs import Draw
 from headwater.core.precision import Precision
 from headwater.core.seeding import derive_seed
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.footprint import minimum_slabs
+from headwater.plan.memory.slabs import minimum_slabs
 from headwater.plan.partition import find_stages
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan

@@ -7,7 +7,9 @@ from synthetic import gpt_trace
 
 from headwater.core.precision import Precision
 from headwater.core.units import MIB
-from headwater.plan.footprint import Footprint, minimum_slabs, recomputable
+from headwater.plan.footprint import Footprint
+from headwater.plan.memory.activations import recomputable
+from headwater.plan.memory.slabs import minimum_slabs
 from headwater.plan.predict import USE_OVERHEAD_S, Predictor
 from headwater.plan.types import Activations, Calibration, Plan
 

@@ -96,7 +96,7 @@ WHOLE = {
 def test_an_update_of_a_whole_large_parameter_allocates_no_more_than_the_plan_counts(
     name, foreach, monkeypatch, tmp_path
 ):
-    for module in ("store.layout", "store.build", "plan.footprint"):
+    for module in ("store.layout", "store.build", "plan.memory.device"):
         monkeypatch.setattr(f"headwater.{module}.DEVICE_PIECE_ELEMENTS", 2048)
     options = dict(WHOLE[name])
     if foreach is not None:

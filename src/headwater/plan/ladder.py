@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from headwater.plan.footprint import Footprint, recomputable
+from headwater.plan.footprint import Footprint
+from headwater.plan.memory.activations import recomputable
 from headwater.plan.types import Activations, Plan, Trace
 
 

@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from headwater.core.units import GIB
 from headwater.plan.belady import simulate, slab_capacity, slab_positions
-from headwater.plan.footprint import Footprint, StageBytes, arriving_sums
+from headwater.plan.footprint import Footprint
+from headwater.plan.memory.stages import StageBytes
 from headwater.plan.types import ADAMW_BYTES, Calibration, Plan, Prediction
 
 NOMINAL = Calibration(
@@ -202,7 +203,7 @@ class Predictor:
             left_out: stages that do not count.
         """
         schedule, stages = plan.schedule, self.footprint.stages
-        first_uses = set(self.footprint.first_use.values())
+        first_uses = set(self.footprint.trace.first_use.values())
         missed = [position for position in self.missed(plan) if schedule[position] not in left_out]
         every = sum(stages[schedule[position]].slab for position in missed)
         first = [stages[schedule[position]] for position in missed if position in first_uses]
@@ -233,12 +234,13 @@ class Predictor:
             readers = self.footprint.disk_readers(plan)
             read = _add(read, readers * fetched.first, readers * fetched.rest)
         if plan.gradient_tier == "disk":
-            held = self.footprint.held_gradients(plan)
-            measured = int(self.footprint.sums_stay)  # sums of several ranks are read again for their norms
+            held = self.footprint.gradients.all_held(plan)
+            # Sums of several ranks are read again for their norms.
+            measured = int(self.footprint.gradients.sums_stay)
             read = _add(read, held, (later + measured) * held)
             write = _add(write, 0, (1 + later) * held)
         if plan.device == "cpu":
-            moved = self.footprint.offloaded_bytes(plan.activations)
+            moved = self.footprint.offloaded_bytes(plan)
             read, write = _add(read, 0, (1 + later) * moved), _add(write, moved, later * moved)
         return Phases(
             read.first / self._read_bytes_per_s + write.first / self._write_bytes_per_s,
@@ -250,12 +252,12 @@ class Predictor:
         if plan.device == "cpu":
             return Phases()
         count, fetched = plan.num_micro_batches, self._fetched_bytes(plan, plan.on_device)
-        moved = self.footprint.offloaded_bytes(plan.activations)
-        staying = () if self.footprint.sums_stay else plan.on_device
-        gradients = count * sum(stage.gradient for stage in self._updated(staying))
-        sums = sum(arriving_sums(self.footprint, plan))
+        moved = self.footprint.offloaded_bytes(plan)
+        gradients = self.footprint.gradients
+        leaving = count * sum(stage.gradient for stage in self._updated(gradients.staying(plan)))
+        sums = sum(gradients.arriving_sums(plan))
         first = max(fetched.first + sums, moved)
-        rest = max(fetched.rest + count * moved, gradients + (count - 1) * moved)
+        rest = max(fetched.rest + count * moved, leaving + (count - 1) * moved)
         return Phases(first / self._link_bytes_per_s, rest / self._link_bytes_per_s)
 
 

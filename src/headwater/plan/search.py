@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.core.precision import Precision
-from headwater.plan.footprint import Footprint, minimum_slabs
+from headwater.plan.footprint import Footprint
 from headwater.plan.ladder import Rung, activation_ladder
 from headwater.plan.machine import NO_GROUP, GroupMemory
+from headwater.plan.memory.slabs import minimum_slabs
 from headwater.plan.mixes import (
     filled_device,
     filled_memory,

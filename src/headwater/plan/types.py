@@ -121,6 +121,16 @@ class Trace:
         return self.uses if self.inference else self.uses + self.uses[::-1]
 
     @cached_property
+    def first_use(self) -> dict[int, int]:
+        """Stage -> the index of its first use in `uses`, at which its gradients are complete in backward."""
+        return {stage: use for use, stage in reversed(list(enumerate(self.uses)))}
+
+    @cached_property
+    def last_use(self) -> dict[int, int]:
+        """Stage -> the index of its last use in `uses`, which begins its backward."""
+        return {stage: use for use, stage in enumerate(self.uses)}
+
+    @cached_property
     def blocks(self) -> tuple[int, ...]:
         """For each stage the divided block that it belongs to: the stage around it, or the stage itself."""
         return tuple(stage.index if stage.part_of is None else stage.part_of for stage in self.stages)
@@ -374,6 +384,14 @@ class Plan:
         """The stages whose weights, masters and optimizer state are stored on disk."""
         stages = range(len(self.trace.stages)) if self.tier == "disk" else ()
         return tuple(stage for stage in stages if stage not in (*self.in_memory, *self.on_device))
+
+    @property
+    def holds_exact_gradients(self) -> bool:
+        """True if the store holds the tensors that autograd made, instead of sums in fp32.
+
+        A sum of one gradient is exact in its own dtype, but unscaling of fp16 needs the range of fp32.
+        """
+        return self.num_micro_batches == 1 and self.precision.name != "fp16"
 
     @property
     def updates_free_gradients(self) -> bool:

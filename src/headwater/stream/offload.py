@@ -21,7 +21,7 @@ from headwater.core.cleanup import on_failure
 from headwater.core.files import disk_errors
 from headwater.core.streams import Event
 from headwater.core.threads import single_core_pool
-from headwater.plan.footprint import OFFLOAD_BLOCK_BYTES, OFFLOAD_WINDOW_BYTES, OFFLOAD_WRITERS
+from headwater.plan.memory.activations import OFFLOAD_BLOCK_BYTES, OFFLOAD_WINDOW_BYTES, OFFLOAD_WRITERS
 from headwater.plan.types import Plan
 from headwater.store.files import BlockFile
 from headwater.stream.device import Device

@@ -45,9 +45,7 @@ def make_store(
         fabric: the ranks that train together.
         options: `user_loop` and `verify_disk` count here.
     """
-    # A sum of one gradient is exact in its own dtype; unscaling of fp16 needs the range of fp32.
-    one_exact_sum = plan.num_micro_batches == 1 and plan.precision.name != "fp16"
-    sum_dtype = torch.float32 if plan.precision.mixed and not one_exact_sum else None
+    sum_dtype = torch.float32 if plan.precision.mixed and not plan.holds_exact_gradients else None
     ranks = fabric.neighbours if options.user_loop else fabric
 
     def make_tier(ownership: Ownership) -> Tier:

@@ -6,7 +6,7 @@ from typing import final
 
 from headwater.plan.cluster.host import HostResources
 from headwater.plan.cluster.timeline import Kind
-from headwater.plan.footprint import offloaded_bytes
+from headwater.plan.memory.activations import offloaded_bytes
 from headwater.plan.types import Plan
 
 

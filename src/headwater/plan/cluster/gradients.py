@@ -66,7 +66,7 @@ class GradientsOut:
             first = micro_batch == 0 and rank == 0
             before = [self._turn[stage]] if stage in self._turn else []
             # The first gradients are only written, all others are added to a sum that is read too.
-            moved = held.gradient + (1 if first else 2) * self._footprint.held_gradient(self._plan, stage)
+            moved = held.gradient + (1 if first else 2) * self._footprint.gradients.held(self._plan, stage)
             core = tuple(host.cores[rank : rank + 1])
             done = host.use_memory(Kind.REDUCE, "gradients added", stage, moved, [done, *before], core)
             self._turn[stage] = done

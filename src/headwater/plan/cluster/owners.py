@@ -58,7 +58,7 @@ class Owners:
         if stage in self._plan.on_disk:
             moved += self._part * held.slab
         if self._plan.gradient_tier == "disk":
-            waiting = self._predictor.footprint.held_gradient(self._plan, stage)
+            waiting = self._predictor.footprint.gradients.held(self._plan, stage)
             before = [self._host_disk.read("gradients", stage, self._part * waiting, before)]
         if stage in self._on_disk:
             before = [self._disk.read("masters", stage, moved, before)]
@@ -88,7 +88,7 @@ class Owners:
 
     def keep(self, stage: int, micro_batch: int, after: Sequence[int]) -> int:
         """Add the tasks that add a micro-batch's gradients to a stage's sums on disk; return the last one."""
-        held, before = self._predictor.footprint.held_gradient(self._plan, stage), list(after)
+        held, before = self._predictor.footprint.gradients.held(self._plan, stage), list(after)
         if micro_batch > 0:
             before = [self._host_disk.read("gradients", stage, held, before)]
         return self._host_disk.write("gradients written", stage, held, before)

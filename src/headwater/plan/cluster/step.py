@@ -88,7 +88,7 @@ class _Replay:
         stage, forward = self._plan.trace.uses[place], phase is Phase.FORWARD
         # For a stage that is used twice the last use does the work: usually a tied embedding and its head.
         # The seconds of a backward contain those of recomputing the forward.
-        works = place == self._footprint.last_use[stage] and phase is not Phase.AGAIN
+        works = place == self._plan.trace.last_use[stage] and phase is not Phase.AGAIN
         whole = self._seconds[stage].forward if forward else self._seconds[stage].backward
         seconds = USE_OVERHEAD_S + (whole if works else 0.0)
         arrived = self._weights.take(use)
@@ -106,7 +106,7 @@ class _Replay:
                 self._activations.move_out(stage, rank, task)
             tasks.append(task)
         self._weights.release(tasks)
-        if phase is Phase.BACKWARD and place == self._footprint.first_use[stage]:
+        if phase is Phase.BACKWARD and place == self._plan.trace.first_use[stage]:
             summed = self._gradients.add(micro_batch, stage, tasks)
             if self._plan.updates == "in_backward" and micro_batch == self._plan.num_micro_batches - 1:
                 self._update(stage, summed)

@@ -69,7 +69,7 @@ class WeightsIn:
 
     def _is_first(self, use: int) -> bool:
         stage = self._stage(use)
-        return use < len(self._plan.trace.uses) and self._footprint.first_use[stage] == use
+        return use < len(self._plan.trace.uses) and self._plan.trace.first_use[stage] == use
 
     def _begin_fetches(self) -> None:
         """Add queued fetches in order, until one needs a slab whose last use has not been added yet."""

@@ -1,0 +1,184 @@
+"""Bytes of gradients: those that autograd makes, and those that wait for the update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import final
+
+from headwater.plan.memory.stages import StageBytes
+from headwater.plan.types import Plan, StoreShare, Trace
+from headwater.store.layout import MOST_UNFINISHED
+
+
+@final
+class GradientBytes:
+    """Bytes of the gradients of one dry run's stages, wherever a plan has them.
+
+    The gradients of a stage *arrive* while autograd has begun them, from the stage's last use to its first.
+    Then they are *complete*. The store *holds* them until the update. Those of stages in device memory *stay*
+    on the device.
+
+    Attributes:
+        sums_stay: True if several ranks add to the sums, which are then held until all ranks have.
+
+    Args:
+        trace: the dry run.
+        stages: bytes of each stage.
+        compute_ranks: number of ranks of this host that compute.
+        share: the part of the store that counts.
+    """
+
+    def __init__(
+        self, trace: Trace, stages: Sequence[StageBytes], *, compute_ranks: int, share: StoreShare
+    ) -> None:
+        self._trace, self._stages = trace, stages
+        self._ranks, self._share = compute_ranks, share
+        self.sums_stay = compute_ranks + share.store_ranks > 1 or share.sums_stay
+
+    def held(self, plan: Plan, stage: int) -> int:
+        """Return the bytes of one stage's gradients that the store holds from backward to the update."""
+        held = self._stages[stage]
+        return held.gradient if plan.holds_exact_gradients else held.gradient_sum
+
+    def all_held(self, plan: Plan) -> int:
+        """Return the bytes of all gradients that the store holds from the end of backward to the update.
+
+        Those that stay on the device are not counted: see `alive`.
+        """
+        staying = self.staying(plan)
+        stages = (stage for stage in range(len(self._stages)) if stage not in staying)
+        return sum(self.held(plan, stage) for stage in stages)
+
+    def staying(self, plan: Plan) -> tuple[int, ...]:
+        """Return the stages whose gradients stay on the device; none if several ranks sum on the host."""
+        return () if self.sums_stay else plan.on_device
+
+    def arriving_sums(self, plan: Plan) -> list[int]:
+        """Return for each stage in device memory the bytes of sums that a rank copies to its device."""
+        stages = plan.on_device if self.sums_stay else ()
+        return [self.held(plan, stage) for stage in stages]
+
+    def in_host_memory(self, plan: Plan) -> int:
+        """Return the bytes of gradients in host memory if an accelerator computes."""
+        staying, on_disk = self.staying(plan), plan.gradient_tier == "disk"
+        elsewhere = (stage for index, stage in enumerate(self._stages) if index not in staying)
+        largest = max((stage.gradient_sum for stage in elsewhere), default=0)
+        # Sums on disk, and sums of several ranks, have a buffer in which each rank's gradients arrive.
+        buffers = self._ranks * largest if on_disk or self.sums_stay else 0
+        if on_disk:
+            return buffers
+        held = self.all_held(plan)
+        if plan.updates_free_gradients:
+            # Beside those of the stages that wait, as many as may be on their way to their sums.
+            held = max(self._waiting_in_backward(plan)) + largest
+        return int(self._share.gradients * held) + buffers
+
+    def alive(self, plan: Plan) -> list[int]:
+        """Return the bytes of gradients in the compute device's memory during the backward of each use.
+
+        With one micro-batch the store holds the gradients that are complete. With several it holds all sums,
+        and so it does if several ranks add to them. An update frees the gradients of a stage when the next
+        forward reaches the stage, so that forward is the mirror image of backward.
+        """
+        if plan.device != "cpu":
+            return self._alive_on_accelerator(plan)
+        if plan.gradient_tier == "disk":
+            return self._on_way_to_disk(plan)
+        arriving = self._arriving
+        if plan.num_micro_batches > 1 or self.sums_stay:
+            held = self.all_held(plan)
+            return [held + self._ranks * count for count in arriving]
+        if plan.updates_free_gradients:
+            return self._waiting_in_backward(plan)
+        after = self._complete({stage: self.held(plan, stage) for stage in self._trace.first_use})
+        return [done + count for done, count in zip(after, arriving, strict=True)]
+
+    def _alive_on_accelerator(self, plan: Plan) -> list[int]:
+        """Return the bytes on an accelerator: gradients that arrive, that leave, and that stay.
+
+        Complete gradients leave for the host through copies. Autograd's thread blocks if more bytes wait than
+        the gradients of the largest stage have (see `GradientCopies`), so no more than these leave at once.
+        """
+        trace = self._trace
+        complete = [
+            self._stages[stage].gradient if trace.first_use[stage] == position else 0
+            for position, stage in enumerate(trace.uses)
+        ]
+        # Backward begins at the last use: the largest that has left is among the uses from there on.
+        largest = [*accumulate(reversed(complete), max)][::-1]
+        staying = {stage: self.held(plan, stage) for stage in self.staying(plan)}
+        if plan.num_micro_batches > 1:  # all sums wait
+            waiting = [sum(staying.values())] * len(trace.uses)
+        else:
+            waiting = self._complete(staying)
+        moments = zip(self._arriving, largest, waiting, strict=True)
+        return [count + min(count, copied) + held for count, copied, held in moments]
+
+    def _on_way_to_disk(self, plan: Plan) -> list[int]:
+        """Return the bytes of gradients that are incomplete, or are being summed and written, at each use."""
+        summing, exact = self._ranks + self._share.store_ranks, plan.holds_exact_gradients
+        return [summing * self._incomplete(position, exact) for position in range(len(self._trace.uses))]
+
+    def _incomplete(self, position: int, exact: bool) -> int:
+        """Return the bytes of one rank at one use; see `_on_way_to_disk`.
+
+        Args:
+            position: the use.
+            exact: True if the gradient itself is written, instead of a sum.
+        """
+        total = 0
+        for stage, first in self._trace.first_use.items():
+            held = self._stages[stage]
+            if first <= position <= self._trace.last_use[stage]:
+                total += held.gradient
+            if first == position:  # complete: with the copy that is written, or the old sum and the new one
+                total += held.gradient if exact else 2 * held.gradient_sum
+        return total
+
+    @cached_property
+    def _arriving(self) -> list[int]:
+        """Bytes of gradients that autograd has begun but not handed over, in the backward of each use."""
+        return [self._arriving_at(position) for position in range(len(self._trace.uses))]
+
+    def _arriving_at(self, position: int) -> int:
+        total = 0
+        for stage, first in self._trace.first_use.items():
+            last = self._trace.last_use[stage]
+            if first <= position <= last:
+                second = position == first < last  # a new summand beside the first one
+                total += self._stages[stage].gradient * (2 if second else 1)
+        return total
+
+    def _waiting_in_backward(self, plan: Plan) -> list[int]:
+        """Return the bytes of gradients in host memory during each use, if updates run in backward.
+
+        An update frees the gradients of a stage while the backward continues. Beside the gradients that
+        arrive, those of the last complete stage wait for the backward to come to another stage. If a thread
+        updates, those of the stages before it may wait too (`MOST_UNFINISHED` in `store/in_backward.py`).
+        """
+        trace = self._trace
+        on_thread = plan.device != "cpu" or plan.on_disk
+        most = 1 + (MOST_UNFINISHED if on_thread else 0)
+        waiting, complete = [0] * len(trace.uses), list[int]()
+        for position in reversed(range(len(trace.uses))):
+            stage = trace.uses[position]
+            waiting[position] = sum(complete[-most:]) + self._arriving[position]
+            if trace.first_use[stage] == position:
+                complete.append(0 if stage in plan.on_device else self.held(plan, stage))
+        return waiting
+
+    def _complete(self, sizes: Mapping[int, int]) -> list[int]:
+        """Return for each use the bytes of the gradients that are complete when its backward begins.
+
+        Args:
+            sizes: stage -> bytes of its gradients, for the stages that count.
+        """
+        first_use = self._trace.first_use
+        complete = [
+            sizes.get(stage, 0) if first_use[stage] == position else 0
+            for position, stage in enumerate(self._trace.uses)
+        ]
+        # Backward begins at the last use: at each use, the gradients of all later uses are complete.
+        return [*accumulate(reversed(complete), initial=0)][-2::-1]

@@ -1,0 +1,82 @@
+"""Bytes of single stages: weights, the rest of the store, and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from headwater.core.stage import StageSpec
+from headwater.plan.types import StoreShare, Trace
+from headwater.store.layout import Encoding, encoding_of
+
+FP32_BYTES = 4
+
+_MASTER_BYTES = {Encoding.SAME: 0, Encoding.SPLIT: 2, Encoding.COPY: FP32_BYTES}
+"""Bytes of the master of a parameter's element beside the wire image, by encoding; see `Encoding`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageBytes:
+    """Bytes of one stage, by kind.
+
+    Attributes:
+        slab: the weights in wire precision, on the device and in the store.
+        state: everything else in the store: the rest of the masters, and optimizer state.
+        gradient: gradients as autograd makes them, in wire precision.
+        gradient_sum: gradients that wait for the update, if they are summed in fp32.
+        trained: number of trained parameters.
+    """
+
+    slab: int
+    state: int
+    gradient: int
+    gradient_sum: int
+    trained: int
+
+    @property
+    def stored(self) -> int:
+        """Bytes in the weight store."""
+        return self.slab + self.state
+
+
+def stages_of(trace: Trace, optimizer_state_bytes: int) -> tuple[StageBytes, ...]:
+    """Return the bytes of each stage of a dry run. In inference no parameter is trained.
+
+    Args:
+        trace: the dry run.
+        optimizer_state_bytes: bytes of optimizer state for each trained parameter.
+    """
+    return tuple(
+        _bytes_of(stage, optimizer_state_bytes, trained=not trace.inference) for stage in trace.stages
+    )
+
+
+def _bytes_of(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) -> StageBytes:
+    updated = [param for param in stage.params if trained and param.requires_grad]
+    numel = sum(param.numel for param in updated)
+    masters = sum(param.numel * _MASTER_BYTES[encoding_of(param)] for param in stage.params)
+    return StageBytes(
+        slab=stage.slab_bytes,
+        state=numel * optimizer_state_bytes + masters,
+        gradient=sum(param.wire_bytes for param in updated),
+        # Sums have at least fp32, but fp64 gradients are not rounded.
+        gradient_sum=sum(param.numel * max(FP32_BYTES, param.wire_dtype.itemsize) for param in updated),
+        trained=numel,
+    )
+
+
+def counted_bytes(stages: Iterable[StageBytes], share: StoreShare) -> int:
+    """Return the bytes of some stages in the weight store that count against a rank's budgets.
+
+    Args:
+        stages: the stages.
+        share: the fractions that count.
+    """
+    pairs = [(stage.slab, stage.state) for stage in stages]
+    wire, state = sum(slab for slab, _ in pairs), sum(state for _, state in pairs)
+    return int(share.wire * wire + share.state * state)
+
+
+def largest_state_of_an_element(stages: Iterable[StageBytes]) -> float:
+    """Return the most bytes beside the wire image that one trained element of any stage has; 0 if frozen."""
+    return max((stage.state / stage.trained for stage in stages if stage.trained), default=0)
