@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from pathlib import Path
 
@@ -10,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from headwater.cli.arguments import USAGE, add_model_arguments, read_model
-from headwater.cli.evaluation_ranks import first_rank_speaks, join_evaluation, launch_evaluation
-from headwater.cli.output import open_console
+from headwater.cli.evaluation_ranks import run_evaluation
 from headwater.core.files import check_place, replace_file
+from headwater.data.codec import Codec
 from headwater.evaluation.texts import TextScore, read_texts, score_texts
-from headwater.trainer.inference import Inference, model_codec, open_scorer
+from headwater.fabric.fabric import Fabric
+from headwater.trainer.inference import Inference, open_scorer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,18 +52,14 @@ def run(args: argparse.Namespace) -> int:
     config = read_model(args)
     if args.output_path is not None:
         check_place(args.output_path, expected="a file")
-    code = launch_evaluation(config, args)
-    if code is not None:
-        return code
-    fabric = join_evaluation(config)
-    with first_rank_speaks(fabric):
-        open_console(config)
-        codec = model_codec(config, args.tokenizer, args.eos_id)
+
+    def evaluate(codec: Codec, fabric: Fabric) -> dict[str, TextScore]:
         texts = [text for path in args.text for text in read_texts(path, args.text_field, args.subset_field)]
         inference = Inference(args.batch_size, args.max_sequence_length, args.checkpoint_path)
         with open_scorer(config, inference, fabric) as scorer:
-            found = score_texts(scorer, codec, texts)
-    return 0 if fabric.rank != 0 else _report(args, found)
+            return score_texts(scorer, codec, texts)
+
+    return run_evaluation(config, args, evaluate, functools.partial(_report, args))
 
 
 def _report(args: argparse.Namespace, found: dict[str, TextScore]) -> int:

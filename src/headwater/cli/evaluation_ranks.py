@@ -4,20 +4,50 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import TypeVar
 
+from headwater.cli.output import open_console
 from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
+from headwater.data.codec import Codec
 from headwater.fabric.alike import check_alike
 from headwater.fabric.cluster import is_watched, join
 from headwater.fabric.fabric import Fabric
+from headwater.trainer.inference import model_codec
 from headwater.trainer.ranks import NUM_CSX, launch, program_and_params
 
+_Found = TypeVar("_Found")
 
-def launch_evaluation(config: RunConfig, args: argparse.Namespace) -> int | None:
+
+def run_evaluation(
+    config: RunConfig,
+    args: argparse.Namespace,
+    evaluate: Callable[[Codec, Fabric], _Found],
+    report: Callable[[_Found], int],
+) -> int:
+    """Evaluate in the ranks that the params ask for, report the result, and return the exit code.
+
+    Args:
+        config: the run.
+        args: the arguments of the command; see `add_model_arguments`.
+        evaluate: evaluates with the model's tokenizer. All ranks call it.
+        report: reports what `evaluate` has returned on rank 0, and returns the exit code.
+    """
+    code = _launch(config, args)
+    if code is not None:
+        return code
+    fabric = _join(config)
+    with _first_rank_speaks(fabric):
+        open_console(config)
+        found = evaluate(model_codec(config, args.tokenizer, args.eos_id), fabric)
+    return 0 if fabric.rank != 0 else report(found)
+
+
+def _launch(config: RunConfig, args: argparse.Namespace) -> int | None:
     """Evaluate in ranks if the params ask for several, and return the exit code; otherwise return `None`.
 
     Store ranks of the params are left out: an evaluation updates no weights.
@@ -35,7 +65,7 @@ def launch_evaluation(config: RunConfig, args: argparse.Namespace) -> int | None
     return launch(Placement(num_csx), command, max_restarts=0, in_place=args.is_process)
 
 
-def join_evaluation(config: RunConfig) -> Fabric:
+def _join(config: RunConfig) -> Fabric:
     """Connect to the other ranks of an evaluation, and return all ranks.
 
     Raises:
@@ -72,7 +102,7 @@ def refuse_ranks(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def first_rank_speaks(fabric: Fabric) -> Iterator[None]:
+def _first_rank_speaks(fabric: Fabric) -> Iterator[None]:
     """Drop the output of all ranks but rank 0 in the context. All compute the same, and would print the same.
 
     Errors are not lost: the launcher prints them.

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.cli.arguments import USAGE, add_model_arguments, read_model
-from headwater.cli.evaluation_ranks import first_rank_speaks, join_evaluation, launch_evaluation
+from headwater.cli.evaluation_ranks import run_evaluation
 from headwater.cli.harness_options import Options, add_options, read_options
-from headwater.cli.output import open_console
 from headwater.config.harness import HarnessArguments
 from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
+from headwater.data.codec import Codec
+from headwater.fabric.fabric import Fabric
 from headwater.trainer.harness import evaluate_tasks, load_tasks
-from headwater.trainer.inference import Inference, model_codec
+from headwater.trainer.inference import Inference
 
 if TYPE_CHECKING:
     from headwater.evaluation.tasks import Results
@@ -75,24 +77,21 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate a model, print the results and write them; return the exit code."""
     config = read_model(args)
     arguments = harness_arguments(args, config)
-    code = launch_evaluation(config, args)
-    if code is not None:
-        return code
-    fabric = join_evaluation(config)
-    with first_rank_speaks(fabric):
-        open_console(config)
+
+    def evaluate(codec: Codec, fabric: Fabric) -> Results | None:
         tasks = load_tasks(arguments)
-        codec = model_codec(config, args.tokenizer, args.eos_id)
         length = args.max_sequence_length
         inference = Inference(args.batch_size, length, args.checkpoint_path, tasks.generates)
-        results = evaluate_tasks(config, arguments, inference, codec, tasks, fabric)
-    return 0 if results is None or fabric.rank != 0 else _write(results, arguments)
+        return evaluate_tasks(config, arguments, inference, codec, tasks, fabric)
+
+    return run_evaluation(config, args, evaluate, functools.partial(_report, arguments))
 
 
-def _write(results: Results, arguments: HarnessArguments) -> int:
+def _report(arguments: HarnessArguments, results: Results | None) -> int:
     """Print the results, write their files, and return the exit code."""
     from headwater.evaluation.tasks import as_json, tables, write_results
 
+    assert results is not None, "rank 0 is the first rank of its host"
     if arguments.show_config:
         print(as_json(results))
     print(tables(results))
