@@ -75,6 +75,10 @@ def test_format_count(count, text):
         (99_999 - 14_000, "23.9 h"),
         (-2000, "-33.3 min"),
         (400 * 86400, "400 days"),
+        (730 * 86400, "730 days"),
+        (731 * 86400, "2.00 years"),
+        (28_140 * 86400, "77.0 years"),
+        (1e6 * 86400, "2,738 years"),
     ],
 )
 def test_format_duration(seconds, text):

@@ -149,9 +149,21 @@ def test_too_few_sizes(family, headwater):
     for size in read_family(family):
         pretend(size, 2.0 + 1e9 / size.flops)
     code, _, err = headwater("scaling", "fit", family, "--predict", 2)
-    assert code == 2 and "at least 4 runs" in err and "train further sizes" in err and "--predict 0" in err
+    assert (
+        code == 2
+        and "at least 4 sizes" in err
+        and "train further sizes" in err
+        and "write --predict 1" in err
+    )
     code, _, err = headwater("scaling", "fit", family, "--predict", -1)
     assert code == 2 and "--predict" in err
+
+
+def test_three_sizes_are_too_few_whatever_is_held_out(tmp_path, headwater):
+    (tmp_path / "card.csv").write_text("".join(CARD.splitlines(keepends=True)[:4]))
+    for held_out in (0, 1):
+        code, _, err = headwater("scaling", "fit", tmp_path / "card.csv", "--predict", held_out)
+        assert code == 2 and "train further sizes" in err and "--predict" not in err
 
 
 @pytest.mark.parametrize(

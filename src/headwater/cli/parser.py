@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from headwater.core.errors import ConfigError
+
+_NEGATIVE = re.compile(r"-\.?\d")
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,7 +31,23 @@ class Parser(argparse.ArgumentParser):
                     and option not in self._option_string_actions
                 ):
                     raise self.unknown(word)
+            args = None if args is None else self._joined(args)
         return super().parse_known_args(args, namespace)
+
+    def _joined(self, words: Sequence[str]) -> list[str]:
+        """Return the words with `--option=value` for each value that begins with a minus and a digit.
+
+        argparse takes `-5GiB` for another option, and says that the value is missing. Joined, the value gets
+        as far as its check, which says what is expected.
+        """
+        joined: list[str] = []
+        for word in words:
+            action = self._option_string_actions.get(joined[-1]) if joined else None
+            if action is not None and action.nargs is None and _NEGATIVE.match(word):
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return joined
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", remedy=f"see {self.prog} --help")

@@ -61,17 +61,27 @@ def format_count(count: float) -> str:
     return _format(count, 1000.0, ("", "k", "M", "G", "T", "P"))
 
 
-_DURATIONS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_DAY_S = 86400.0
+_DURATIONS = (
+    *((365.25 * _DAY_S, "years"), (_DAY_S, "days"), (3600.0, "h"), (60.0, "min")),
+    *((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
+)
+_FEWEST = {"years": 2.0}
+"""Units that are used only from a larger number on: 400 days are easier to imagine than 1.10 years."""
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in the largest unit that fits, with three significant digits: `27.8 h`, `364 ms`."""
+    """Return a duration in the largest unit that fits, with three significant digits: `23.9 h`, `364 ms`.
+
+    From two years on the unit is years of 365.25 days; larger numbers have all their digits: `1,234 years`.
+    """
     sign, value = ("-", -seconds) if seconds < 0 else ("", seconds)
     # Three digits round 59.98 s up to "60.0 s"; the margin makes it "1.00 min".
-    factor, unit = next((each for each in _DURATIONS if value >= each[0] * 0.9995), _DURATIONS[-1])
+    fitting = (each for each in _DURATIONS if value >= each[0] * _FEWEST.get(each[1], 1.0) * 0.9995)
+    factor, unit = next(fitting, _DURATIONS[-1])
     value /= factor
     digits = 0 if value >= 99.95 or value == 0 else 1 if value >= 9.995 else 2
-    return f"{sign}{value:.{digits}f} {unit}"
+    return f"{sign}{value:,.{digits}f} {unit}"
 
 
 def _format(value: float, base: float, units: tuple[str, ...]) -> str:

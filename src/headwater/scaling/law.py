@@ -166,7 +166,7 @@ def _check(runs: Sequence[Run]) -> None:
         names = ", ".join(run.name for run in runs) or "none"
         raise DataError(
             f"expected at least {MIN_RUNS} runs to fit a law of three parameters, got {len(runs)}: {names}",
-            remedy="train further sizes, or hold out fewer of them: --predict 0 fits the law to all",
+            remedy="train further sizes",
         )
     for first, second in itertools.pairwise(runs):
         if second.compute / first.compute - 1 < _SAME_COMPUTE:

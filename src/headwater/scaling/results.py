@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ConfigError, DataError
-from headwater.scaling.law import LEVEL, Estimate, Fit, Run, fit_power_law
+from headwater.scaling.law import LEVEL, MIN_RUNS, Estimate, Fit, Run, fit_power_law
 from headwater.trainer.history import read_history
 from headwater.trainer.run_dir import RunDir
 
@@ -146,7 +146,8 @@ def make_report(results: Sequence[tuple[str, float, float | None]], held_out: in
 
     Raises:
         ConfigError: if `held_out` is negative.
-        DataError: if a run to which the law is fitted has not ended, or see `fit_power_law`.
+        DataError: if a run to which the law is fitted has not ended, if too few are left for the fit, or see
+            `fit_power_law`.
     """
     if held_out < 0:
         raise ConfigError(
@@ -160,6 +161,13 @@ def make_report(results: Sequence[tuple[str, float, float | None]], held_out: in
         raise DataError(
             f"expected finished runs for the fit, got unfinished ones: {', '.join(unfinished)}",
             remedy="train them with headwater scaling run, or raise --predict so that they are not fitted",
+        )
+    if count < MIN_RUNS <= len(results):
+        raise DataError(
+            f"expected at least {MIN_RUNS} sizes for the fit, got {count} of {len(results)}, because "
+            f"{held_out} are held out",
+            where="--predict",
+            remedy=f"write --predict {len(results) - MIN_RUNS}, or train further sizes",
         )
     fit = fit_power_law([Run(name, flops, loss) for name, flops, loss in results[:count] if loss is not None])
     predictions = (Prediction(name, flops, fit.predict(flops), loss) for name, flops, loss in results[count:])

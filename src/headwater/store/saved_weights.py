@@ -22,8 +22,8 @@ With `MAY_BE_MISSING` last the parameter may be missing, and then keeps its valu
 """
 
 _OTHER_MODEL = (
-    "the weights are of another model; set its section to what they were trained with, or begin a new run "
-    "with what they have for it: callback LoadCheckpointStates: model"
+    "write the model's section as it was when these weights were trained; a new run for another task can "
+    "start from them with the callback LoadCheckpointStates: model"
 )
 
 
