@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from IPython.display import DisplayHandle
 
 _NOTEBOOK_S = 0.2
-"""Seconds between two messages to a notebook."""
+"""Seconds between two messages to a notebook. The browser draws each of them."""
 
 
 class Bar(Protocol):
@@ -52,6 +52,7 @@ class TerminalBar:
 
     def __init__(self, console: Console) -> None:
         text = TextColumn("{task.description}", table_column=Column(overflow="fold"))
+        # A narrow bar: loss, rate and memory have to fit beside it in 80 columns.
         columns = (BarColumn(10), MofNCompleteColumn(), text, TimeRemainingColumn())
         self._bar = Progress(*columns, console=console)
         self._task = TaskID(0)
@@ -92,6 +93,7 @@ class NotebookBar:
         self._show()
 
     def _show(self) -> None:
+        # IPython returns no handle outside of a notebook's kernel.
         if self._handle is not None:
             self._handle.update(self._bundle(), raw=True)
             self._sent = time.monotonic()

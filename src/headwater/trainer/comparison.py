@@ -135,6 +135,7 @@ def _both(first: Path, second: Path) -> tuple[dict[str, Read], dict[str, Read]]:
     if foreign[0] != foreign[1]:
         index = foreign.index(True)
         path = (first, second)[index]
+        # A run of a library model has the library's names behind a prefix; other runs need a conversion.
         if not all(name.startswith(_LIBRARY) for name in pair[1 - index]):
             converted = _by_our_names(path)
             pair[index] = pair[index] if converted is None else converted
@@ -148,7 +149,7 @@ def _is_library_folder(path: Path) -> bool:
     return (
         not (path / MANIFEST_FILE).is_file()
         and not (path / MODEL_FILE).is_file()
-        and ((path / CONFIG_FILE).is_file())
+        and (path / CONFIG_FILE).is_file()
     )
 
 
@@ -192,6 +193,7 @@ def tensors_of(path: Path) -> list[StoredTensor]:
 
 def _by_our_names(folder: Path) -> dict[str, Read] | None:
     """Return a Hugging Face folder's tensors by this package's names; `None` without a converter."""
+    # Without a converter the names are compared as they are, which is still an answer.
     try:
         return open_hf(folder).stored()
     except ConfigError:

@@ -173,12 +173,14 @@ def _gpt(config: GptDataConfig, model: DecoderConfig) -> Samples:
     from headwater.data.reader import open_samples
 
     sinks = [(each.sink_token_id, each.num_sink_tokens) for each in config.data_transforms]
+    # The smaller limit holds: the data may promise fewer ids than the model has.
     sizes = [size for size in (config.vocab_size, model.vocab_size) if size is not None]
     found = [
         open_samples(
             source.data_dir,
             vocab_size=min(sizes),
             max_position_embeddings=model.max_position_embeddings,
+            # Each transform puts its tokens before those of the transforms above it.
             sinks=tuple(token for token, count in reversed(sinks) for _ in range(count)),
             spans=config.use_vsl,
         )
@@ -228,6 +230,7 @@ def _masked_texts(config: MaskedTextDataConfig, model: BertConfig | ClassifierCo
     from headwater.data.text.fields import masked_text_fields
 
     length = config.max_sequence_length or model.max_position_embeddings
+    # The share of tokens that BERT predicts (arXiv:1810.04805, section 3.1).
     predictions = config.max_predictions_per_seq or math.ceil(0.15 * length)
     fields = masked_text_fields(
         length,
@@ -379,6 +382,7 @@ def _noised(images: Samples, config: LoaderSection, model: DiTConfig) -> Samples
     )
 
 
+# Each function imports its reader when it is called: readers of images need packages that others do not.
 _OPENERS: dict[type, tuple[type | tuple[type, ...], Callable[[Any, Any], Samples]]] = {
     GptDataConfig: (DecoderConfig, _gpt),
     TextClassificationDataConfig: (ClassifierConfig, _labelled_texts),

@@ -60,6 +60,7 @@ class FactsFile(Callback):
 
 def read_facts(path: Path) -> RunFacts | None:
     """Return the facts in a file; `None` if it is missing or damaged."""
+    # A run of another version may have written other fields; damaged JSON may be nested without end.
     try:
         return RunFacts(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):

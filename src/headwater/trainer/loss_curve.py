@@ -33,6 +33,7 @@ class LossCurve(Callback):
     def on_fit_end(self) -> None:
         try:
             draw_loss_curve(self._history, self._path)
+        # All that matplotlib may raise: a picture must not turn a finished training into a failure.
         except (HeadwaterError, ImportError, ValueError, ArithmeticError) as error:
             logger.warning("the loss curve was not drawn; the checkpoints are complete: %s", error)
 
@@ -54,6 +55,7 @@ def draw_loss_curve(history: Path, path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
+    # In memory first: a reader of the file never sees half a picture.
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     replace_file(path, picture.getvalue())

@@ -31,6 +31,7 @@ def options_by_name(job: Job) -> Callable[[int], Options] | None:
         ConfigError: if a trained parameter has no learning rate.
     """
     init = job.init
+    # The usual case: one rate for all costs no call for each parameter.
     if all(entry.option == "lr" and not entry.tags for entry in init.schedulers):
         return None
     rate = init.optimizer.arguments.learning_rate
@@ -79,5 +80,6 @@ def _tags_by_name(job: Job) -> dict[str, set[str]]:
 
 
 def _is_meant(name: str, job: Job, patterns: tuple[str, ...]) -> bool:
+    # Users write the names of public checkpoints, in which stacked parameters are separate.
     names = (name, *(public for public, _ in job.trainable.parts(name)))
     return any(fnmatch.fnmatchcase(each, pattern) for each in names for pattern in patterns)

@@ -48,6 +48,7 @@ def program_and_params(config: RunConfig) -> dict[str, str]:
 
 def keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield every key and value. Paths are replaced by one text, because they may differ between hosts."""
+    # An empty one is a value too: ranks that differ in it alone differ.
     if isinstance(tree, dict | list | tuple) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from keys_of(value, f"{name}.{key}" if name else str(key))

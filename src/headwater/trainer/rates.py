@@ -69,6 +69,7 @@ class RateProfiler(Meter):
         if not self._steps:
             return {}
         rate = self._samples / self._seconds
+        # The same rate under two names, as in the Model Zoo.
         return {
             "total_samples": self._samples,
             "total_time": self._seconds,

@@ -104,6 +104,7 @@ class RunDir:
         Raises:
             RunError: if a folder has the name of a file.
         """
+        # All of them now: a run that has trained for days must not fail when it writes the last one.
         for path in (
             self.params,
             self.plan,
@@ -132,6 +133,7 @@ class RunDir:
     def write_plan(self, plan: Plan) -> None:
         """Write the plan as `headwater plan` prints it."""
         text = io.StringIO()
+        # A file has no width; in fewer columns the tables would break names.
         Console(file=text, width=120).print(render_plan(plan))
         replace_file(self.plan, text.getvalue().encode())
 

@@ -131,6 +131,7 @@ def simulate(
             activity.name = f"simulating {ranks}, number {place} of {len(asked)}"
             try:
                 points.append(_point(init, trainable, traces, cluster, number, batch_sizes[number]))
+            # One number of CSXs without a plan must not end the comparison of the others.
             except (ConfigError, DoesNotFitError) as error:
                 refused[number] = error.what
     if not points:

@@ -26,7 +26,7 @@ def said_if_long(what: str, fabric: Fabric = ALONE) -> Iterator[None]:
         yield
         return
     timer = threading.Timer(_AFTER_S, logger.info, ("%s …", what))
-    timer.daemon = True
+    timer.daemon = True  # a process that ends within the three seconds must not wait for the line
     timer.start()
     try:
         yield

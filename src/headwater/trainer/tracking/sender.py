@@ -49,6 +49,7 @@ class Sender:
             ConfigError: if the service refuses the settings.
         """
         self._thread.start()
+        # Wait for wrong settings, which are an error before the first step, but not for a slow service.
         self._tried.wait(_OPEN_S)
         if self._refusal is not None:
             raise self._refusal
@@ -78,6 +79,7 @@ class Sender:
             if summary is not None or self._refusal is not None:
                 return
             summary = self._collect(records)
+            # While the service is away, the oldest numbers make room for the newest.
             del records[:-_MOST_RECORDS]
 
     def _try_to_send(self, records: list[Record], summary: Summary | None) -> list[Record]:

@@ -125,6 +125,7 @@ class Tracker(Callback):
         resume, named = self._service.resume, self._service.run_id
         if resume == "never":
             return None
+        # A run that starts over is a new run, even if its folder has the identifier of the run before.
         found = named or (self._known() if self._start_step else None)
         if resume == "must" and found is None:
             raise ConfigError(

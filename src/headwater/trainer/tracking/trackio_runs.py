@@ -58,5 +58,8 @@ class TrackioRun:
 
 
 def _without_output() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which the package prints nothing."""
+    """Return a context in which the package prints nothing.
+
+    Its messages would break the progress bar.
+    """
     return contextlib.redirect_stdout(io.StringIO())
