@@ -118,6 +118,7 @@ class GradScaler:
         return map_tensors(self._scaled, outputs)
 
     def _scaled(self, tensor: torch.Tensor) -> torch.Tensor:
+        # The same object: without scaling the graph must be that of a loop without a scaler.
         if self._scale.value == 1.0:
             return tensor
         return tensor * torch.full((), self._scale.value, device=tensor.device)
@@ -162,6 +163,7 @@ class GradScaler:
         """
         is_unscaled = id(optimizer) in self._found_finite
         applied = False
+        # After `unscale_` the result is known: a step that will be skipped need not begin.
         if self._found_finite.get(id(optimizer), True) or not self._scale.dynamic:
             applied = optimizers.step(
                 optimizer,
@@ -191,6 +193,7 @@ class GradScaler:
                 where="GradScaler.update",
                 remedy="call GradScaler.step(optimizer) first",
             )
+        # One overflow is enough: all optimizers share the scale.
         self._scale = self._scale.after(applied=all(self._applied))
         self._applied.clear()
         self._found_finite.clear()

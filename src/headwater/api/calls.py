@@ -104,6 +104,7 @@ def own_randomness(rank: int) -> Iterator[None]:
     Args:
         rank: this rank.
     """
+    # Of the state, not of the seed: a script may have drawn numbers since it set the seed.
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     with torch.random.fork_rng(devices=drawing_devices()):
         # With a count: `fork_rng` restores the state, so every forward would draw the same numbers.
@@ -144,6 +145,7 @@ def stand_in_loss(model: nn.Module, call: Call) -> torch.Tensor:
 
 
 def _loss_of(output: torch.Tensor) -> torch.Tensor:
+    # Softmax and sum are not defined for these layouts.
     if output.is_nested or output.layout is not torch.strided:
         output = _elements(output)
     if output.dim() == 0 or not output.is_floating_point():

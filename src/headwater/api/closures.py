@@ -96,6 +96,7 @@ class ClosureQueue:
             BaseException: the exception of the first call that fails. That call leaves the queue, and the
                 calls after it stay in the queue.
         """
+        # A closure that calls another one must end before the calls behind it begin.
         if self._running:
             return
         while self._waiting and (len(self._waiting) > self._longest or self._waiting[0].is_ready()):
@@ -105,6 +106,7 @@ class ClosureQueue:
         """Run every queued call, even if an earlier one fails. Then raise the last exception."""
         if self._running or not self._waiting:
             return
+        # By recursion, so that each later exception is chained to the one before it.
         try:
             self._run_next()
         finally:

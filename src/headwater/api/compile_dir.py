@@ -25,6 +25,7 @@ from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 
 _WIDTH = 120
+"""Columns of the text files. The reports must not depend on the terminal of the script."""
 
 
 def write_compile_dir(folder: Path, record: StepRecord, captured: Captured, plan: Plan | str) -> list[Path]:

@@ -270,6 +270,7 @@ def _loss_of(loss_function: LossFunction | None) -> LossFunction:
 
 def _on_batch(loss_function: LossFunction) -> LossFunction:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        # The user's loss takes the batch alone; `args` is the batch then.
         return loss_function(model, batch[0])
 
     return loss
@@ -279,6 +280,7 @@ def _on_arguments(model: nn.Module, batch: Any) -> torch.Tensor:
     """Call the model and return its loss, or else a scalar made from all outputs that are trained."""
     args, kwargs = batch
     output = model(*(args if isinstance(args, tuple) else (args,)), **kwargs)
+    # Models of the transformers library return their loss in a field of a mapping or an object.
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     candidate = output if named is None else named
     if isinstance(candidate, torch.Tensor) and candidate.numel() == 1:

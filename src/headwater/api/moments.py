@@ -100,6 +100,7 @@ class Moment:
     def home(self) -> Any:
         if self.kept is not None:
             return KeptHome(self.kept, self._name)
+        # Asked at each use: the engine may have been released, or built again with another store.
         scalars = stored_scalars(self._param, self._optimizer)
         if scalars is None:
             return KeptHome(self._plain(), self._name)

@@ -32,6 +32,7 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     params = list(params)
     known = {id(param) for _, param in params}
     names = {address: name for name, param in params if (address := _address(param)) is not None}
+    # First without a collection, which takes long in a large program and is rarely needed.
     if not _shared(names, known):
         return
     gc.collect()  # unreachable tensors need no warning

@@ -49,6 +49,7 @@ def check_same_trained(
     Raises:
         StreamError: on every rank, if the models differ.
     """
+    # One number is exchanged much faster than all names.
     if _is_same(fabric, sorted(trained)):
         return
     check_same_model(fabric, model, kept)
@@ -73,6 +74,7 @@ def check_same_options(
         place = f"parameter group {index}"
         options = group_options(optimizer, group)
         told |= {f"{key} of {place}": repr(numbers(value)) for key, value in options.items()}
+        # Names, not counts alone: two ranks may have divided the same parameters into other groups.
         own = [names[id(param)] for param in group["params"] if id(param) in names]
         told[f"the parameters of {place}"] = f"{len(own)} with the checksum {_checksum(own):08x}"
     if _is_same(fabric, sorted(told.items())):

@@ -187,6 +187,7 @@ class Updaters:
         Args:
             stored: how the store keeps optimizer state.
         """
+        # Each kind once: a model has thousands of parameters, but few options.
         kinds = {(id(each.spec), state_signature(each.options)): each for each in self._entries.values()}
         return max(
             (optimizer_state_bytes(each.spec, each.options, stored=stored) for each in kinds.values()),
@@ -231,6 +232,7 @@ class _Fitting:
         return self._found[key]
 
     def _state_names(self, options: Options) -> frozenset[str]:
+        # Any small matrix: the names of the tensors do not depend on the size.
         probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
         return frozenset(UpdateRule(self._spec, options).state_layout(probe))
 

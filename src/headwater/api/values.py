@@ -58,6 +58,7 @@ class TracedValue(torch.Tensor):
             _warn_once(func.__name__)
         elif func not in _UNTRACED:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        # The result of a read is no step's value any more: a plain tensor, which never warns.
         value = _read if func in _READS else untraced
         return func(*map_tensors(value, args), **map_tensors(value, kwargs))
 
@@ -103,6 +104,7 @@ def _depth_of_caller() -> int:
     """Return the stack level, seen from `_warn_once`, of the first caller outside of torch and this file."""
     inside = (str(Path(torch.__file__).parent), __file__)
     depth = 1
+    # At most 20 levels: a warning at a wrong line is better than a walk through a deep stack.
     while depth < 20 and sys._getframe(depth + 1).f_code.co_filename.startswith(inside):
         depth += 1
     return depth + 1
