@@ -42,6 +42,8 @@ def test_a_value_of_the_wrong_type(headwater, params):
         (["fit", "PARAMS", "--trainer.init.sede", "3"], ["unknown key 'sede'", "write 'seed'"]),
         (["fit", "PARAMS", "trainer.init.seed"], ["unexpected argument"]),
         (["fit"], ["PARAMS", "headwater fit --help"]),
+        (["plan", "PARAMS", "--host_memory", "-5GiB"], ["'-5GiB' is not a size", "write for example 8GiB"]),
+        (["fit", "PARAMS", "--num_steps", "-5"], ["num_steps", "-5"]),
         (["fit", "gpt/tinny"], ["there is no params file 'gpt/tinny'", "gpt/tiny"]),
         (["generate", "--prmpt", "x"], ["unknown option --prmpt", "write --prompt"]),
         (["checkpoint", "exprt"], ["exprt"]),
