@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from run_samples import assert_same_checkpoint, history, write_params
 
+from headwater.core.attention import attention_kernel_available
 from headwater.core.buffers import PAGE_BYTES
 from headwater.core.safetensors import TensorFile
 from headwater.trainer.history import read_history
@@ -33,6 +34,18 @@ def trained(params, tmp_path, undisturbed):
 def assert_same_run(run, other):
     assert history(run) == history(other)
     assert_same_checkpoint(run / "checkpoint_6", other / "checkpoint_6")
+
+
+def test_a_run_that_continues_with_another_kernel_of_attention_says_so(headwater, params, tmp_path):
+    whole = ("--trainer.init.model.dropout_rate=0", "--trainer.init.precision.enabled=true")
+    command = ("fit", params, *whole)
+    by_torch = (*command, "--trainer.init.backend.attention=torch")
+    changes = []
+    for number, words in enumerate((command, command, by_torch, command), start=1):
+        code, _, error = headwater(*words, f"--max_steps={number}")
+        assert code == 0, error
+        changes.append("attention was computed by" in error)
+    assert changes == [False, False, attention_kernel_available(), attention_kernel_available()]
 
 
 def flip_byte(path):

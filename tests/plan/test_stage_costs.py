@@ -4,6 +4,7 @@ import torch
 
 from headwater.plan.stage_costs import StageCosts
 
+ATTENTION_BACKWARD = torch.ops.headwater.attention_backward.default
 MM, RELU, VIEW = torch.ops.aten.mm.default, torch.ops.aten.relu.default, torch.ops.aten.view.default
 
 
@@ -26,6 +27,18 @@ def test_transient_bytes_are_those_of_the_largest_result_and_not_of_views():
     costs.add(RELU, (tensor,), {}, tensor.relu())
     costs.add(VIEW, (tensor, [1, 6]), {}, torch.zeros(100))
     assert cost_of(costs).transient_bytes == 24
+
+
+def test_gradients_of_shared_keys_are_summed_in_temporary_memory():
+    query, key = torch.zeros(2, 6, 5, 16), torch.zeros(2, 3, 7, 16)
+    for keys, sums in ((key, 2 * 2 * 6 * 7 * 16 * 4), (torch.zeros(2, 6, 7, 16), 0)):
+        costs, given = (
+            StageCosts(1, inference=False),
+            (query, query, keys, keys, query, query[..., 0], True, 1.0),
+        )
+        costs.in_backward = True
+        costs.add(ATTENTION_BACKWARD, given, {}, (query, keys, keys))
+        assert cost_of(costs).transient_bytes == 4 * (query.numel() + 2 * keys.numel()) + sums
 
 
 def test_saved_memory_counts_once_and_that_of_parameters_and_inputs_does_not():

@@ -181,14 +181,60 @@ def test_each_number_of_threads_has_the_bits_of_torch(threads):
 
 
 def test_numbers_that_are_not_finite_stay_where_torch_has_them():
-    params = (ParamSpec("a", (100,), FP32, BF16), ParamSpec("b", (100,), FP32, FP32))
+    kinds = ({"wire_dtype": BF16}, {"wire_dtype": FP32}, {"wire_dtype": BF16, "split_master": True})
+    params = tuple(ParamSpec(str(index), (100,), FP32, **kind) for index, kind in enumerate(kinds))
     gradient = torch.linspace(-3, 3, 100)
     gradient[::7], gradient[3::7], gradient[5::7] = math.inf, -math.inf, math.nan
     own, plain = (Stage(params, ADAMW, kernel, 0) for kernel in (Counting(), None))
     for number in (1, 2):
         for stage in (own, plain):
-            stage.step([gradient, gradient], Update(number, {"lr": 0.1}, max_value=2.0), torch.tensor(0.5))
+            stage.step([gradient] * 3, Update(number, {"lr": 0.1}, max_value=2.0), torch.tensor(0.5))
         assert_same_bits(own, plain)
+
+
+@pytest.mark.parametrize("count", [2**24 - 2, 2**24, 2**25])
+def test_counts_of_steps_that_fp32_cannot_hold(count):
+    """torch counts in fp32, where 2^24 + 1 is 2^24."""
+    params, kernel = (ParamSpec("a", (100,), FP32, BF16, split_master=True),), Counting()
+    own, plain = (Stage(params, ADAMW, each, 0) for each in (kernel, None))
+    gradients = [torch.randn(100, generator=torch.Generator().manual_seed(0))]
+    for number in range(1, 5):
+        for stage in (own, plain):
+            stage.step(gradients, Update(number, {"lr": 0.1}), None)
+            if number == 1:
+                stage.scalars = [{"step": torch.tensor(float(count))}]
+        assert_same_bits(own, plain)
+    assert kernel.elements == 4 * 100 and own.scalars[0]["step"] == min(count + 3, max(count, 2**24))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 1, "eps": 0, "betas": (0.0, 0.0)},
+        {"lr": 0.0, "weight_decay": 7.5},
+        {"lr": 2.0, "weight_decay": 1, "betas": (0.999999, 0.0)},
+        {"fused": True, "foreach": False, "betas": (1e-9, 0.999999999)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_options_at_the_ends_of_their_ranges(name, options):
+    params, kernel = (ParamSpec("a", (103,), FP32, BF16, split_master=True),), Counting()
+    own, plain = (Stage(params, OptimizerSpec(name, options), each, 0) for each in (kernel, None))
+    for number in range(1, 4):
+        gradients = [wild(torch.Generator().manual_seed(number), (103,))]
+        for stage in (own, plain):
+            stage.step(gradients, Update(number, {}), None)
+        assert_same_bits(own, plain)
+    assert kernel.elements == 3 * 103
+
+
+def test_a_parameter_without_elements():
+    params = (ParamSpec("a", (0,), FP32, BF16), ParamSpec("b", (9,), FP32, BF16))
+    own, plain = (Stage(params, ADAMW, each, 0) for each in (Counting(), None))
+    for stage in (own, plain):
+        stage.step([torch.ones(0), torch.ones(9)], Update(1, {}), None)
+    assert_same_bits(own, plain)
 
 
 def test_a_gradient_and_a_parameter_in_another_order_of_memory():

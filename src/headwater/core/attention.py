@@ -34,7 +34,7 @@ _OPERATORS.define(
 )
 _OPERATORS.define(
     "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, "
-    "Tensor log_sums, bool causal, float scale) -> (Tensor, Tensor, Tensor)"
+    "Tensor log2_sums, bool causal, float scale) -> (Tensor, Tensor, Tensor)"
 )
 _ATTENTION: Any = torch.ops.headwater.attention
 _ATTENTION_BACKWARD: Any = torch.ops.headwater.attention_backward
@@ -123,14 +123,16 @@ class _Tensor(ctypes.Structure):
     )
 
 
-def _call(name: str, shape: _Shape, arguments: Sequence[Tensor]) -> None:
-    """Call a function of the library. A tensor with three dimensions is passed by its address."""
+def _call(name: str, shape: _Shape, arguments: Sequence[Tensor | None]) -> None:
+    """Call a function of the library. Tensors of other than four dimensions are passed by their address."""
     library = _library()
     assert library is not None, "the operator is called only where the kernel is available"
+    # A thread's first call of torch sets its number of threads, which the kernel uses too.
+    torch.get_num_threads()
     passed = [
         ctypes.byref(_Tensor(each.data_ptr(), *each.stride()[:3]))
-        if each.dim() == 4
-        else ctypes.c_void_p(each.data_ptr())
+        if each is not None and each.dim() == 4
+        else ctypes.c_void_p(None if each is None else each.data_ptr())
         for each in arguments
     ]
     if library[name](ctypes.byref(shape), *passed) != 0:
@@ -155,9 +157,9 @@ def _heads_side_by_side(like: Tensor) -> Tensor:
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     query, key, value = map(_rows, (query, key, value))
-    output, log_sums = _results(query)
-    _call("attention_forward", _shape(query, key, causal, scale), (query, key, value, output, log_sums))
-    return output, log_sums
+    output, log2_sums = _results(query)
+    _call("attention_forward", _shape(query, key, causal, scale), (query, key, value, output, log2_sums))
+    return output, log2_sums
 
 
 def _results(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -170,15 +172,28 @@ def _backward(
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    log_sums: Tensor,
+    log2_sums: Tensor,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradient, query, key, value, output = map(_rows, (gradient, query, key, value, output))
     results = _gradients(gradient, query, key, value)
-    shape = _shape(query, key, causal, scale)
-    _call("attention_backward", shape, (query, key, value, output, log_sums.contiguous(), gradient, *results))
+    sums = _sums_for_shared_keys(query, key)
+    tensors = (query, key, value, output, log2_sums.contiguous(), gradient, *results, sums)
+    _call("attention_backward", _shape(query, key, causal, scale), tensors)
     return results
+
+
+def _sums_for_shared_keys(query: Tensor, key: Tensor) -> Tensor | None:
+    """Return memory for the gradients of keys and values from each head; `None` if heads share no keys.
+
+    They are added at the end, so their order does not depend on the threads. `plan/operator_flops.py` counts
+    these bytes.
+    """
+    batches, heads, _, size = query.shape
+    if key.shape[1] == heads:
+        return None
+    return query.new_empty(2 * batches * heads * key.shape[2] * size, dtype=torch.float32)
 
 
 def _gradients(
@@ -195,11 +210,11 @@ class _Differentiable(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        output, log_sums = _below_autograd(query, key, value, causal, scale)
-        ctx.save_for_backward(query, key, value, output, log_sums)
-        ctx.mark_non_differentiable(log_sums)
+        output, log2_sums = _below_autograd(query, key, value, causal, scale)
+        ctx.save_for_backward(query, key, value, output, log2_sums)
+        ctx.mark_non_differentiable(log2_sums)
         ctx.causal, ctx.scale = causal, scale
-        return output, log_sums
+        return output, log2_sums
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -10,7 +10,9 @@ must not be able to write to them. Several processes may compile at once; the la
 equal file. A library whose checksum is wrong is compiled again.
 
 A library uses the copy of OpenMP that torch uses. A second copy would have its own threads, which wait
-for work beside those of torch, and would not know the limits that torch and `core/threads.py` set.
+for work beside those of torch, and would not know the limits that torch and `core/threads.py` set. The
+sources have no pragmas of OpenMP, which clang translates to functions that the copy of torch may not have.
+They call the function to which GCC translates a pragma, and which every copy has.
 """
 
 from __future__ import annotations
@@ -41,9 +43,13 @@ SWITCH = "HEADWATER_NATIVE"
 """Environment variable. `0`: use no kernels of the package, only those of torch."""
 
 _SOURCES = Path(__file__).resolve().parents[1] / "native"
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC")
-# -z,defs: an unknown function is an error of the linker here, and not a crash of the process that calls it.
-_LINK_FLAGS = ("-shared", "-Wl,-z,defs")
+_FLAGS = (
+    *("-std=gnu11", "-O3", "-march=native", "-fPIC", "-shared"),
+    # The compiler may not choose which products and sums to contract to one rounding, and so the bits.
+    "-ffp-contract=off",
+    # An unknown function is an error of the linker here, and not a crash of the process that calls it.
+    "-Wl,-z,defs",
+)
 _MOST_VERSION_S, _MOST_COMPILE_S = 30.0, 120.0
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 # Names of lines in /proc/cpuinfo, on x86 and on ARM. With -march=native the code depends on the model too.
@@ -61,7 +67,7 @@ def native_library(name: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None
 
     Args:
         name: name of the source in `headwater/native`, without `.c`.
-        flags: further flags of the compiler, such as `-ffp-contract=off`.
+        flags: further flags of the compiler, such as `-fno-math-errno`.
     """
     with _LOCK:
         return _loaded_once(name, flags)
@@ -138,7 +144,7 @@ class _Build:
             SubprocessError: if it cannot tell its version.
         """
         version = _run((*self.compiler, "--version"), _MOST_VERSION_S)
-        command = "\0".join((*self.compiler, *self.flags, *_LINK_FLAGS, str(self.openmp)))
+        command = "\0".join((*self.compiler, *self.flags, str(self.openmp)))
         whole = hashlib.sha256()
         for part in (self.source.read_bytes(), command.encode(), version, _processor()):
             whole.update(hashlib.sha256(part).digest())
@@ -152,12 +158,9 @@ class _Build:
             SubprocessError: if the compiler fails or takes too long.
         """
         with tempfile.TemporaryDirectory() as folder:
-            parts, library = Path(folder) / "parts.o", Path(folder) / "library.so"
-            compiled = (*self.compiler, *self.flags, "-c", str(self.source), "-o", str(parts))
-            # Linked in a second step without -fopenmp, which would add the system's copy of OpenMP.
-            linked = (*self.compiler, *_LINK_FLAGS, str(parts), str(self.openmp), "-lm", "-o", str(library))
-            for step in (compiled, linked):
-                _run(step, _MOST_COMPILE_S)
+            library = Path(folder) / "library.so"
+            files = (str(self.source), str(self.openmp), "-lm", "-o", str(library))
+            _run((*self.compiler, *self.flags, *files), _MOST_COMPILE_S)
             return library.read_bytes()
 
 

@@ -12,6 +12,10 @@
 #include <stdint.h>
 #include <string.h>
 
+/* GCC compiles `#pragma omp parallel` to calls of this function, which libgomp, libomp and libiomp5 have. The
+   call is written out here because clang's pragma needs a library that torch may not have loaded. */
+void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
+
 enum encoding { SAME, SPLIT, APART }; /* as headwater.store.native_adam numbers them */
 
 struct settings {
@@ -179,18 +183,16 @@ static void update_run(
     read_gradient(p, at, count, n->maximize, gradient);
     float *mean = read_moment(p->mean, p, at, count, means);
     float *square = read_moment(p->square, p, at, count, squares);
-    uint16_t *wire = (uint16_t *)p->wire + at;
-    int16_t *low = (int16_t *)p->master + at;
     float *weight = joined;
     if (p->encoding == SPLIT)
-        join(wire, low, joined, count);
+        join((uint16_t *)p->wire + at, (int16_t *)p->master + at, joined, count);
     else
         weight = (float *)(p->encoding == SAME ? p->wire : p->master) + at;
     adam(weight, gradient, mean, square, count, n, is_tail);
     if (p->encoding == SPLIT)
-        keep_low_halves(weight, low, count);
+        keep_low_halves(weight, (int16_t *)p->master + at, count);
     if (p->encoding != SAME)
-        round_to_wire(weight, wire, count);
+        round_to_wire(weight, (uint16_t *)p->wire + at, count);
     write_moment(p->mean, p->mean_place, p, at, count, mean, noise);
     write_moment(p->square, p->square_place, p, at, count, square, noise);
 }
@@ -215,25 +217,34 @@ static int64_t num_blocks(const struct piece *p)
     return (p->numel + BLOCK - 1) / BLOCK;
 }
 
-/* Updates blocks until none is left. Several threads share `next`; each computes whole blocks. */
-static void take_blocks(
-    const struct piece *pieces, int64_t count, const struct settings *settings, const struct noise *noise,
-    int64_t width, int64_t *next)
+/* A call of `headwater_adam`, for its threads. */
+struct call {
+    const struct piece *pieces;
+    int64_t count;
+    const struct settings *settings;
+    const struct noise *noise;
+    int64_t width;
+    int64_t next; /* the first block that no thread has taken */
+};
+
+/* Updates blocks until none is left. Each thread computes whole blocks. */
+static void take_blocks(void *data)
 {
+    struct call *call = data;
     int64_t first = 0; /* number of the first block of piece `index` */
     int32_t known = -1;
     struct numbers numbers = {0};
     for (int64_t index = 0;;) {
-        int64_t block = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
-        while (index < count && block >= first + num_blocks(&pieces[index]))
-            first += num_blocks(&pieces[index++]);
-        if (index == count)
+        int64_t block = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED);
+        while (index < call->count && block >= first + num_blocks(&call->pieces[index]))
+            first += num_blocks(&call->pieces[index++]);
+        if (index == call->count)
             return;
-        const struct piece *p = &pieces[index];
+        const struct piece *p = &call->pieces[index];
         if (p->settings != known)
-            numbers = numbers_of(&settings[known = p->settings]);
-        int64_t begin = (block - first) * BLOCK;
-        update_block(p, &numbers, noise, begin, begin + BLOCK < p->numel ? begin + BLOCK : p->numel, width);
+            numbers = numbers_of(&call->settings[known = p->settings]);
+        int64_t begin = (block - first) * BLOCK, end = begin + BLOCK < p->numel ? begin + BLOCK : p->numel;
+        update_block(p, &numbers, call->noise, begin, end, call->width);
     }
 }
 
@@ -241,14 +252,13 @@ void headwater_adam(
     const struct piece *pieces, int64_t count, const struct settings *settings, const struct noise *noise,
     int64_t width)
 {
-    int64_t next = 0, elements = 0;
+    struct call call = {pieces, count, settings, noise, width, 0};
+    int64_t elements = 0;
     for (int64_t i = 0; i < count; i++)
         elements += pieces[i].numel;
     /* Without a team of threads, whose start takes longer than the work. */
-    if (elements <= BLOCK) {
-        take_blocks(pieces, count, settings, noise, width, &next);
-        return;
-    }
-#pragma omp parallel
-    take_blocks(pieces, count, settings, noise, width, &next);
+    if (elements <= BLOCK)
+        take_blocks(&call);
+    else
+        GOMP_parallel(take_blocks, &call, 0, 0);
 }

@@ -25,7 +25,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include <omp.h>
+/* GCC compiles `#pragma omp parallel` to calls of the first function, which libgomp, libomp and libiomp5 have.
+ * The call is written out here because clang's pragma needs a library that torch may not have loaded. */
+void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
+int omp_get_max_threads(void);
 
 enum {
     LANES = 16,
@@ -138,8 +141,8 @@ static void pack_transposed(Rows rows, int64_t count, int64_t size, pair *panels
             const __mmask16 mask = (__mmask16)((1u << width) - 1);
             __m512i part[LANES];
             for (int i = 0; i < LANES; i++) {
-                const bf16 *source = rows.data + (row + i) * rows.stride + 2 * first;
-                part[i] = row + i < count ? _mm512_maskz_loadu_epi32(mask, source) : _mm512_setzero_si512();
+                part[i] = row + i < count ? _mm512_maskz_loadu_epi32(mask, rows_from(rows, row + i).data + 2 * first)
+                                          : _mm512_setzero_si512();
             }
             transpose(part);
             for (int i = 0; i < width; i++) {
@@ -153,14 +156,18 @@ static inline __m512i widened(const bf16 *numbers) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)numbers));
 }
 
+/* Return LANES numbers of a row, or zeros after the last one of `count` rows. */
+static inline __m512i part_of_row(Rows rows, int64_t count, int64_t row, int64_t column) {
+    return row < count ? widened(rows_from(rows, row).data + column) : _mm512_setzero_si512();
+}
+
 /* Write panels of rows: a pair is the numbers of two adjacent rows, a column is a column. Rows up to `padded`,
  * an even number, are zeros. */
 static void pack_pairs(Rows rows, int64_t count, int64_t padded, int64_t size, pair *panels) {
     for (int64_t row = 0; row < padded; row += 2) {
         for (int64_t column = 0; column < size; column += LANES) {
-            const bf16 *source = rows.data + row * rows.stride + column;
-            __m512i even = row < count ? widened(source) : _mm512_setzero_si512();
-            __m512i odd = row + 1 < count ? widened(source + rows.stride) : _mm512_setzero_si512();
+            const __m512i even = part_of_row(rows, count, row, column);
+            const __m512i odd = part_of_row(rows, count, row + 1, column);
             pair *panel = panels + column / PANEL_COLUMNS * PANEL_COLUMNS * (padded / 2);
             pair *target = panel + row / 2 * PANEL_COLUMNS + column % PANEL_COLUMNS;
             _mm512_store_si512(target, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
@@ -260,10 +267,12 @@ static void add_queries(const Block *block, const pair *weights, int64_t weights
         for (int64_t key = 0; key < block->keys; key += TILE_ROWS) {
             /* Tiles of rows above the diagonal do not see this key, and have no weights for it. */
             const int64_t first = most(0, key - block->diagonal) / TILE_ROWS * TILE_ROWS / 2;
-            const Left left = {weights + first * weights_stride + key, 1, weights_stride};
-            const pair *panel = panels + column * panel_pairs + first * PANEL_COLUMNS;
-            multiply_columns(left, panel, block->queries / 2 - first, result + key * size + column, size,
-                             size - column, true);
+            if (first < block->queries / 2) {
+                const Left left = {weights + first * weights_stride + key, 1, weights_stride};
+                const pair *panel = panels + column * panel_pairs + first * PANEL_COLUMNS;
+                multiply_columns(left, panel, block->queries / 2 - first, result + key * size + column, size,
+                                 size - column, true);
+            }
         }
     }
 }
@@ -328,12 +337,13 @@ static float greatest_score(const float *scores, int64_t count, float greatest) 
     return _mm512_reduce_max_ps(found);
 }
 
-/* Write 2^(scores · factor - shift) rounded, zeros from `count` to `end`, and return their sum. */
-static float write_weights(const float *scores, int64_t count, int64_t end, float factor, float shift, bf16 *weights) {
+/* Write 2^((scores - base) · factor) rounded, zeros from `count` to `end`, and return their sum. */
+static float write_weights(const float *scores, int64_t count, int64_t end, float factor, float base, bf16 *weights) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t key = 0; key < end; key += LANES) {
-        const __m512 exponent = _mm512_fmsub_ps(_mm512_load_ps(scores + key), _mm512_set1_ps(factor),
-                                                _mm512_set1_ps(shift));
+        /* Not a difference of products, which for huge scores rounds to something else than 0 if they are equal. */
+        const __m512 distance = _mm512_sub_ps(_mm512_load_ps(scores + key), _mm512_set1_ps(base));
+        const __m512 exponent = _mm512_mul_ps(distance, _mm512_set1_ps(factor));
         const __m512 part = _mm512_maskz_mov_ps(first_lanes(count - key), exp2_vector(exponent));
         store_rounded(weights + key, part);
         sum = _mm512_add_ps(sum, part);
@@ -357,7 +367,7 @@ static void soften(Forward *self, const Block *block, int64_t size, float factor
         /* If all scores so far are -inf, their weights are 0 and not inf - inf. */
         const float base = now == -INFINITY ? 0.0f : now;
         bf16 *weights = self->weights + row * FORWARD_KEYS;
-        const float sum = write_weights(scores, count, end, factor, base * factor, weights);
+        const float sum = write_weights(scores, count, end, factor, base, weights);
         const float kept = first ? 0.0f : exp2f((before - base) * factor);
         self->greatest[row] = now;
         self->sums[row] = self->sums[row] * kept + sum;
@@ -367,18 +377,21 @@ static void soften(Forward *self, const Block *block, int64_t size, float factor
     }
 }
 
+/* Return the factor of scores in exponents of 2. */
+static float exponent_factor(const Shape *shape) { return shape->scale * LOG2_E; }
+
 /* Write the output of a block of queries and the logarithms of the sums of their rows. */
-static void finish_queries(Forward *self, const Shape *shape, int64_t count, Rows output, float *log_sums) {
+static void finish_queries(Forward *self, const Shape *shape, int64_t count, Rows output, float *log2_sums) {
     for (int64_t row = 0; row < count; row++) {
         const float greatest = self->greatest[row] == -INFINITY ? 0.0f : self->greatest[row];
-        log_sums[row] = greatest * shape->scale + logf(self->sums[row]);
+        log2_sums[row] = greatest * exponent_factor(shape) + log2f(self->sums[row]);
         self->sums[row] = 1.0f / self->sums[row];
     }
     write_rows(self->output, self->sums, 1.0f, count, shape->size, output);
 }
 
 static void attend_queries(Forward *self, const Shape *shape, Rows queries, int64_t query, Rows output,
-                           float *log_sums) {
+                           float *log2_sums) {
     const int64_t count = least(FORWARD_QUERIES, shape->queries - query), size = shape->size;
     const int64_t padded = round_up(count, TILE_ROWS);
     const int64_t keys = shape->causal ? least(shape->keys, query + count) : shape->keys;
@@ -391,14 +404,17 @@ static void attend_queries(Forward *self, const Shape *shape, Rows queries, int6
     for (int64_t key = 0; key < keys; key += FORWARD_KEYS) {
         const Block block = block_of(shape, query, padded, key, least(FORWARD_KEYS, keys - key));
         multiply_scores(&block, self->queries, self->keys + key * size / 2, size, self->scores, FORWARD_KEYS);
-        soften(self, &block, size, shape->scale * LOG2_E, key == 0);
+        soften(self, &block, size, exponent_factor(shape), key == 0);
         multiply_keys(&block, (const pair *)self->weights, FORWARD_KEYS / 2,
                       self->values + key / 2 * PANEL_COLUMNS, key_pairs, size, self->output, key > 0);
     }
-    finish_queries(self, shape, count, rows_from(output, query), log_sums + query);
+    finish_queries(self, shape, count, rows_from(output, query), log2_sums + query);
 }
 
-/* ---- Memory ------------------------------------------------------------------------------------------ */
+/* ---- Memory and tasks -------------------------------------------------------------------------------- */
+
+/* Return the number of a task that no other thread has taken. */
+static int64_t take_next(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
 
 /* Consecutive parts of one allocation. With `start` NULL the parts are only counted. */
 typedef struct {
@@ -429,7 +445,7 @@ static void place_forward(Forward *self, Arena *arena, const Shape *shape) {
 
 /* Compute part `part` of `parts` of a head's queries. */
 static void attend_part(Forward *self, const Shape *shape, int64_t part, int64_t parts, Rows queries, Rows keys,
-                        Rows values, Rows output, float *log_sums) {
+                        Rows values, Rows output, float *log2_sums) {
     const int64_t blocks = (shape->queries + FORWARD_QUERIES - 1) / FORWARD_QUERIES;
     const int64_t begin = blocks * part / parts * FORWARD_QUERIES;
     const int64_t end = least(shape->queries, blocks * (part + 1) / parts * FORWARD_QUERIES);
@@ -437,41 +453,52 @@ static void attend_part(Forward *self, const Shape *shape, int64_t part, int64_t
     pack_transposed(keys, count, shape->size, self->keys);
     pack_pairs(values, count, round_up(shape->keys, LANES), shape->size, self->values);
     for (int64_t query = begin; query < end; query += FORWARD_QUERIES) {
-        attend_queries(self, shape, queries, query, output, log_sums);
+        attend_queries(self, shape, queries, query, output, log2_sums);
     }
 }
 
-/* Compute the attention, and the logarithm of the sum of exponentials of each row of scores.
+/* A call of `attention_forward`, for its threads. */
+typedef struct {
+    const Shape *shape;
+    const Tensor *query, *key, *value, *output;
+    float *log2_sums;
+    int64_t parts, tasks, next; /* number of parts of a head and of all tasks; the first task not taken */
+} ForwardCall;
+
+static void attend_tasks(void *data) {
+    ForwardCall *call = data;
+    const Shape *shape = call->shape;
+    const int64_t group = shape->heads / shape->key_heads;
+    Forward self;
+    Arena arena = {NULL, 0};
+    place_forward(&self, &arena, shape);
+    char *memory = aligned_alloc(ALIGNMENT_BYTES, arena.used_bytes);
+    if (memory == NULL) {
+        return; /* the other threads take the tasks */
+    }
+    arena = (Arena){memory, 0};
+    place_forward(&self, &arena, shape);
+    for (int64_t task; (task = take_next(&call->next)) < call->tasks;) {
+        const int64_t number = task / call->parts, batch = number / shape->heads, head = number % shape->heads;
+        attend_part(&self, shape, task % call->parts, call->parts, head_rows(call->query, batch, head),
+                    head_rows(call->key, batch, head / group), head_rows(call->value, batch, head / group),
+                    head_rows(call->output, batch, head), call->log2_sums + number * shape->queries);
+    }
+    free(memory);
+}
+
+/* Compute the attention, and the logarithm to base 2 of the sum of exponentials of each row of scores.
  *
- * `log_sums` has the shape [batches, heads, queries] and is contiguous. Returns 0, or 1 without memory. */
+ * `log2_sums` has the shape [batches, heads, queries] and is contiguous. Returns 0, or 1 without memory. */
 int attention_forward(const Shape *shape, const Tensor *query, const Tensor *key, const Tensor *value,
-                      const Tensor *output, float *log_sums) {
-    const int64_t heads = shape->batches * shape->heads, group = shape->heads / shape->key_heads;
+                      const Tensor *output, float *log2_sums) {
+    const int64_t heads = shape->batches * shape->heads;
     const int64_t blocks = (shape->queries + FORWARD_QUERIES - 1) / FORWARD_QUERIES;
     /* Two tasks for each thread, if there are fewer heads. The parts do not change the results. */
     const int64_t parts = most(1, least(blocks, 2 * omp_get_max_threads() / heads));
-    int failed = 0;
-#pragma omp parallel reduction(| : failed)
-    {
-        Forward self;
-        Arena arena = {NULL, 0};
-        place_forward(&self, &arena, shape);
-        char *memory = aligned_alloc(ALIGNMENT_BYTES, arena.used_bytes);
-        failed = memory == NULL;
-        arena = (Arena){memory, 0};
-        place_forward(&self, &arena, shape);
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < heads * parts; task++) {
-            const int64_t number = task / parts, batch = number / shape->heads, head = number % shape->heads;
-            if (memory != NULL) {
-                attend_part(&self, shape, task % parts, parts, head_rows(query, batch, head),
-                            head_rows(key, batch, head / group), head_rows(value, batch, head / group),
-                            head_rows(output, batch, head), log_sums + number * shape->queries);
-            }
-        }
-        free(memory);
-    }
-    return failed;
+    ForwardCall call = {shape, query, key, value, output, log2_sums, parts, heads * parts, 0};
+    GOMP_parallel(attend_tasks, &call, 0, 0);
+    return call.next < call.tasks;
 }
 
 /* ---- Backward ---------------------------------------------------------------------------------------- */
@@ -496,7 +523,7 @@ typedef struct {
 typedef struct {
     Rows query, key, value, output, gradient, query_gradient, key_gradient, value_gradient;
     float *key_sum, *value_sum;
-    const float *log_sums;
+    const float *log2_sums;
 } Head;
 
 static void place_backward(Backward *self, Arena *arena, const Shape *shape) {
@@ -540,7 +567,7 @@ static void load_queries(Backward *self, const Shape *shape, const Head *head, i
     pack_pairs(head->gradient, count, padded, size, self->gradient_panels);
     for (int64_t row = 0; row < padded; row++) {
         const bool real = row < count;
-        self->log2_sums[row] = real ? head->log_sums[row] * LOG2_E : INFINITY;
+        self->log2_sums[row] = real ? head->log2_sums[row] : INFINITY;
         self->dots[row] = real ? dot(rows_from(head->output, row).data, rows_from(head->gradient, row).data, size) : 0;
     }
 }
@@ -564,8 +591,9 @@ static inline __m512i paired(__m512i halves) {
 /* Compute one vector of weights and of the scores' gradients. */
 static inline void differentiate(const Backward *self, int64_t place, int64_t query, __mmask16 mask, float factor,
                                  __m512 *weights, __m512 *gradients) {
-    const __m512 exponents = _mm512_fmsub_ps(_mm512_load_ps(self->scores + place), _mm512_set1_ps(factor),
-                                             _mm512_set1_ps(self->log2_sums[query]));
+    /* Rounded like the product in the logarithm of the sum, so that the weight of a key without rivals is 1. */
+    const __m512 products = _mm512_mul_ps(_mm512_load_ps(self->scores + place), _mm512_set1_ps(factor));
+    const __m512 exponents = _mm512_sub_ps(products, _mm512_set1_ps(self->log2_sums[query]));
     const __m512 weight_gradients = _mm512_load_ps(self->weight_gradients + place);
     *weights = _mm512_maskz_mov_ps(mask, exp2_vector(exponents));
     *gradients = _mm512_maskz_mul_ps(mask, *weights,
@@ -600,7 +628,7 @@ static void add_block(Backward *self, const Shape *shape, const Block *block, in
     multiply_scores(block, self->query_rows + start, self->key_columns, size, self->scores, BACKWARD_KEYS);
     multiply_scores(block, self->gradient_rows + start, self->value_columns, size, self->weight_gradients,
                     BACKWARD_KEYS);
-    differentiate_block(self, block, query, shape->scale * LOG2_E);
+    differentiate_block(self, block, query, exponent_factor(shape));
     add_queries(block, self->weight_pairs, BACKWARD_KEYS, self->gradient_panels + panel_start, query_pairs, size,
                 self->value_gradient);
     add_queries(block, self->score_pairs, BACKWARD_KEYS, self->query_panels + panel_start, query_pairs, size,
@@ -651,63 +679,84 @@ static void write_sum(float *sums, int64_t group, const Shape *shape, float fact
     write_rows(sums, NULL, factor, shape->keys, shape->size, rows);
 }
 
+/* A call of `attention_backward`, for its threads. */
+typedef struct {
+    const Shape *shape;
+    const Tensor *query, *key, *value, *output, *gradient, *query_gradient, *key_gradient, *value_gradient;
+    const float *log2_sums;
+    float *sums;                 /* see `attention_backward` */
+    int64_t next, next_key_head; /* the first tasks not taken */
+} BackwardCall;
+
+/* Return the sums of values that follow those of keys, or NULL if heads share no keys. */
+static float *value_sums_of(const BackwardCall *call) {
+    const Shape *shape = call->shape;
+    return call->sums ? call->sums + shape->batches * shape->heads * shape->keys * shape->size : NULL;
+}
+
+static void differentiate_tasks(void *data) {
+    BackwardCall *call = data;
+    const Shape *shape = call->shape;
+    const int64_t group = shape->heads / shape->key_heads, numbers = shape->keys * shape->size;
+    Backward self;
+    Arena arena = {NULL, 0};
+    place_backward(&self, &arena, shape);
+    char *memory = aligned_alloc(ALIGNMENT_BYTES, arena.used_bytes);
+    if (memory == NULL) {
+        return; /* the other threads take the tasks */
+    }
+    arena = (Arena){memory, 0};
+    place_backward(&self, &arena, shape);
+    for (int64_t number; (number = take_next(&call->next)) < shape->batches * shape->heads;) {
+        const int64_t batch = number / shape->heads, head = number % shape->heads, shared = head / group;
+        const Head task = {
+            head_rows(call->query, batch, head),
+            head_rows(call->key, batch, shared),
+            head_rows(call->value, batch, shared),
+            head_rows(call->output, batch, head),
+            head_rows(call->gradient, batch, head),
+            head_rows(call->query_gradient, batch, head),
+            head_rows(call->key_gradient, batch, shared),
+            head_rows(call->value_gradient, batch, shared),
+            call->sums ? call->sums + number * numbers : NULL,
+            call->sums ? value_sums_of(call) + number * numbers : NULL,
+            call->log2_sums + number * shape->queries,
+        };
+        differentiate_head(&self, shape, &task);
+    }
+    free(memory);
+}
+
+static void add_shared(void *data) {
+    BackwardCall *call = data;
+    const Shape *shape = call->shape;
+    const int64_t group = shape->heads / shape->key_heads, numbers = group * shape->keys * shape->size;
+    for (int64_t number; (number = take_next(&call->next_key_head)) < shape->batches * shape->key_heads;) {
+        const int64_t batch = number / shape->key_heads, shared = number % shape->key_heads;
+        write_sum(call->sums + number * numbers, group, shape, shape->scale,
+                  head_rows(call->key_gradient, batch, shared));
+        write_sum(value_sums_of(call) + number * numbers, group, shape, 1.0f,
+                  head_rows(call->value_gradient, batch, shared));
+    }
+}
+
 /* Compute the gradients of queries, keys and values. Arguments are those of `attention_forward`, its results, the
- * gradient of the output, and places for the gradients. Returns 0, or 1 without memory. */
+ * gradient of the output, and places for the gradients. `sums` is memory for the gradients of keys and of values
+ * from each head, [2, batches, heads, keys, size], aligned to ALIGNMENT_BYTES; NULL if heads share no keys.
+ * Returns 0, or 1 without memory. */
 int attention_backward(const Shape *shape, const Tensor *query, const Tensor *key, const Tensor *value,
-                       const Tensor *output, const float *log_sums, const Tensor *gradient,
-                       const Tensor *query_gradient, const Tensor *key_gradient, const Tensor *value_gradient) {
-    const int64_t heads = shape->batches * shape->heads, group = shape->heads / shape->key_heads;
-    const int64_t numbers = shape->keys * shape->size;
-    float *sums = NULL;
-    if (group > 1) {
-        sums = aligned_alloc(ALIGNMENT_BYTES, (size_t)(2 * heads * numbers) * sizeof(float));
-        if (sums == NULL) {
-            return 1;
-        }
+                       const Tensor *output, const float *log2_sums, const Tensor *gradient,
+                       const Tensor *query_gradient, const Tensor *key_gradient, const Tensor *value_gradient,
+                       float *sums) {
+    BackwardCall call = {shape,          query,        key,            value,     output, gradient,
+                         query_gradient, key_gradient, value_gradient, log2_sums, sums,   0,
+                         0};
+    GOMP_parallel(differentiate_tasks, &call, 0, 0);
+    if (call.next < shape->batches * shape->heads) {
+        return 1;
     }
-    float *value_sums = sums ? sums + heads * numbers : NULL;
-    int failed = 0;
-#pragma omp parallel reduction(| : failed)
-    {
-        Backward self;
-        Arena arena = {NULL, 0};
-        place_backward(&self, &arena, shape);
-        char *memory = aligned_alloc(ALIGNMENT_BYTES, arena.used_bytes);
-        failed = memory == NULL;
-        arena = (Arena){memory, 0};
-        place_backward(&self, &arena, shape);
-#pragma omp for schedule(dynamic)
-        for (int64_t number = 0; number < heads; number++) {
-            const int64_t batch = number / shape->heads, head = number % shape->heads, shared = head / group;
-            const Head task = {
-                head_rows(query, batch, head),
-                head_rows(key, batch, shared),
-                head_rows(value, batch, shared),
-                head_rows(output, batch, head),
-                head_rows(gradient, batch, head),
-                head_rows(query_gradient, batch, head),
-                head_rows(key_gradient, batch, shared),
-                head_rows(value_gradient, batch, shared),
-                sums ? sums + number * numbers : NULL,
-                sums ? value_sums + number * numbers : NULL,
-                log_sums + number * shape->queries,
-            };
-            if (memory != NULL) {
-                differentiate_head(&self, shape, &task);
-            }
-        }
-        free(memory);
-        if (sums != NULL) {
-#pragma omp for schedule(dynamic)
-            for (int64_t number = 0; number < shape->batches * shape->key_heads; number++) {
-                const int64_t batch = number / shape->key_heads, shared = number % shape->key_heads;
-                write_sum(sums + number * group * numbers, group, shape, shape->scale,
-                          head_rows(key_gradient, batch, shared));
-                write_sum(value_sums + number * group * numbers, group, shape, 1.0f,
-                          head_rows(value_gradient, batch, shared));
-            }
-        }
+    if (sums != NULL) {
+        GOMP_parallel(add_shared, &call, 0, 0);
     }
-    free(sums);
-    return failed;
+    return 0;
 }

@@ -1,4 +1,7 @@
-"""Floating-point operations of single operators. Attention is told from the rest, since its rate differs."""
+"""Floating-point operations and temporary memory of single operators.
+
+Attention is told from the rest, since its rate differs.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,19 @@ def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out
     count = 0 if counter is None else counter(*args, **kwargs, out_val=out)
     is_attention = "attention" in packet.__name__
     return OperatorFlops(count, count if is_attention else 0)
+
+
+def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes of the large temporary tensors of a call.
+
+    Only the package's backward of attention has some: if heads share keys, it keeps the gradients of keys and
+    values from each head in fp32.
+    """
+    if func.name() != _KERNEL_BACKWARD:
+        return 0
+    _, query, key, *_ = args
+    batch, heads, _, size = query.shape
+    return 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * size * torch.float32.itemsize
 
 
 def _attention(

@@ -186,7 +186,7 @@ def _decisions(plan: Plan) -> Iterator[str]:
     tier = _tiers_text(plan)
     yield from _divided(plan)
     yield f"weights: {plan.precision.name} on {plan.device}, {where}"
-    if plan.device == "cpu" and any(cost.kernel_attention_flops for cost in plan.trace.costs):
+    if plan.uses_attention_kernel:
         yield "attention: by the kernel of this package, in bf16 (`attention: torch` turns it off)"
     if plan.trace.inference:
         yield f"masters: {tier}; nothing is kept for backward"

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from headwater.plan.alive import AliveTensors, memory_key, num_bytes
-from headwater.plan.operator_flops import operator_flops
+from headwater.plan.operator_flops import operator_flops, temporary_bytes
 from headwater.plan.types import StageCost
 
 
@@ -94,7 +94,7 @@ class StageCosts:
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
         """Count an operator; return its floating-point operations."""
         cost = self._costs[self.current]
-        cost.transient_bytes = max(cost.transient_bytes, self._bytes_beside(func, out))
+        cost.transient_bytes = max(cost.transient_bytes, self._bytes_beside(func, args, out))
         flops = operator_flops(func, args, kwargs, out)
         if self.in_backward:
             cost.backward_flops += flops.whole
@@ -119,15 +119,16 @@ class StageCosts:
         """
         return StageCost(**dataclasses.asdict(self._costs[stage]), recomputable=recomputable)
 
-    def _bytes_beside(self, func: Any, out: Any) -> int:
+    def _bytes_beside(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
         """Return the bytes of temporary tensors while this operator runs.
 
         In inference these are the bytes of all living tensors. In training they are the bytes of the
-        operator's results only, because most living tensors are saved by autograd and counted in `save`.
+        operator's results and temporary tensors only, because most living tensors are saved by autograd and
+        counted in `save`.
         """
         tensors = operands(out)
         if not self._inference:
-            return 0 if func.is_view else sum(map(num_bytes, tensors))
+            return 0 if func.is_view else sum(map(num_bytes, tensors)) + temporary_bytes(func, args)
         for tensor in tensors:
             self._alive.add(tensor)
         return self._alive.num_bytes

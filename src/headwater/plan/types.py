@@ -457,6 +457,12 @@ class Plan:
         return any(param.bf16_state for stage in self.trace.stages for param in stage.params)
 
     @property
+    def uses_attention_kernel(self) -> bool:
+        """True if the package's kernel computes attention; see `core.attention`."""
+        # Dry runs are on fake tensors of the CPU, whatever the device of the plan is.
+        return self.device == "cpu" and any(cost.kernel_attention_flops for cost in self.trace.costs)
+
+    @property
     def folder(self) -> Path:
         """The folder of the plan's files on disk; call this only if the plan puts something there."""
         assert self.disk is not None, "a plan that puts something on disk names a folder"

@@ -28,9 +28,8 @@ from headwater.store.torch_pieces import TorchPieces
 from headwater.store.update import Part, Pending, Progress, Update
 
 _SOURCE = "adam"
-_FLAGS = ("-ffp-contract=off", "-fno-math-errno")
-"""Without the first, the compiler would choose which products and sums to contract, and so the bits. Without
-the second, square roots would not be computed as vectors, because each might set `errno`."""
+_FLAGS = ("-fno-math-errno",)
+"""Without this, square roots would not be computed as vectors, because each might set `errno`."""
 
 _WIDTHS = (8, 16, 4)
 """Elements in a vector of torch's kernel, the likeliest first: AVX2, AVX-512, NEON."""

@@ -206,6 +206,8 @@ def _announce(trainer: Trainer, start: Start, checkpoints: CheckpointManager) ->
             logger.info("starting with the weights of %s", start.path)
         else:
             logger.info("continuing from step %d: %s", trainer.state.step, start.path)
+            if trainer.leads:
+                start.warn_of_other_attention(trainer.plan)
     first_step = trainer.state.step
     # A run with no step to do computes none again, so later checkpoints keep their names.
     if first_step < trainer.end_step and trainer.leads:

@@ -24,9 +24,11 @@ from headwater.trainer.waits import said_if_long
 
 if TYPE_CHECKING:
     from headwater.config.run import SetupConfig
+    from headwater.plan.types import Plan
 
 logger = logging.getLogger(__name__)
 _START_OVER = "--autoload_last_checkpoint=false"
+_KERNELS = {True: "the package's kernel", False: "torch's kernel"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,34 @@ class Start:
             state,
             micro_batch_size=engine.plan.micro_batch_size,
             compiled=engine.plan.blocks.compiled,
+            attention_kernel=engine.plan.uses_attention_kernel,
             returned_to=self.returned_to,
+        )
+
+    def warn_of_other_attention(self, plan: Plan) -> None:
+        """Log a warning if another kernel computes attention than before this start.
+
+        Args:
+            plan: the plan of the run that starts here.
+        """
+        before = self.state.attention_kernel if self.state else None
+        now = plan.uses_attention_kernel
+        if before is None or before == now:
+            return
+        if now:
+            remedy = "backend.attention: torch continues with torch's kernel"
+        else:
+            remedy = (
+                "the package's kernel needs backend.attention: auto, a C compiler, and a processor with "
+                "AVX-512 BF16 and without AMX"
+            )
+        logger.warning(
+            "attention was computed by %s up to step %d, and is computed by %s now: results differ by "
+            "rounding from those of a run without this change; %s",
+            _KERNELS[before],
+            self.step,
+            _KERNELS[now],
+            remedy,
         )
 
 

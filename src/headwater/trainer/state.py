@@ -25,6 +25,8 @@ class RunState:
         validated_step: step of the last finished validation; -1 before the first.
         data: position after the batch of the last step; `None` before the first.
         masks: of the weights that are kept sparse; `None` without sparse training.
+        attention_kernel: whether the package's kernel computes attention, kept since it rounds otherwise;
+            `None` if that is unknown.
         returned_to: step of the run's own checkpoint to which `ckpt_path` last sent it back; `None` if never.
     """
 
@@ -36,6 +38,7 @@ class RunState:
     masks: Mapping[str, Tensor] | None = None
     returned_to: int | None = None
     compiled: bool | None = None
+    attention_kernel: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as plain data, for a checkpoint."""

@@ -1,0 +1,136 @@
+"""The kernels in C touch no memory beside their tensors, and have no undefined behaviour that gcc can find.
+
+Each tensor lies between two pages that cannot be read or written. The sources are compiled so that undefined
+behaviour ends the process, which is therefore a child of the test.
+"""
+
+import ctypes
+import faulthandler
+import mmap
+import multiprocessing
+
+import pytest
+import torch
+
+from headwater.core import attention, native
+from headwater.core.attention import attention_kernel_available
+from headwater.core.native import load
+from headwater.store.native_adam import AdamKernel, AdamPiece, AdamSettings
+
+FLAGS = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
+SHAPES = [  # sequences, heads, heads of keys, queries, keys, size
+    (1, 1, 1, 1, 1, 16),
+    (1, 2, 2, 1, 77, 64),
+    (2, 6, 2, 65, 65, 32),
+    (1, 2, 1, 37, 91, 80),
+    (1, 2, 2, 91, 37, 96),
+    (1, 1, 1, 33, 1100, 112),
+    (1, 1, 1, 130, 130, 256),
+    (1, 4, 1, 129, 257, 48),
+]
+
+
+class Fences:
+    """Memory between pages without access.
+
+    Args:
+        side: the end of the memory, `low` or `high`, that touches such a page. The other end is up to a page
+            away.
+    """
+
+    def __init__(self, side):
+        self.side = side
+        self.maps = []
+
+    def empty(self, shape, dtype):
+        count = torch.Size(shape).numel()
+        num_bytes = count * dtype.itemsize
+        pages = -(-num_bytes // mmap.PAGESIZE)
+        memory = mmap.mmap(-1, (pages + 2) * mmap.PAGESIZE)
+        self.maps.append(memory)  # they live as long as their tensors
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        protect = ctypes.CDLL(None).mprotect
+        protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for page in (start, start + (pages + 1) * mmap.PAGESIZE):
+            assert protect(page, mmap.PAGESIZE, 0) == 0
+        gap = pages * mmap.PAGESIZE - num_bytes if self.side == "high" else 0
+        found = torch.frombuffer(memory, dtype=dtype, count=count, offset=mmap.PAGESIZE + gap)
+        return found.view(shape)
+
+    def copy(self, tensor):
+        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def exit_code_of_child(target, *args):
+    """Return the exit code of a child of this process. After a fork OpenMP can use one thread only."""
+
+    def call():
+        torch.set_num_threads(1)
+        target(*args)
+
+    process = multiprocessing.get_context("fork").Process(target=call)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def attend(shape, causal, fences):
+    """Compute one attention, and its gradients, between fences. Compare it with the usual one."""
+    *_, heads, key_heads, queries, keys, size = shape
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, gradient = (
+        torch.randn(shape[0], count, length, size, generator=generator).bfloat16()
+        for count, length in ((heads, queries), (key_heads, keys), (key_heads, keys), (heads, queries))
+    )
+    usual = attention._forward(query, key, value, causal, 0.2)
+    usual += attention._backward(gradient, query, key, value, *usual, causal, 0.2)
+    library = load(native._SOURCES / "attention.c", FLAGS)
+    attention._library = lambda: library
+    attention._heads_side_by_side = lambda like: fences.empty(like.shape, like.dtype)
+    query, key, value, gradient = map(fences.copy, (query, key, value, gradient))
+    fenced = attention._forward(query, key, value, causal, 0.2)
+    fenced += attention._backward(gradient, query, key, value, *fenced, causal, 0.2)
+    assert all(map(torch.equal, fenced, usual))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("side", ["low", "high"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_stays_inside_of_its_tensors(shape, causal, side):
+    if attention_kernel_available():
+        assert exit_code_of_child(attend, shape, causal, Fences(side)) == 0
+
+
+def update(numel, encoding, narrow, fences):
+    """Update one piece by Adam between fences, twice."""
+    kernel = AdamKernel(load(native._SOURCES / "adam.c", ("-fno-math-errno", *FLAGS)), 8)
+    state = torch.bfloat16 if narrow else torch.float32
+    wire = fences.copy(torch.ones(numel, dtype=torch.bfloat16 if encoding else torch.float32))
+    master = {1: torch.zeros(numel, dtype=torch.int16), 2: torch.ones(numel)}.get(encoding)
+    master = None if master is None else fences.copy(master)
+    gradient = fences.copy(torch.ones(numel, dtype=state))
+    moments = [fences.empty((numel,), state) for _ in range(2)]
+    for step in (1, 2):
+        piece = AdamPiece(
+            *(None if each is None else each.data_ptr() for each in (wire, master, gradient, *moments)),
+            *(numel, 0, 0, 0, encoding, narrow, narrow, step == 1, 0.5, 1.0),
+        )
+        kernel.run([piece], [AdamSettings(0.1, 0.9, 0.99, 1e-8, 0.1, step, True, False)])
+    assert wire.float().lt(0.9).all()
+
+
+def write_past_the_end(fences):
+    faulthandler.disable()  # its report would be in the output of the test
+    ctypes.memset(fences.empty((5,), torch.float32).data_ptr(), 0, 21)
+
+
+def test_a_child_that_leaves_its_memory_is_noticed():
+    assert exit_code_of_child(write_past_the_end, Fences("high")) < 0
+
+
+@pytest.mark.parametrize("numel", [1, 7, 513, 20_003])
+@pytest.mark.parametrize("encoding", [0, 1, 2])
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("side", ["low", "high"])
+def test_an_update_stays_inside_of_its_piece(numel, encoding, narrow, side):
+    assert exit_code_of_child(update, numel, encoding, narrow, Fences(side)) == 0
