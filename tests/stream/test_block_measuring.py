@@ -1,16 +1,20 @@
 """A block is sent to another process without its weights, and measured there eager and compiled."""
 
 import io
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from block_samples import Failing, Shifted
+from block_samples import PLACE, Failing, Killed, Leaving, Shifted, Talking, Waiting
 from torch import nn
 
 from headwater.core.loss_function import call_model
 from headwater.core.precision import Precision
+from headwater.fabric.parent import is_alive
 from headwater.stream.block_call import BlockCall, find_calls, pack, unpack
 from headwater.stream.block_measuring import measure_block
 from headwater.stream.block_probe import Conditions
@@ -81,10 +85,45 @@ def test_a_measurement_ends_at_its_limit():
     assert found == "a block was not compiled and measured within 0.05 s"
 
 
+def ended(process):
+    """Block until a process has ended."""
+    while is_alive(process):
+        time.sleep(0.01)
+
+
+def test_a_measurement_ends_with_its_parent(tmp_path):
+    (tmp_path / "call").write_bytes(pack(call_of(Waiting()), DTYPES))
+    code = (
+        "import pathlib; from headwater.stream.block_measuring import measure_block; "
+        "from headwater.stream.block_probe import Conditions; "
+        f"measure_block(pathlib.Path({str(tmp_path / 'call')!r}).read_bytes(), {CONDITIONS!r})"
+    )
+    place = tmp_path / "number"
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, PLACE: str(place)})
+    while not place.exists():
+        assert parent.poll() is None
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    ended(int(place.read_text()))
+
+
+def test_a_measurement_leaves_no_process_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv(PLACE, str(tmp_path / "number"))
+    found = measure_block(pack(call_of(Leaving()), DTYPES), CONDITIONS)
+    assert found == "a block could not be compiled and measured: ValueError: it has crashed"
+    ended(int((tmp_path / "number").read_text()))
+
+
+def test_a_measurement_that_is_killed_has_no_times():
+    found = measure_block(pack(call_of(Killed()), DTYPES), CONDITIONS)
+    assert found == "a block could not be compiled and measured: its process was ended by SIGKILL"
+
+
 @pytest.mark.slow
 def test_a_block_is_measured_eager_and_compiled():
     mask = torch.ones(2, 5, dtype=torch.bool)
-    times = measure_block(pack(call_of(Shifted(), mask=mask), DTYPES), CONDITIONS)
+    times = measure_block(pack(call_of(Talking(), mask=mask), DTYPES), CONDITIONS)
     assert min(times.eager_forward_s, times.eager_backward_s) > 0
     assert min(times.compiled_forward_s, times.compiled_backward_s) > 0
     assert times.compile_s > times.compiled_forward_s

@@ -101,11 +101,13 @@ class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, dtypes: Mapping[int, torch.dtype]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._dtypes = dtypes
+        self._described: list[torch.Tensor] = []  # alive, so that no other tensor gets the same `id`
 
     def persistent_id(self, value: object) -> object:
         """Return the description of a tensor; `None` for other objects, which are pickled."""
         if not isinstance(value, torch.Tensor) or (value.layout == torch.strided and _has_indices(value)):
             return None
+        self._described.append(value)
         dtype = self._dtypes.get(id(value), value.dtype)
         is_param = isinstance(value, nn.Parameter)
         return id(value), tuple(value.shape), tuple(value.stride()), dtype, value.requires_grad, is_param

@@ -1,4 +1,4 @@
-"""Measurement of a block in a child process, which is killed if it takes too long.
+"""Measurement of a block in a child process, which is killed if it takes too long, or if this process ends.
 
 The compiler and its memory end with that process. A run that stays eager never loads the compiler.
 """
@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 from headwater.plan.compilation import BlockTimes
 from headwater.stream import block_probe
@@ -33,7 +34,7 @@ def measure_block(
     header = json.dumps(dataclasses.asdict(conditions)).encode() + b"\n"
     # For `-P` see [Note: planted modules]. A separate session, because the compiler starts processes too.
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", block_probe.__name__],
+        [sys.executable, "-P", "-m", block_probe.__name__, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -44,17 +45,18 @@ def measure_block(
         except subprocess.TimeoutExpired:
             return f"a block was not compiled and measured within {most_wall_s:g} s"
         finally:
-            if process.poll() is None:
+            # Also if the process has ended itself: processes of the compiler may be left.
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:
         return f"a block could not be compiled and measured: {_told(errors, process.returncode)}"
-    # The block's code may print lines, too.
-    return BlockTimes(**json.loads(output.decode().strip().rpartition("\n")[2]))
+    return BlockTimes(**json.loads(output))
 
 
 def _told(errors: bytes, code: int) -> str:
-    """Return the error that ended the process."""
-    lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    """Return the reason for which the process has ended."""
+    if code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}"
     # The error of a traceback is its last line that is not indented; advice follows.
-    plain = [line for line in errors.decode(errors="replace").splitlines() if line[:1].strip()]
-    return (plain or lines or [f"its process ended with exit status {code}"])[-1]
+    lines = [line for line in errors.decode(errors="replace").splitlines() if line[:1].strip()]
+    return (lines or [f"its process ended with exit status {code}"])[-1]

@@ -1,23 +1,26 @@
 """The time of one block, eager and compiled: the main program of a process that measures it.
 
-`python -m headwater.stream.block_probe` reads one line of JSON and a packed call on stdin, and prints the
-times as JSON in its last line.
+`python -m headwater.stream.block_probe PARENT` reads one line of JSON and a packed call on stdin, and prints
+the times as JSON. It ends when the process with the number PARENT, which has started it, ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from headwater.core.precision import Precision, PrecisionName, autocast
+from headwater.fabric.parent import end_with_parent
 from headwater.plan.compilation import BlockTimes
 from headwater.plan.machine import resident_bytes
 from headwater.stream.arithmetic import exact_arithmetic, fast_arithmetic
@@ -48,12 +51,22 @@ class Conditions:
 
 def main() -> None:
     """Print the times of the block on stdin."""
+    end_with_parent()
+    if os.getppid() != int(sys.argv[1]):
+        return  # it has ended before the line above took effect
+    with suppress(OSError):
+        # If memory is short, the system ends this process, and not the run.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    # Lines that the block's code prints go to stderr, so that stdout has the times alone.
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     conditions = Conditions(**json.loads(sys.stdin.buffer.readline()))
     sys.path[:] = conditions.path  # the block's class may be in a folder of the user
     torch.set_num_threads(conditions.threads)
     use_private_cache()
     times = measure(unpack(sys.stdin.buffer, conditions.device), conditions)
-    print(json.dumps(dataclasses.asdict(times)))
+    with answer:
+        json.dump(dataclasses.asdict(times), answer)
 
 
 def measure(call: BlockCall, conditions: Conditions) -> BlockTimes:
