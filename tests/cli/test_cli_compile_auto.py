@@ -90,6 +90,17 @@ def test_compiled_blocks_stay_compiled_in_a_resumed_run_with_equal_bits(headwate
     assert_same_checkpoint(fixed / "checkpoint_6", whole / "checkpoint_6")
 
 
+def test_stored_times_of_zero_are_measured_again(headwater, params, clock, tmp_path):
+    assert headwater("fit", params, *AUTO, "--max_steps=1")[0] == 0
+    path = tmp_path / "cache/compiled_blocks.json"
+    entries = json.loads(path.read_text())
+    for entry in entries.values():
+        entry["times"] = dict.fromkeys(entry["times"], 0)
+    path.write_text(json.dumps(entries))
+    assert headwater("fit", params, *AUTO, "--max_steps=1", model_dir(tmp_path / "b"))[0] == 0
+    assert clock.measured == 2
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
 def test_all_ranks_take_the_choice_of_the_first(data, clock, tmp_path, monkeypatch):
@@ -141,6 +152,16 @@ def test_a_plan_tells_why_blocks_stay_eager(headwater, params, clock, options, r
     code, output, error = headwater("plan", params, *AUTO, *options)
     assert code == 0, error
     assert reason in " ".join(output.split())
+
+
+@pytest.mark.parametrize(("count", "refused"), [(3, False), (4, True)])
+def test_blocks_with_many_constants_stay_eager(headwater, params, clock, monkeypatch, count, refused):
+    monkeypatch.setattr(compile_choice._Run, "variants", lambda self, group: count)
+    code, output, _ = headwater("plan", params, *AUTO)
+    assert code == 0
+    told = " ".join(output.split())
+    assert ("training and evaluation need 9 variants, and torch compiles 8" in told) == refused
+    assert ("not measured yet" in told) != refused
 
 
 def test_a_short_run_is_not_measured(headwater, params, tmp_path, monkeypatch):

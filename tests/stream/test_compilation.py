@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from headwater.core.errors import ModelError
 from headwater.core.precision import Precision
 from headwater.optim.spec import OptimizerSpec
+from headwater.plan.compilation import MOST_VARIANTS
 from headwater.stream.options import EngineOptions
 
 pytestmark = [
@@ -122,6 +123,30 @@ def test_a_block_whose_input_needs_no_gradient_is_compiled_apart(setting, tmp_pa
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     eager = train_streamed(job, setting, tmp_path, steps=2)
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-2)
+
+
+class Scaled(Block):
+    """A block with a constant, which the compiler puts into the code."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return self.factor * super().forward(x)
+
+
+def test_blocks_with_three_constants_need_seven_variants_in_training_and_evaluation(tmp_path):
+    """One more constant would exceed the limit of torch; see `most_variants` of `compile: auto`."""
+    job = regression(lambda: nn.Sequential(*(Scaled(1 + index % 3) for index in range(6))), 8, WIDTH)
+    with make_engine(job, Setting(in_place=True, precision=BF16), tmp_path, options=COMPILED) as engine:
+        for step in range(2):
+            engine.train_step(job.batches(step), job.update(step))
+            engine.model.eval()
+            engine.evaluate(job.make_batch(0, 0))
+            engine.model.train()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 7
+    assert torch._dynamo.config.recompile_limit == MOST_VARIANTS
 
 
 def test_the_forwards_of_a_released_model_are_its_own(tmp_path):

@@ -18,7 +18,10 @@ COMPILE_S = 30.0
 PAYS_TIMES = 2.0
 """The saved time must be this multiple of the time that compilation takes."""
 MOST_VARIANTS = 8
-"""The most variants of a function that torch compiles; the others run eagerly, with a warning of torch."""
+"""The most variants of a function that torch compiles; the others run eagerly, with a warning of torch.
+
+Which ones those are depends on the order of the calls, and so on where a run was continued.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 import pickle
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,6 +134,18 @@ class _Run:
         blocks = (self.trainable.model.get_submodule(self.plan.trace.stages[stage].name) for stage in group)
         return len({repr(_constants(block)) for block in blocks})
 
+    @property
+    def most_variants(self) -> int:
+        """The most variants of a function that the compiler makes in training and evaluation.
+
+        A function has a variant for each constant and each shape of its blocks, a second one of each without
+        gradients, and one for a first block whose input needs no gradient.
+        """
+        of_function = Counter[object]()
+        for group in self.groups:
+            of_function[type(self.trainable.model.get_submodule(self.name(group)))] += self.variants(group)
+        return 2 * max(of_function.values()) + 1
+
     def needed_bytes(self, group: Sequence[int]) -> int:
         """Return the host memory that the measurement of a group needs."""
         stage, cost = self.plan.trace.stages[group[0]], self.plan.trace.costs[group[0]]
@@ -166,9 +180,11 @@ def _refusal(run: _Run, steps: int | None) -> str | None:
         return "on a CPU, matmul: fast replaces single operators, which compiled blocks do not have"
     if steps is None:
         return "the number of steps is known only to the run itself, which measures blocks"
-    variants = max(map(run.variants, run.groups))
-    if variants > MOST_VARIANTS:
-        return f"blocks differ in constants: {variants} variants, and torch compiles {MOST_VARIANTS}"
+    if run.most_variants > MOST_VARIANTS:
+        return (
+            "blocks of one class differ in constants or shapes: training and evaluation need "
+            f"{run.most_variants} variants, and torch compiles {MOST_VARIANTS}"
+        )
     return None
 
 
@@ -221,8 +237,9 @@ def _known(key: str) -> BlockTimes | None:
     match read_entries(cache_file(_FILE)).get(key):
         case {"times": dict(times), "taken_s": float(taken_s)} if 0 <= time.time() - taken_s < _LIFE_S:
             fields = {field.name for field in dataclasses.fields(BlockTimes)}
-            numbers = all(type(value) in (int, float) and value >= 0 for value in times.values())
-            return BlockTimes(**times) if times.keys() == fields and numbers else None
+            numbers = all(type(value) in (int, float) and 0 <= value < math.inf for value in times.values())
+            known = BlockTimes(**times) if times.keys() == fields and numbers else None
+            return known if known is not None and known.eager_forward_s + known.eager_backward_s > 0 else None
     return None
 
 
