@@ -80,8 +80,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fal
         type=_positive,
         default=64,
         metavar="N",
-        help="sequences of full length for one pass over the weights, if memory suffices; shorter ones are "
-        "as many more (%(default)s)",
+        help="sequences of full length in one pass over the weights, if memory suffices; a pass has more "
+        "sequences if they are shorter (%(default)s)",
     )
     parser.add_argument(
         "--max_sequence_length",

@@ -36,7 +36,7 @@ _OPTIONS: Options = (
     ("include_path", str, "folder with a file TASK.jsonl for each task"),
     ("load_data_path", str, "the same as --include_path"),
     ("n_samples", int, "programs for each problem (1)"),
-    ("temperature", float, "of drawn tokens; 0: the most likely ones (0.2)"),
+    ("temperature", float, "temperature of generated tokens; 0: always the most likely token (0.2)"),
     ("top_k", int, "draw only among the k most likely tokens; 0: among all (0)"),
     ("top_p", float, "draw only among the most likely tokens whose probability reaches this (0.95)"),
     ("seed", int, "seed of drawn tokens (0)"),

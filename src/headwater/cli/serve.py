@@ -70,8 +70,8 @@ def add_served_models(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="N",
-        help="texts of full length whose keys and values fit into memory at once; shorter ones are more, up "
-        "to four times as many (%(default)s)",
+        help="texts of full length for which memory is reserved; shorter texts are computed together in a "
+        "larger number, at most four times as many (%(default)s)",
     )
     parser.add_argument(
         "--pass_tokens",

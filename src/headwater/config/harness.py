@@ -36,7 +36,7 @@ class HarnessArguments(Section):
             for all.
         trust_remote_code: accepted only as false, because it would run code from the internet.
         max_tokens: most tokens to generate.
-        temperature: of generated tokens; 0: the most likely ones.
+        temperature: temperature of generated tokens; 0: always the most likely token.
         top_k: generate only among the k most likely tokens.
         top_p: generate only among the most likely tokens whose probability reaches this.
         truncate: shorten prompts that are too long for the model, from their beginning; otherwise they are
