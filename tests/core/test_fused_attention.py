@@ -3,10 +3,12 @@
 On a machine without the kernel `fused_attention` is torch's, so the comparisons hold everywhere.
 """
 
+import functools
 import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -272,6 +274,34 @@ def test_a_second_derivative_is_torchs_usual_error():
     (first,) = torch.autograd.grad(output.float().square().sum(), tensors[:1], create_graph=True)
     with pytest.raises(RuntimeError, match=r"twice|derivative"):
         first.sum().backward()
+
+
+def loss(query, key, value, kernel="auto"):
+    return fused_attention(query[None], key[None], value[None], causal=True, kernel=kernel).float().sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")  # of torch itself
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.vmap, lambda call: torch.func.vmap(torch.func.grad(call))],
+    ids=["for each sample", "gradients for each sample"],
+)
+def test_transforms_of_functions_have_the_bits_of_torch(transform):
+    tensors = [each.detach() for each in inputs(3, 2, 1, 20, 20, 32)[0]]
+    expected = transform(functools.partial(loss, kernel="torch"))(*tensors)
+    assert torch.equal(transform(loss)(*tensors), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")  # of torch itself
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_a_forward_derivative_is_torchs_usual_error(kernel):
+    """Not a derivative of zero."""
+    tensors = [each.detach() for each in inputs(1, 2, 2, 20, 20, 32)[0]]
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward AD"):
+        fused_attention(
+            forward_ad.make_dual(tensors[0], tensors[0]), *tensors[1:], causal=True, kernel=kernel
+        )
 
 
 def test_autocast_gives_the_kernel_its_dtype():

@@ -15,6 +15,7 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from headwater.core.errors import RunError
@@ -82,8 +83,14 @@ def _is_supported(query: Tensor, key: Tensor, value: Tensor, scale: float | None
         and size % _SIZE_UNIT == 0
         and size <= _LARGEST_SIZE
         and (scale is None or scale > 0)
+        and not _is_transformed()
         and attention_kernel_available()
     )
+
+
+def _is_transformed() -> bool:
+    """True within transforms of `torch.func` and forward derivatives, which the operator does not have."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def attention_kernel_available() -> bool:
@@ -91,9 +98,10 @@ def attention_kernel_available() -> bool:
     return _library() is not None
 
 
-# torch.compile evaluates the function once and does not look inside. This is all that
+# torch.compile evaluates these functions once and does not look inside. This is all that
 # `torch.compiler.assume_constant_result` does, which needs the compiler, and a second to import it.
 attention_kernel_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
