@@ -104,7 +104,7 @@ def own_randomness(rank: int) -> Iterator[None]:
     Args:
         rank: this rank.
     """
-    # Of the state, not of the seed: a script may have drawn numbers since it set the seed.
+    # The seed alone would not do: a script may have drawn numbers since it set the seed.
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     with torch.random.fork_rng(devices=drawing_devices()):
         # With a count: `fork_rng` restores the state, so every forward would draw the same numbers.

@@ -13,6 +13,7 @@ from headwater.api.backend import Backend
 from headwater.api.calls import Call
 from headwater.api.early import EarlyOptions, check
 from headwater.api.engines import disk_folder
+from headwater.core.patience import noticed
 from headwater.core.precision import Precision
 from headwater.fabric.fabric import Fabric
 from headwater.plan.budget import make_plan
@@ -62,7 +63,9 @@ class Planner:
             resources=resources_of(backend.config),
             fixed=fixed_by(backend.config),
         )
-        report = check(model, *call, options)
+        # On stderr: a model of thousands of layers takes minutes, and a silent program seems to hang.
+        with noticed("checking the model" if backend.validate_only else "planning the steps"):
+            report = check(model, *call, options)
         assert report is not None, "something was asked for"
         Console().print(report.render())
         raise SystemExit(0)

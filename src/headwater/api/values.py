@@ -58,7 +58,7 @@ class TracedValue(torch.Tensor):
             _warn_once(func.__name__)
         elif func not in _UNTRACED:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        # The result of a read is no step's value any more: a plain tensor, which never warns.
+        # Both are plain tensors: their results belong to the caller, and reading them never warns.
         value = _read if func in _READS else untraced
         return func(*map_tensors(value, args), **map_tensors(value, kwargs))
 

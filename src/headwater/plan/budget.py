@@ -15,6 +15,7 @@ from headwater.plan.machine import (
     group_memory,
     resident_bytes,
 )
+from headwater.plan.memory.stages import counted_bytes, stages_of
 from headwater.plan.options import PlanRequest, TraceFor
 from headwater.plan.refusal import UNLIMITED, refusal
 from headwater.plan.search import Request, best_plan, micro_batch_sizes
@@ -121,10 +122,21 @@ def _with_divided_stages(request: Request, divided: Iterable[TraceFor]) -> tuple
     """
     for trace_for in divided:
         request = dataclasses.replace(request, trace_for=trace_for)
-        plan = _fastest(request)
+        # With many small stages a search takes long, and here it would be in vain.
+        plan = _fastest(request) if _has_room_for_store(request) else None
         if plan is not None:
             return request, plan
     return request, None
+
+
+def _has_room_for_store(request: Request) -> bool:
+    """True if all budgets together have room for the weight store, whatever the tiers of its stages."""
+    trace = request.trace_for(micro_batch_sizes(request)[-1])
+    stored = counted_bytes(stages_of(trace, request.optimizer_state_bytes), request.share)
+    budgets = request.budgets
+    on_disk = budgets.disk_bytes if request.disk is not None else 0
+    on_device = budgets.device_memory if request.may_use_device_tier else 0
+    return stored <= budgets.host_memory + on_disk + on_device
 
 
 def check(request: Request) -> None:

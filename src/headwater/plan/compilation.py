@@ -88,6 +88,7 @@ def repeated_stages(stages: Sequence[StageSpec], kind_of: Callable[[str], object
     groups: dict[object, list[int]] = {}
     for stage in stages:
         shape = tuple((param.shape, param.wire_dtype) for param in stage.params)
+        # A model that is one stage has no name, and no second stage like it.
         if stage.name:
             groups.setdefault((kind_of(stage.name), shape), []).append(stage.index)
     return [group for group in groups.values() if len(group) > 1]
@@ -121,6 +122,7 @@ def choose(kinds: Sequence[Kind], micro_batches: int, spare_bytes: int | None) -
     """
     eager_s, compiled_s = sum(kind.eager_s for kind in kinds), sum(kind.compiled_s for kind in kinds)
     gain, noise = 1 - compiled_s / eager_s, max(kind.times.noise for kind in kinds)
+    # A gain within the scatter of the measurement may be a loss.
     least = max(LEAST_GAIN, noise)
     measured = f"compiled blocks take {compiled_s / eager_s:.1%} of the time of eager blocks"
     if gain < least:

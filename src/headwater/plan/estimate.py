@@ -27,6 +27,7 @@ def estimated_traces(trace_for: TraceFor, *, made: Collection[int] = ()) -> Trac
         one = trace_for(1)
         if size == 1:
             return one
+        # Only now: a batch of one sample needs no second dry run.
         two = trace_for(2)
         costs = tuple(_at(size, first, second) for first, second in zip(one.costs, two.costs, strict=True))
         return dataclasses.replace(one, costs=costs, micro_batch_size=size)
@@ -36,5 +37,6 @@ def estimated_traces(trace_for: TraceFor, *, made: Collection[int] = ()) -> Trac
 
 def _at(size: int, one: StageCost, two: StageCost) -> StageCost:
     counts = {name: (getattr(one, name), getattr(two, name)) for name in _COUNTS}
+    # Not below 0: two samples may need less scratch memory than one, if torch takes another kernel.
     grown = {name: max(0, first + (size - 1) * (second - first)) for name, (first, second) in counts.items()}
     return dataclasses.replace(one, **grown)

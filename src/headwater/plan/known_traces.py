@@ -25,6 +25,7 @@ class KnownTraces:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Inside the context, which is one run of the program, its dry runs use these traces."""
+        # From the first dry run on again: each run of the program makes the same ones in the same order.
         self._made = 0
         token = _IN_USE.set(self)
         try:

@@ -40,6 +40,8 @@ def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out
         count = _attention(query, key, value, is_causal=is_causal, products=(1, 1))
         return OperatorFlops(count, kernel_attention=count)
     if func.name() == _KERNEL_BACKWARD:
+        # Over the size of keys: the scores again, and the gradients of query and key. Over that of values:
+        # the gradients of value and of the weights.
         _, query, key, value, _, _, is_causal = args[:7]
         count = _attention(query, key, value, is_causal=is_causal, products=(3, 2))
         return OperatorFlops(count, kernel_attention=count)

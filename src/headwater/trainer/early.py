@@ -59,7 +59,7 @@ def compile_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> Com
         plan = plan_run(init, trainable, work)
         size = plan.micro_batch_size
     except DoesNotFitError as error:
-        # No size fits, so any size may stand in the graphs; the report says why there is no plan.
+        # The report says why no plan fits. Its graphs need a size, and a single sample shows all operators.
         plan, size = error, work.micro_batch_size or 1
     return compile_only(
         trainable.model,

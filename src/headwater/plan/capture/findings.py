@@ -74,6 +74,7 @@ class Findings:
     def add_failure(self, problem: str, place: Place, modules: Iterable[str], *, captured: bool) -> None:
         """Add a failure in a line of code: to this line's findings, or as a finding of the whole forward."""
         line = place.file, place.line
+        # An operator that was found in this line is most likely the cause of the failure.
         known = [each.operator for each in self if (each.place.file, each.place.line) == line]
         for operator in known or [WHOLE_FORWARD]:
             self.add(operator, problem, place, modules, captured=captured)

@@ -44,6 +44,7 @@ def report_stages(record: StepRecord, captured: Captured) -> list[StageReport]:
     groups: dict[object, tuple[tuple[str, ...], list[int]]] = {}
     for stage in record.trace.stages:
         graphs = tuple(graph.name for graph in captured.graphs if stage.index in graph.stages)
+        # A stage without a graph is alone: nothing says that it equals another one.
         groups.setdefault(graphs or stage.index, (graphs, []))[1].append(stage.index)
     return [_stage_report(record, graphs, indices) for graphs, indices in groups.values()]
 

@@ -209,6 +209,7 @@ def place(cluster: Cluster, num_csx: int) -> Placement:
         ConfigError: if the cluster has too few ranks, or they cannot be divided evenly.
     """
     check_csx_limit(num_csx, cluster.most_csx, f"CSXs of {cluster.name}", where="num_csx")
+    # The fewest hosts: the ranks of one host share its memory, and other ranks need the network.
     hosts = -(-num_csx // cluster.host.ranks)
     if num_csx % hosts:
         full = num_csx // cluster.host.ranks * cluster.host.ranks

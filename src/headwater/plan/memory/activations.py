@@ -33,7 +33,7 @@ def activations_alive(trace: Trace, activations: Sequence[Activations]) -> list[
     for position, stage in enumerate(trace.uses):
         cost, policy, is_last = trace.costs[stage], activations[stage], trace.last_use[stage] == position
         block = _recomputed_block(trace, stage, policy)
-        # Of a block that runs again, only the input of the whole block is kept.
+        # A block that runs again keeps only the input of the whole block.
         held.append(_held(cost, policy) if is_last and block in (None, stage) else 0)
         away.append(offloaded_bytes(cost, policy) if is_last else 0)
         if block is None:

@@ -118,38 +118,36 @@ class GradientBytes:
 
     def _on_way_to_disk(self, plan: Plan) -> list[int]:
         """Return the bytes of gradients that are incomplete, or are being summed and written, at each use."""
-        summing, exact = self._ranks + self._share.store_ranks, plan.holds_exact_gradients
-        return [summing * self._incomplete(position, exact) for position in range(len(self._trace.uses))]
-
-    def _incomplete(self, position: int, exact: bool) -> int:
-        """Return the bytes of one rank at one use; see `_on_way_to_disk`.
-
-        Args:
-            position: the use.
-            exact: True if the gradient itself is written, instead of a sum.
-        """
-        total = 0
-        for stage, first in self._trace.first_use.items():
-            held = self._stages[stage]
-            if first <= position <= self._trace.last_use[stage]:
-                total += held.gradient
-            if first == position:  # complete: with the copy that is written, or the old sum and the new one
-                total += held.gradient if exact else 2 * held.gradient_sum
-        return total
+        trace, exact = self._trace, plan.holds_exact_gradients
+        found = []
+        for position, (stage, begun) in enumerate(zip(trace.uses, self._begun, strict=True)):
+            held, complete = self._stages[stage], 0
+            if (
+                trace.first_use[stage] == position
+            ):  # with the copy that is written, or the old sum and the new
+                complete = held.gradient if exact else 2 * held.gradient_sum
+            found.append((self._ranks + self._share.store_ranks) * (begun + complete))
+        return found
 
     @cached_property
     def _arriving(self) -> list[int]:
         """Bytes of gradients that autograd has begun but not handed over, in the backward of each use."""
-        return [self._arriving_at(position) for position in range(len(self._trace.uses))]
+        trace, found = self._trace, []
+        for position, (stage, begun) in enumerate(zip(trace.uses, self._begun, strict=True)):
+            second = trace.first_use[stage] == position < trace.last_use[stage]
+            # The gradient of the first use is a new summand beside the sum of the later uses.
+            found.append(begun + (self._stages[stage].gradient if second else 0))
+        return found
 
-    def _arriving_at(self, position: int) -> int:
-        total = 0
+    @cached_property
+    def _begun(self) -> list[int]:
+        """Bytes of gradients, without new summands, between the last and the first use of their stages."""
+        # Changes of a running sum, because a model of thousands of stages is planned for thousands of plans.
+        changes = [0] * (len(self._trace.uses) + 1)
         for stage, first in self._trace.first_use.items():
-            last = self._trace.last_use[stage]
-            if first <= position <= last:
-                second = position == first < last  # a new summand beside the first one
-                total += self._stages[stage].gradient * (2 if second else 1)
-        return total
+            changes[first] += self._stages[stage].gradient
+            changes[self._trace.last_use[stage] + 1] -= self._stages[stage].gradient
+        return [*accumulate(changes)][:-1]
 
     def _waiting_in_backward(self, plan: Plan) -> list[int]:
         """Return the bytes of gradients in host memory during each use, if updates run in backward.
