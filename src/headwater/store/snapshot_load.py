@@ -138,8 +138,21 @@ class SavedCheckpoint:
             StoreError: if the system refuses a read, or the store fails; the same holds then.
         """
         buffers = buffers or {}
-        weights = SavedWeights(self.weights(), store.stages, buffers, exact=True, strict=strict)
+        weights = self.match(store.stages, buffers, strict=strict)
         _fill(store, weights, buffers, self._states(store))
+
+    def match(self, stages: Sequence[StageSpec], buffers: Buffers, *, strict: bool) -> SavedWeights:
+        """Return the saved weights, compared with the names, shapes and dtypes of a model. Reads no values.
+
+        Args:
+            stages: of the model.
+            buffers: of the model.
+            strict: refuse missing and unknown parameters.
+
+        Raises:
+            CheckpointError: if the model is not that of the checkpoint.
+        """
+        return SavedWeights(self.weights(), stages, buffers, exact=True, strict=strict)
 
     def _states(self, store: WeightStore) -> _States:
         ours, saved = store.rule.spec.name, self.manifest.optimizer
@@ -219,10 +232,30 @@ def load_weights(
         CorruptError: if bytes are damaged; then the store must be filled again before it is used.
     """
     buffers = buffers or {}
-    weights = SavedWeights(
-        _weight_files(source), store.stages, buffers, exact=False, strict=strict, names=names
-    )
-    _fill(store, weights, buffers, {})
+    _fill(store, match_weights(store.stages, source, buffers, strict=strict, names=names), buffers, {})
+
+
+def match_weights(
+    stages: Sequence[StageSpec],
+    source: Path | Sequence[Path],
+    buffers: Buffers,
+    *,
+    strict: bool,
+    names: Names,
+) -> SavedWeights:
+    """Return weights in files, compared with the names and shapes of a model. Reads no values.
+
+    Args:
+        stages: of the model.
+        source: see `load_weights`.
+        buffers: of the model.
+        strict: refuse missing and unknown parameters.
+        names: returns the names of a parameter in the files.
+
+    Raises:
+        CheckpointError: if a parameter is missing, unknown, or of another shape.
+    """
+    return SavedWeights(_weight_files(source), stages, buffers, exact=False, strict=strict, names=names)
 
 
 def _weight_files(source: Path | Sequence[Path]) -> list[TensorFile]:

@@ -38,7 +38,7 @@ from headwater.store.rules import UpdateRules
 from headwater.store.saved_weights import Buffers, Names
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_hosts import SnapshotElsewhere
-from headwater.store.snapshot_load import SavedCheckpoint, load_weights
+from headwater.store.snapshot_load import SavedCheckpoint, load_weights, match_weights
 from headwater.store.snapshot_manifest import MANIFEST_FILE
 from headwater.store.store import WeightStore
 
@@ -278,6 +278,35 @@ class CheckpointManager:
         else:
             saved.restore(store, buffers, strict=strict)
         return saved.manifest.step, _unpack_state(saved)
+
+    def check_model(
+        self,
+        stages: Sequence[StageSpec],
+        path: Path,
+        *,
+        weights_only: bool,
+        strict: bool,
+        buffers: Buffers,
+        names: Names,
+    ) -> None:
+        """Raise if a checkpoint is not of a model. Reads no values, so it takes no time.
+
+        Args:
+            stages: of the model.
+            path: the checkpoint.
+            weights_only: see `load`.
+            strict: see `load`.
+            buffers: the model's persistent buffers.
+            names: see `load`.
+
+        Raises:
+            CheckpointError: if names, shapes or dtypes differ.
+            CorruptError: if the header of a file is damaged.
+        """
+        if weights_only:
+            match_weights(stages, path, buffers, strict=strict, names=names)
+        else:
+            SavedCheckpoint(path).match(stages, buffers, strict=strict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -165,6 +165,17 @@ def _started(
     init, trainable = job.init, job.trainable
     strict = not init.checkpoint.disable_strict_checkpoint_loading
 
+    def check_and_show(plan: Plan, start: Start) -> None:
+        # Before the plan is shown, and before memory is allocated for weights that would be refused.
+        start.check(
+            trainable.model,
+            plan.trace.stages,
+            checkpoints,
+            names=trainable.pretrained_names,
+            strict=strict,
+        )
+        show(plan, start.step)
+
     def open_for(start: Start) -> AbstractContextManager[Engine]:
         blank = strict and start.path is not None
         if not blank:  # before the plan, which may be refused on a busy machine
@@ -183,7 +194,7 @@ def _started(
             work,
             disk_folder(init.backend),
             blank=blank,
-            show=lambda plan: show(plan, start.step),
+            show=lambda plan: check_and_show(plan, start),
             fabric=fabric,
             measured=True,
         )

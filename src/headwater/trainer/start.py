@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from headwater.convert.shards import has_weights
-from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.errors import CheckpointError, ConfigError, CorruptError
+from headwater.core.stage import StageSpec
 from headwater.optim.loss_scale import LossScale
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
@@ -77,6 +82,39 @@ class Start:
                 buffers=persistent_buffers(engine.model),
                 names=names,
             )
+
+    def check(
+        self,
+        model: nn.Module,
+        stages: Sequence[StageSpec],
+        checkpoints: CheckpointManager,
+        *,
+        names: Names,
+        strict: bool,
+    ) -> None:
+        """Raise if the checkpoint, if there is one, is of another model. `load` would raise the same error.
+
+        Args:
+            model: the model of the run.
+            stages: of the model.
+            checkpoints: reads the checkpoint.
+            names: see `load`.
+            strict: see `load`.
+
+        Raises:
+            CheckpointError: if it is.
+        """
+        # Damage is left to `load`, after which another checkpoint of the run may be chosen.
+        with contextlib.suppress(CorruptError):
+            if self.path is not None:
+                checkpoints.check_model(
+                    stages,
+                    self.path,
+                    weights_only=self.state is None,
+                    strict=strict,
+                    buffers=persistent_buffers(model),
+                    names=names,
+                )
 
     def run_state(self, engine: Engine) -> RunState:
         """Return the state of a run that starts here with an engine."""
