@@ -221,9 +221,7 @@ def test_a_folder_that_is_not_a_checkpoint(headwater, params, tmp_path):
 def test_a_checkpoint_of_another_shape(headwater, params, tmp_path):
     assert headwater("fit", params, "--max_steps", 1)[0] == 0
     result = headwater("fit", params, "--max_steps", 2, "trainer.init.model.hidden_size=64")
-    assert_refused(
-        result, "embedding.weight has shape (300, 32)", "as it was when these weights were trained"
-    )
+    assert_refused(result, "embedding.weight has shape (300, 32)", "when these weights were trained")
     assert "Predicted peak" not in result[1], "no plan is shown for a run that cannot start"
     assert complete_checkpoints(tmp_path / "run") == [tmp_path / "run" / "checkpoint_1"]
 

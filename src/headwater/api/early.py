@@ -28,6 +28,7 @@ from headwater.plan.capture.report import report_stages, stage_table
 from headwater.plan.capture.state import optimizer_state_bytes
 from headwater.plan.division import divisions
 from headwater.plan.options import NOT_FIXED, Fixed, PlanRequest, TraceFor
+from headwater.plan.partition import Partition
 from headwater.plan.report import render_plan
 from headwater.plan.trace import trace_step
 from headwater.plan.types import OptimizerState, Plan, Resources, Trace
@@ -320,11 +321,19 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
 def _divided(
     model: nn.Module, batch: Any, record: StepRecord, loss_function: LossFunction
 ) -> Iterator[TraceFor]:
-    """Yield the dry runs of a recorded step with ever smaller stages."""
-    # One at a time: each division costs a dry run, and the planner stops at the first one that fits.
-    for partition in divisions(model, record.partition):
-        trace = trace_step(model, batch, record.precision, loss_function=loss_function, partition=partition)
-        yield functools.partial(_same, trace)
+    """Return the dry runs of a recorded step with ever smaller stages. Each is made when it is used."""
+
+    def lazy(partition: Partition) -> TraceFor:
+        @functools.cache
+        def trace_for(size: int) -> Trace:
+            # The caller's batch is the micro-batch: it has one size alone.
+            return trace_step(
+                model, batch, record.precision, loss_function=loss_function, partition=partition
+            )
+
+        return trace_for
+
+    return map(lazy, divisions(model, record.partition))
 
 
 def _as_stored(trace: Trace, optimizer_state: OptimizerState) -> Trace:

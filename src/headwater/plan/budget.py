@@ -15,10 +15,9 @@ from headwater.plan.machine import (
     group_memory,
     resident_bytes,
 )
-from headwater.plan.memory.stages import counted_bytes, stages_of
 from headwater.plan.options import PlanRequest, TraceFor
 from headwater.plan.refusal import UNLIMITED, refusal
-from headwater.plan.search import Request, best_plan, micro_batch_sizes
+from headwater.plan.search import Request, best_plan, has_room_for_store, micro_batch_sizes
 from headwater.plan.types import Activations, Budgets, Plan, Resources
 
 _SLACK_BYTES = 24 * MIB
@@ -120,23 +119,14 @@ def _with_divided_stages(request: Request, divided: Iterable[TraceFor]) -> tuple
     Returns:
         The request with the smallest stages, and `None`, if no plan fits.
     """
+    # Smaller stages have the same bytes. So dry runs and searches would be in vain if the store has no room.
+    may_fit = has_room_for_store(request)
     for trace_for in divided:
         request = dataclasses.replace(request, trace_for=trace_for)
-        # With many small stages a search takes long, and here it would be in vain.
-        plan = _fastest(request) if _has_room_for_store(request) else None
+        plan = _fastest(request) if may_fit else None
         if plan is not None:
             return request, plan
     return request, None
-
-
-def _has_room_for_store(request: Request) -> bool:
-    """True if all budgets together have room for the weight store, whatever the tiers of its stages."""
-    trace = request.trace_for(micro_batch_sizes(request)[-1])
-    stored = counted_bytes(stages_of(trace, request.optimizer_state_bytes), request.share)
-    budgets = request.budgets
-    on_disk = budgets.disk_bytes if request.disk is not None else 0
-    on_device = budgets.device_memory if request.may_use_device_tier else 0
-    return stored <= budgets.host_memory + on_disk + on_device
 
 
 def check(request: Request) -> None:

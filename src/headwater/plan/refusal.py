@@ -11,7 +11,14 @@ from typing import Any
 
 from headwater.core.errors import DoesNotFitError
 from headwater.core.units import GIB, MIB, format_bytes, parse_bytes
-from headwater.plan.search import Request, best_plan, candidates, micro_batch_sizes, usage
+from headwater.plan.search import (
+    Request,
+    best_plan,
+    candidates,
+    has_room_for_store,
+    micro_batch_sizes,
+    usage,
+)
 from headwater.plan.types import Budgets, Plan
 
 UNLIMITED = 1 << 62
@@ -96,7 +103,9 @@ def _host_words(request: Request, need: int) -> list[str]:
 
 def other_settings(request: Request) -> Iterator[Setting]:
     """Yield settings with which a plan fits: without one of the user's decisions, or with a disk tier."""
-    for name, value in vars(request.fixed).items():
+    # No free decision makes the store smaller, so without room for it each search would be in vain.
+    decisions = vars(request.fixed) if has_room_for_store(request) else {}
+    for name, value in decisions.items():
         if value is not None:
             free = _with_fixed(request, name, None)
             plan = best_plan(free)

@@ -14,6 +14,7 @@ from headwater.plan.footprint import Footprint
 from headwater.plan.ladder import Rung, activation_ladder
 from headwater.plan.machine import NO_GROUP, GroupMemory
 from headwater.plan.memory.slabs import minimum_slabs
+from headwater.plan.memory.stages import counted_bytes, stages_of
 from headwater.plan.mixes import (
     filled_device,
     filled_memory,
@@ -172,6 +173,16 @@ def usage(plan: Plan) -> Budgets:
 def fits(plan: Plan, request: Request) -> bool:
     """True if every predicted peak is within its budget."""
     return all(used <= limit for used, limit in zip(usage(plan), request.budgets, strict=True))
+
+
+def has_room_for_store(request: Request) -> bool:
+    """True if all budgets together have room for the weight store, whatever the tiers of its stages."""
+    trace = request.trace_for(micro_batch_sizes(request)[-1])
+    stored = counted_bytes(stages_of(trace, request.optimizer_state_bytes), request.share)
+    budgets = request.budgets
+    on_disk = budgets.disk_bytes if request.disk is not None else 0
+    on_device = budgets.device_memory if request.may_use_device_tier else 0
+    return stored <= budgets.host_memory + on_disk + on_device
 
 
 def micro_batch_sizes(request: Request) -> list[int]:
