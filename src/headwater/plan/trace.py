@@ -95,19 +95,47 @@ def trace_step(
     """
     precision = precision or Precision()
     partition = partition or find_stages(model, precision)
+    dry_run = _DryRun(model, batch, precision, loss_function, partition, observer, inference)
+    if observer is not None:
+        return dry_run.trace()
+    # torch's strided nested tensors have no shape.
+    shapes = tuple(None if tensor.is_nested else tensor.shape for tensor in tensors_in(batch))
+    return known_or_made((partition, precision, shapes, model.training, inference), dry_run.trace)
 
-    def dry_run(tensors: Tensors, repeats: Repeats | None = None) -> _Recorder:
-        recorder = _Recorder(model, partition, tensors, observer, repeats, inference=inference)
-        untouched = effects_undone(model)  # outermost: it reads states of random generators, tensors too
-        with untouched, tensors.active(), autocast(precision, "cpu"):
-            recorder.run(batch, loss_function)
-        return recorder
 
-    def skipping() -> _Recorder | None:
-        """Return a dry run that skips repeated stages; `None` if all stages must run."""
-        repeats = Repeats(model, partition)
+@dataclasses.dataclass(frozen=True)
+class _DryRun:
+    """A dry run of one step; for the attributes see `trace_step`."""
+
+    model: nn.Module
+    batch: Any
+    precision: Precision
+    loss_function: LossFunction
+    partition: Partition
+    observer: Observer | None
+    inference: bool
+
+    def trace(self) -> Trace:
+        """Make the dry run and return its trace."""
+        may_skip = self.observer is None and not self.inference
         try:
-            recorder = dry_run(FakeTensors(), repeats)
+            with counting_costs() if self.observer is None else nullcontext():
+                recorder = self._skipping() if may_skip else None
+                if recorder is None:
+                    recorder = self._run(FakeTensors())
+        except Exception:
+            # Fake values can make the user's forward fail in any way. The run on real tensors below raises
+            # an error of the model itself again.
+            if self.observer is not None or not have_values(self.model, self.batch):
+                raise
+            recorder = with_real_tensors(self._run)
+        return recorder.trace(_batch_size(self.batch))
+
+    def _skipping(self) -> _Recorder | None:
+        """Return a dry run that skips repeated stages; `None` if all stages must run."""
+        repeats = Repeats(self.model, self.partition)
+        try:
+            recorder = self._run(FakeTensors(), repeats)
         except Exception:
             # Skipped stages can make the user's forward fail in any way. Then all stages run, and an error
             # of the model itself is raised again there.
@@ -116,26 +144,15 @@ def trace_step(
             return None
         return recorder if repeats.consistent else None
 
-    def make() -> Trace:
-        try:
-            with counting_costs() if observer is None else nullcontext():
-                may_skip = observer is None and not inference
-                recorder = skipping() if may_skip else None
-                if recorder is None:
-                    recorder = dry_run(FakeTensors())
-        except Exception:
-            # Fake values can make the user's forward fail in any way. The run on real tensors below raises
-            # an error of the model itself again.
-            if observer is not None or not have_values(model, batch):
-                raise
-            recorder = with_real_tensors(dry_run)
-        return recorder.trace(_batch_size(batch))
-
-    if observer is not None:
-        return make()
-    # torch's strided nested tensors have no shape.
-    shapes = tuple(None if tensor.is_nested else tensor.shape for tensor in tensors_in(batch))
-    return known_or_made((partition, precision, shapes, model.training, inference), make)
+    def _run(self, tensors: Tensors, repeats: Repeats | None = None) -> _Recorder:
+        """Return the record of a run on some tensors."""
+        recorder = _Recorder(
+            self.model, self.partition, tensors, self.observer, repeats, inference=self.inference
+        )
+        untouched = effects_undone(self.model)  # outermost: it reads states of random generators, tensors too
+        with untouched, tensors.active(), autocast(self.precision, "cpu"):
+            recorder.run(self.batch, self.loss_function)
+        return recorder
 
 
 class _Step(nn.Module):
