@@ -25,11 +25,12 @@ def test_models_are_found_by_their_stores_in_the_order_of_their_first_calls():
     assert stores[0].owner is streams[0]
 
 
-def test_a_model_with_a_new_plan_is_listed_once():
+def test_a_model_with_a_new_store_is_listed_once():
     model = called()
     stream = streamed(model)
     first = stream.engine.store
-    model(torch.ones(3, 2))  # a larger batch
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.Adam(model.parameters()).step()  # needs other state
     assert stream.engine.store is not first
     assert registry.streamed_models().count(stream) == 1
     hw.release(model)

@@ -11,15 +11,17 @@ from rich.console import Console
 from synthetic import gpt, gpt_trace
 from test_predict import RATES, make, numel, predict
 
-from headwater.api.planner import beside
+from headwater.api.planner import beside, plan_for_store
 from headwater.core.errors import ConfigError, DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.core.units import GIB
 from headwater.plan.budget import make_plan
+from headwater.plan.machine import FREE_SHARE
 from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import draw_plan, render_plan
 from headwater.plan.types import Activations, Resources, StoreShare
+from headwater.stream.storage import StoreSettings
 
 ARGUMENTS = {
     "batch_size": 4,
@@ -32,12 +34,16 @@ SHAPE = gpt(layers=24, hidden=1024, tied=False)
 NUMEL = numel(SHAPE(4))
 
 
-def planned(device_memory=None, host_memory=64 * GIB, *, fixed=None, disk=None, **changes):
+def request_for(device_memory=None, host_memory=64 * GIB, *, fixed=None, disk=None, **changes):
     resources = Resources(device_memory, host_memory, disk=disk, disk_bytes=64 * GIB)
     request = PlanRequest(
         SHAPE, resources=resources, device="cuda", fixed=fixed or Fixed(micro_batch_size=4), **ARGUMENTS
     )
-    return make_plan(dataclasses.replace(request, **changes))
+    return dataclasses.replace(request, **changes)
+
+
+def planned(device_memory=None, host_memory=64 * GIB, **changes):
+    return make_plan(request_for(device_memory, host_memory, **changes))
 
 
 @pytest.mark.parametrize("count", [0, 2, 4, 8])
@@ -161,10 +167,34 @@ def test_a_second_plan_leaves_room_for_the_stages_that_the_first_one_has_on_the_
     first = planned(3 * GIB)
     held = first.prediction.device_parts["weight store"]
     assert held > GIB
-    limits = Resources(3 * GIB, GIB)
-    assert beside(limits, first) == Resources(3 * GIB - held, GIB)
-    assert beside(limits, None) == limits
-    assert beside(Resources(None, GIB), first) == Resources(None, GIB), "what is free is measured"
+    second = request_for(3 * GIB, GIB)
+    assert beside(second, first).resources.device_memory == 3 * GIB - held
+    unlimited = request_for(None, GIB)
+    assert beside(unlimited, first) == unlimited, "what is free is measured"
+
+
+@pytest.mark.parametrize("limit", [3 * GIB, None])
+def test_a_plan_for_a_larger_batch_keeps_the_tiers_of_the_store(limit, monkeypatch):
+    first = planned(3 * GIB)
+    parts = first.prediction.device_parts
+    # With a limit of its own the planner does not ask; without it the first engine has taken its part.
+    held = parts["weight store"] + parts["slabs"]
+    monkeypatch.setattr("headwater.api.planner.free_device_bytes", lambda device: 3 * GIB / FREE_SHARE - held)
+    larger = request_for(limit, batch_size=64, fixed=Fixed(micro_batch_size=64))
+    alone = make_plan(request_for(3 * GIB, batch_size=64, fixed=Fixed(micro_batch_size=64)))
+    assert alone.on_device != first.on_device
+    second = plan_for_store(larger, first)
+    assert StoreSettings.of(second) == StoreSettings.of(first)
+    assert second.on_device == first.on_device and len(first.on_device) > 5
+    assert second.prediction.device_bytes <= 3 * GIB
+    too_small = dataclasses.replace(larger, resources=Resources(held // 2, 64 * GIB))
+    assert plan_for_store(too_small, first) is None
+
+
+def test_a_store_with_other_gradient_sums_is_not_kept():
+    first = planned(3 * GIB)
+    accumulated = request_for(3 * GIB, batch_size=8, fixed=Fixed(micro_batch_size=4))
+    assert plan_for_store(accumulated, first) is None, "sums of several micro-batches are in fp32"
 
 
 @pytest.mark.parametrize("cluster", [SERVERS, WAFERS], ids=lambda cluster: cluster.name)

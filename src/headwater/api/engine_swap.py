@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import final
 
@@ -22,6 +23,20 @@ from headwater.store.takeover import take_over
 from headwater.stream.engine import Engine
 from headwater.stream.leaving import give_back, give_state_back
 from headwater.stream.options import Initial
+from headwater.stream.storage import StoreSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Predecessor:
+    """An engine that is about to be replaced.
+
+    Attributes:
+        plan: its plan.
+        may_keep_store: true if the structure of the model and its optimizers are those of its store.
+    """
+
+    plan: Plan
+    may_keep_store: bool
 
 
 @final
@@ -83,10 +98,32 @@ class CurrentEngine:
         gone = {self.engine.store.spec(key).name for key in self.engine.departed}
         return {new: old for new, old in old_names.items() if old not in gone}
 
+    def has_states_for(self, updaters: Updaters, names: Collection[str] | None = None) -> bool:
+        """True if the store has the state tensors that these optimizers keep.
+
+        Args:
+            updaters: the optimizer of each parameter.
+            names: the parameters that count; all of the store if not given.
+        """
+        store, rule = self.present.store, updaters.rule
+        specs = (spec for stage in store.stages for spec in stage.params)
+        return all(
+            rule.state_layout(spec) == store.rule.state_layout(spec)
+            for spec in specs
+            if names is None or spec.name in names
+        )
+
+    def updates_as(self, updaters: Updaters) -> bool:
+        """True if the store updates all parameters as these optimizers do, and has their state tensors."""
+        return updaters.specs == self.updaters.specs and self.has_states_for(updaters)
+
     def replace(
         self, plan: Plan, updaters: Updaters, old_names: Mapping[str, str], *, unchanged: bool
     ) -> None:
         """Replace the engine by one with this plan and these optimizers. Weights and optimizer state stay.
+
+        The new engine uses the old store, if that is the store which its plan and optimizers need. Otherwise
+        the values move to a new store, and for this time both stores are in memory.
 
         Args:
             plan: the plan.
@@ -95,6 +132,7 @@ class CurrentEngine:
             unchanged: true if the model has the same structure as for the old engine.
         """
         before = self.engine
+        keeps_store = before is not None and unchanged and self._keeps_store(before, plan, updaters)
         if before is not None:
             # Only one engine at a time may stream a parameter.
             before.detach()
@@ -103,24 +141,31 @@ class CurrentEngine:
             plan,
             updaters.rule,
             self._config,
-            initial=self._initial(before, old_names),
+            initial=before.store if before and keeps_store else self._initial(before, old_names),
             fabric=self.fabric,
         )
         self._note_store(self.engine.store)
         self.engine.when_departed(self._give_back)
         if before is not None:
+            if not keeps_store:
+                self._succeed(before, self.engine, old_names)
             # Weights that earlier forwards have saved are found by the indices of their stages.
             same_stages = _parameter_names(before) == _parameter_names(self.engine)
-            self._succeed(before, self.engine, old_names, unchanged=unchanged and same_stages)
+            # After `_succeed`: it closes an old store that is not used any more.
+            before.hand_over(self.engine, unchanged=unchanged and same_stages)
         # After `_succeed`, which gives states back to the optimizers of the old engine.
         self.updaters, self.structure = updaters, Structure(self.model)
         if before is None and self.fabric.num_hosts > 1:
             # Only for the first engine: a later one copies from stores that are equal on all hosts already.
             take_from_first_host(self.engine.store, self.fabric)
 
-    def _succeed(
-        self, before: Engine, engine: Engine, old_names: Mapping[str, str], *, unchanged: bool
-    ) -> None:
+    def _keeps_store(self, before: Engine, plan: Plan, updaters: Updaters) -> bool:
+        """True on every rank if the store of the old engine serves a plan and optimizers on every rank."""
+        keeps = StoreSettings.of(plan) == StoreSettings.of(before.plan) and self.updates_as(updaters)
+        # Ranks build a store together, so all of them must build one.
+        return all(self.fabric.gather_objects(keeps, bool))
+
+    def _succeed(self, before: Engine, engine: Engine, old_names: Mapping[str, str]) -> None:
         """Move weights and optimizer state from an old engine to a new one.
 
         Parameters that the model has lost become plain ones.
@@ -129,7 +174,6 @@ class CurrentEngine:
             before: the old engine.
             engine: the new engine.
             old_names: new name -> old name, of the parameters that both have.
-            unchanged: true if the model has the same structure as for the old engine.
         """
         if self.fabric.size > 1:
             before.store.flush()
@@ -142,8 +186,6 @@ class CurrentEngine:
             name = before.store.spec(key).name
             if name not in kept and key not in before.departed:
                 give_back(before.store, key, param, self.updaters.state_owner_of(name))
-        # At last: it closes the old store, from which the values above are read.
-        before.hand_over(engine, unchanged=unchanged)
 
     def _initial(self, before: Engine | None, old_names: Mapping[str, str]) -> Initial | None:
         """Return a function that reads the parameters' values, or `None` if the parameters have them."""

@@ -17,6 +17,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Plan
 from headwater.store.rules import UpdateRules
+from headwater.store.store import WeightStore
 from headwater.stream.engine import Engine
 from headwater.stream.options import EngineOptions, Initial
 
@@ -52,7 +53,7 @@ def build_engine(
     optimizer: OptimizerSpec | UpdateRules,
     backend: BackendConfig,
     *,
-    initial: Initial | None = None,
+    initial: Initial | WeightStore | None = None,
     fabric: Fabric = ALONE,
     steps: EngineSteps | None = None,
 ) -> Engine:
@@ -63,7 +64,8 @@ def build_engine(
         plan: the plan.
         optimizer: the optimizer, or update rules.
         backend: the options of the backend.
-        initial: returns initial values; the present values of the model's parameters if not given.
+        initial: returns initial values, or is the store of an engine that this one replaces; the present
+            values of the model's parameters if not given.
         fabric: the ranks that train together.
         steps: the settings of the engine's own steps; the user's loop trains if not given.
 

@@ -56,7 +56,8 @@ class OptimizerBook:
             # Before `_update_by`: the states still belong to the former optimizers.
             self._current.give_states_back(fresh)
             has_changed = updaters.specs != self._current.updaters.specs
-            self._update_by(updaters, fresh, rebuild=has_changed or self._has_other_layouts(updaters, fresh))
+            has_states = self._current.has_states_for(updaters, fresh)
+            self._update_by(updaters, fresh, rebuild=has_changed or not has_states)
         self._follow_options(optimizer, names)
 
     def _settle(self) -> None:
@@ -88,7 +89,7 @@ class OptimizerBook:
             else:
                 updaters.begin_state(spec.name, changed[spec.name])
                 began.add(spec.name)
-        self._update_by(updaters, began, rebuild=self._has_other_layouts(updaters, began))
+        self._update_by(updaters, began, rebuild=not self._current.has_states_for(updaters, began))
 
     def expect_states(self, loaded: Mapping[ParamKey, tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
         """Change the layout of the store so that optimizer states that are about to be loaded fit in.
@@ -112,12 +113,6 @@ class OptimizerBook:
                 others.add(spec.name)
         if others:
             self._update_by(updaters, others, rebuild=True)
-
-    def _has_other_layouts(self, updaters: Updaters, names: Collection[str]) -> bool:
-        """True if `updaters` needs other state tensors of these parameters than the store has."""
-        store, rule = self._current.present.store, updaters.rule
-        specs = (spec for stage in store.stages for spec in stage.params if spec.name in names)
-        return any(rule.state_layout(spec) != store.rule.state_layout(spec) for spec in specs)
 
     def _update_by(self, updaters: Updaters, fresh: Collection[str], *, rebuild: bool) -> None:
         """Use `updaters` from now on, and begin the state of the parameters `fresh`.

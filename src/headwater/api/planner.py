@@ -16,12 +16,23 @@ from headwater.api.engines import disk_folder
 from headwater.core.patience import noticed
 from headwater.core.precision import Precision
 from headwater.fabric.fabric import Fabric
-from headwater.plan.budget import make_plan
+from headwater.plan.budget import find_plan, make_plan
 from headwater.plan.calibrate import calibrate
-from headwater.plan.options import TraceFor, device_of, fixed_by, request_of, resources_of
-from headwater.plan.types import WHOLE_STORE, Plan, Resources, StoreShare, Trace
+from headwater.plan.machine import FREE_SHARE, LATE_BYTES, free_device_bytes, resident_bytes
+from headwater.plan.options import (
+    PlanRequest,
+    TraceFor,
+    device_of,
+    fixed_by,
+    not_divided,
+    request_of,
+    resources_of,
+)
+from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
+from headwater.stream.storage import StoreSettings
 
 if TYPE_CHECKING:
+    from headwater.api.engine_swap import Predecessor
     from headwater.api.updaters import Updaters
 
 
@@ -77,9 +88,12 @@ class Planner:
         precision: Precision,
         updaters: Updaters,
         fabric: Fabric,
-        before: Plan | None = None,
+        before: Predecessor | None = None,
     ) -> Plan:
         """Make a plan for the model of a dry run. Every rank returns the same plan.
+
+        A plan whose engine can use the store of the engine before comes first, because two stores would need
+        twice the memory for a moment.
 
         Args:
             trace: the dry run.
@@ -87,7 +101,7 @@ class Planner:
             precision: precision of the run.
             updaters: the optimizer of each parameter.
             fabric: the ranks that train together.
-            before: the plan of the engine that is replaced. Its store exists until the new one is filled.
+            before: the engine that is replaced. If the new plan needs another store, both exist for a moment.
         """
         disk = disk_folder(self._backend.config)
 
@@ -103,32 +117,76 @@ class Planner:
                 disk=disk,
             )
             rates = calibrate(request.device, disk)
-            return make_plan(
-                dataclasses.replace(
-                    request,
-                    resources=beside(request.resources, before),
-                    calibration=rates,
-                    ranks=fabric.local_size,
-                    share=_share(fabric),
-                    device_tier=fabric.size == 1,  # a loop may change weights in another way on each rank
-                    divided=lambda: map(_always, divided),
-                    update_kind=updaters.update_kind_on(self.device),
-                )
+            request = dataclasses.replace(
+                request,
+                calibration=rates,
+                ranks=fabric.local_size,
+                share=_share(fabric),
+                device_tier=fabric.size == 1,  # a loop may change weights in another way on each rank
+                divided=lambda: map(_always, divided),
+                update_kind=updaters.update_kind_on(self.device),
             )
+            if before is None:
+                return make_plan(request)
+            plan = plan_for_store(request, before.plan) if before.may_keep_store else None
+            return plan or make_plan(beside(request, before.plan))
 
         # The plan is that of rank 0, but the path of the folder may differ between hosts.
         return dataclasses.replace(fabric.agree(make, Plan), disk=disk)
 
 
-def beside(resources: Resources, before: Plan | None) -> Resources:
-    """Return the limits of an engine that is made while stages of another one are in device memory.
+def plan_for_store(asked: PlanRequest, before: Plan) -> Plan | None:
+    """Return the best plan whose engine can use the store of another engine; `None` if no such plan fits.
 
-    A limit that is not set is what the device has free, so it needs no change.
+    Args:
+        asked: the step and its limits.
+        before: the plan of the other engine, which exists while the new plan is made.
     """
-    if before is None or before.prediction is None or resources.device_memory is None:
-        return resources
+    assert before.prediction is not None, "a plan that was made from a request is predicted"
+    device, host = before.prediction.device_parts, before.prediction.host_parts
+    limits = asked.resources
+    if limits.device_memory is None and asked.device != "cpu":
+        # The stages in device memory stay there, and the slabs are freed before the new ones are made.
+        held = device.get("weight store", 0) + device.get("slabs", 0)
+        room = int(FREE_SHARE * (free_device_bytes(asked.device) + held))
+        limits = dataclasses.replace(limits, device_memory=room)
+    # This process has the store and the slabs of the other engine already, which a plan counts.
+    others = resident_bytes() + LATE_BYTES - host.get("weight store", 0) - host.get("slabs", 0)
+    plan = find_plan(
+        dataclasses.replace(
+            asked,
+            resources=limits,
+            # Not less than before the first engine: pages of its store may not have been touched so far.
+            base_bytes=max(others, host["interpreter"] // asked.ranks),
+            fixed=dataclasses.replace(
+                asked.fixed,
+                tier=before.tier,
+                gradient_tier=before.gradient_tier,
+                masters=before.masters,
+                stages_in_memory=len(before.in_memory),
+                stages_on_device=len(before.on_device),
+            ),
+            divided=not_divided,
+        )
+    )
+    return plan if plan is not None and StoreSettings.of(plan) == StoreSettings.of(before) else None
+
+
+def beside(asked: PlanRequest, before: Plan) -> PlanRequest:
+    """Return the request for an engine with its own store, which is filled while another store exists.
+
+    A limit of device memory that is not set is what the device has free, so it needs no change.
+
+    Args:
+        asked: the step and its limits.
+        before: the plan of the engine with the other store.
+    """
+    limit = asked.resources.device_memory
+    if before.prediction is None or limit is None:
+        return asked
     held = before.prediction.device_parts.get("weight store", 0)
-    return dataclasses.replace(resources, device_memory=max(resources.device_memory - held, 0))
+    resources = dataclasses.replace(asked.resources, device_memory=max(limit - held, 0))
+    return dataclasses.replace(asked, resources=resources)
 
 
 def _always(trace: Trace) -> TraceFor:

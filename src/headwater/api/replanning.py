@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from headwater.api.calls import Call, asked_precision, stand_in_loss
-from headwater.api.engine_swap import CurrentEngine
+from headwater.api.engine_swap import CurrentEngine, Predecessor
 from headwater.api.references import warn_of_references
 from headwater.api.same_model import check_same_model
 from headwater.api.updaters import Updaters, live_optimizers
@@ -113,7 +113,9 @@ class Replanning:
             if only_look and now.engine and trace.written == now.engine.plan.trace.written:
                 now.structure = Structure(model)
                 return
-            before = None if now.engine is None else now.engine.plan
+            before = None
+            if now.engine is not None:
+                before = Predecessor(now.engine.plan, unchanged and now.updates_as(updaters))
             plan = self._planner.plan(trace, traces, precision, updaters, now.fabric, before)
             now.replace(plan, updaters, kept, unchanged=unchanged)
             self.trained = trained

@@ -39,6 +39,26 @@ def make_plan(asked: PlanRequest) -> Plan:
         ConfigError: if decisions contradict each other or the batch size.
         DoesNotFitError: if no plan fits.
     """
+    request, plan = _search(asked)
+    if plan is None:
+        sizes = micro_batch_sizes(request)
+        # A refusal tries many settings: without estimates each of their sizes would get a dry run.
+        made = sizes if len(sizes) <= _FEW_SIZES else ()
+        raise refusal(dataclasses.replace(request, trace_for=estimated_traces(request.trace_for, made=made)))
+    return plan
+
+
+def find_plan(asked: PlanRequest) -> Plan | None:
+    """Return the plan of `make_plan`, or `None` if no plan fits.
+
+    Raises:
+        ConfigError: if decisions contradict each other or the batch size.
+    """
+    return _search(asked)[1]
+
+
+def _search(asked: PlanRequest) -> tuple[Request, Plan | None]:
+    """Return the best plan, or `None` if none fits, and the request with the limits of the machine."""
     check(_with_limits(asked, Resources()))
     # Memory is measured after the first dry run, which loads most of the libraries that a run loads.
     resources = free_resources(asked.resources, asked.device)
@@ -53,15 +73,12 @@ def make_plan(asked: PlanRequest) -> Plan:
         divided = (_as_stored(asked, trace_for) for trace_for in asked.divided())
         request, plan = _with_divided_stages(request, divided)
     if plan is None:
-        sizes = micro_batch_sizes(request)
-        # A refusal tries many settings: without estimates each of their sizes would get a dry run.
-        made = sizes if len(sizes) <= _FEW_SIZES else ()
-        raise refusal(dataclasses.replace(request, trace_for=estimated_traces(request.trace_for, made=made)))
+        return request, None
     assert plan.prediction is not None, "the best plan is predicted"
     prediction = plan.prediction
     if request.calibration is None:
         prediction = dataclasses.replace(prediction, step_s=None, step_parts={})
-    return dataclasses.replace(plan, prediction=prediction, budget=resources)
+    return request, dataclasses.replace(plan, prediction=prediction, budget=resources)
 
 
 def _with_limits(asked: PlanRequest, resources: Resources) -> Request:

@@ -23,6 +23,7 @@ from headwater.store.pieces import PieceState
 from headwater.store.replicas import checksum, refuse_unequal_replicas
 from headwater.store.rule import UpdateRule
 from headwater.store.rules import UpdateRules
+from headwater.store.store import WeightStore
 from headwater.store.update import Update
 from headwater.stream.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.stream.binding import Binder
@@ -35,10 +36,9 @@ from headwater.stream.matmul import FastMatmul
 from headwater.stream.micro_batch import MicroBatches
 from headwater.stream.options import DEFAULTS, EngineOptions, Initial
 from headwater.stream.step import StepReport, TrainStep
-from headwater.stream.storage import make_store, make_weights
+from headwater.stream.storage import StoreSettings, make_store, make_weights
 
 if TYPE_CHECKING:
-    from headwater.store.store import WeightStore
     from headwater.stream.device import Device
     from headwater.stream.weights import Weights
 
@@ -51,7 +51,9 @@ class Engine:
             parameters from now on: outside a forward their values are in the store, and are read from there.
         plan: the plan of `headwater.plan`.
         optimizer: the optimizer, or update rules.
-        initial: returns initial values; the present values of the model's parameters if not given.
+        initial: returns initial values; the present values of the model's parameters if not given. A store
+            that an engine without the model has is used with its values, gradients and optimizer state. The
+            plan must have the same `StoreSettings`, and the optimizer the same state.
         seed: the random generator is seeded for each micro-batch with a seed derived from this one, the step
             and the micro-batch. `None` leaves the generator of the process alone.
         loss_function: returns the loss of a batch; the model itself if not given.
@@ -65,7 +67,7 @@ class Engine:
         plan: Plan,
         optimizer: OptimizerSpec | UpdateRules,
         *,
-        initial: Initial | None = None,
+        initial: Initial | WeightStore | None = None,
         seed: int | None = None,
         loss_function: LossFunction = call_model,
         fabric: Fabric = ALONE,
@@ -73,25 +75,25 @@ class Engine:
     ) -> None:
         refuse_assignments_after_use(plan.trace.assigned_after_use)
         _refuse_updates(plan, fabric, options)
-        self.fabric = fabric
-        self.model = model
-        self.plan = plan
+        self.fabric, self.model, self.plan = fabric, model, plan
         self._device = make_device(plan.device if fabric.computes else "cpu")
         if initial is None:  # before a parameter gives its values to the store
             _refuse_missing_values(model, plan)
         self.buffers = Buffers(model, self._device.torch_device)
-        rules = optimizer if isinstance(optimizer, UpdateRules) else UpdateRule(optimizer)
-        order = _parameter_order(model, plan)
-        self.store = make_store(plan, rules, self._device, order, fabric, options)
         with ExitStack() as made:  # closed if a later part cannot be made; the weights before the store
-            made.callback(self.store.close)
+            if isinstance(initial, WeightStore):
+                self.store = initial
+            else:
+                settings, order = StoreSettings.of(plan), _parameter_order(model, plan)
+                self.store = make_store(settings, _rules(optimizer), self._device, order, fabric, options)
+                made.callback(self.store.close)
             weights = make_weights(plan, self.store, self._device, fabric)
             made.callback(weights.close)
             compiling = compile_stages if options.compile_blocks else _leave_forwards
             self._restore_forwards = compiling(model, plan.trace.stages)
             made.callback(self._restore_forwards)
             self._binder = _make_binder(model, plan, self.store, self._device, weights)
-            self._fill_all(initial)
+            self._adopt_all(initial)
             share = 1 / fabric.size if options.user_loop else 1.0  # `train_step` divides the loss itself
             self.executor = Executor(
                 model,
@@ -119,13 +121,15 @@ class Engine:
         self._detached = False
         return_pages()  # initial values took more memory than a step is allowed to take
 
-    def _fill_all(self, initial: Initial | None) -> None:
+    def _adopt_all(self, initial: Initial | WeightStore | None) -> None:
+        """Put all parameters at rest. Write their values to the store first, unless it has them already."""
         checksums = {}
         for stage in self.store.stages:
-            # Before `adopt`, which frees the present values.
-            checksums[stage.name] = self._fill(stage.index, initial)
+            if not isinstance(initial, WeightStore):
+                # Before `adopt`, which frees the present values.
+                checksums[stage.name] = self._fill(stage.index, initial)
             self._binder.adopt(stage.index)
-        if self.store.ownership.replicated:
+        if checksums and self.store.ownership.replicated:
             refuse_unequal_replicas(self.fabric, self._device.product, checksums)
 
     def _fill(self, stage: int, initial: Initial | None) -> int:
@@ -251,7 +255,8 @@ class Engine:
         """
         self.executor.hand_over(successor.executor, unchanged=unchanged)
         # Not the executor: graphs of earlier forwards still need its offloaded activations.
-        self.store.close()
+        if successor.store is not self.store:
+            self.store.close()
         self._device.return_cached()
 
     def close(self) -> None:
@@ -270,6 +275,10 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _rules(optimizer: OptimizerSpec | UpdateRules) -> UpdateRules:
+    return optimizer if isinstance(optimizer, UpdateRules) else UpdateRule(optimizer)
 
 
 def _arithmetic(device: str, *, fast: bool) -> Callable[[], AbstractContextManager[object]]:

@@ -266,6 +266,8 @@ class Executor:
         # Graphs made here have saved the parameters, whose memory will hold other stages.
         if self._weights.stable and not successor._weights.stable:
             self._binder.forget_saved()
+        # What it has lent is unlocked when these graphs and the store drop it.
+        self._arena.close()
 
     def close(self) -> None:
         """Remove all hooks, and release memory and threads, also if a gradient on its way raises an error."""
