@@ -11,14 +11,10 @@ import random
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from headwater.core.spins import spin_shortly
 from headwater.core.version import __version__
 
-# OpenMP threads that wait for each other spin before they yield their core. With this setting they spin for
-# about 20 µs. The default is 30 times longer: on a busy machine the waiting threads then occupy the cores
-# that the working thread needs, and a small model can become 20 times slower. OpenMP reads the variable when
-# torch is first imported, so it is set here. A value that the user has set is kept.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+spin_shortly()
 
 if "HEADWATER_SCRIPT" in os.environ:
     importlib.import_module("headwater.fabric.launch.script").begin()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.signals import speaks_for_all
+from headwater.core.spins import never_spin
 from headwater.fabric.parent import find_parent
 from headwater.fabric.report import report
 from headwater.trainer.interrupt import EXIT_CODE
@@ -47,6 +48,9 @@ COMMANDS = {
 }
 """Module and help text of each command."""
 
+_LITTLE_AT_A_TIME = frozenset({"generate", "serve", "batch"})
+"""Commands whose passes over a model compute few tokens; see `never_spin`."""
+
 
 class Command(Protocol):
     """The interface of a command's module."""
@@ -68,10 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: success. 1: the command failed while it ran. 2: the command line, a file or the machine is not
         suitable. 130: interrupted.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         # First: a rank whose launcher has ended must end, also while its command is imported.
         find_parent()
-    words = list(sys.argv[1:] if argv is None else argv)
+        if not _LITTLE_AT_A_TIME.isdisjoint(words[:1]):  # before the command imports torch
+            never_spin()
     with errors_printed() as outcome:
         address, words = _without_address(words)
         args = _parsed(words)

@@ -15,6 +15,7 @@ from headwater.core.errors import DataError, HeadwaterError, NonFiniteError
 from headwater.generation.beams import BeamSearch
 from headwater.generation.rows import Active, ActiveBeams, ActiveText, Row
 from headwater.generation.sampling import Chosen, Sampling
+from headwater.models.few_rows import FewRows
 from headwater.models.sequences import LanguageModel, Piece
 
 ACTIVE_PER_ROW = 4
@@ -129,6 +130,7 @@ class Batcher:
         self._model = model
         self._device = torch.device(device)
         self._computing = computing
+        self._few_rows = FewRows(model, self._device)
         self._waiting: deque[Generation] = deque()
         self._active: list[Active] = []
 
@@ -228,7 +230,7 @@ class Batcher:
         rows = [row for each in self._active for row in each.rows]
         counts = divided([len(row.unread) for row in rows], self.limits.pass_tokens)
         chosen = [(row, count) for row, count in zip(rows, counts, strict=True) if count]
-        with self._computing():
+        with self._computing(), self._few_rows.of(sum(counts)):
             logits = self._model.next_logits([self._piece(row, count) for row, count in chosen])
         for row, count in chosen:
             row.unread = row.unread[count:]

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from headwater.config.models.decoder import DecoderConfig
 from headwater.core.dry_run import costs_by_shapes
@@ -171,7 +170,7 @@ class Head(Linear):
             hidden = hidden * self.scale
             bias = None if bias is None else bias * self.scale
         if targets is None:
-            logits = F.linear(hidden, self.weight, bias)
+            logits = self.multiply(hidden, self.weight, bias)
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         if row_weights is None:
             rows = hidden.flatten(0, -2)

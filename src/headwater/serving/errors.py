@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from pydantic import ValidationError
 
 from headwater.core.errors import ConfigError, DataError, HeadwaterError
+from headwater.serving.schemas import Section, known_keys
 
 TOO_MANY = 429
 """Status code of a request that the server may answer later."""
+_LONGEST_KEY = 64
+"""Characters of an unknown key that are compared with the known ones."""
 
 
 class ApiError(Exception):
@@ -45,13 +49,21 @@ def of_project(error: HeadwaterError) -> ApiError:
     return ApiError(400 if isinstance(error, ConfigError | DataError) else 500, message)
 
 
-def of_validation(error: ValidationError) -> ApiError:
-    """Return the error of a request whose keys or values are wrong."""
+def of_validation(error: ValidationError, schema: type[Section]) -> ApiError:
+    """Return the error of a request whose keys or values are wrong.
+
+    Args:
+        error: the first error is reported, unknown keys before wrong values.
+        schema: the keys of the request.
+    """
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = min(found, key=lambda each: (each["type"] != "extra_forbidden", len(each["loc"])))
     place = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        message = f"{place} is not supported; remedy: remove it"
+        *path, key = first["loc"]
+        # The key is the client's: a long one would take the comparison long.
+        close = difflib.get_close_matches(str(key)[:_LONGEST_KEY], known_keys(schema, path), n=1)
+        message = f"{place} is not supported; remedy: {f'write {close[0]}, or ' if close else ''}remove it"
     else:
         message = f"{place or 'the request'}: {first['msg'][:1].lower()}{first['msg'][1:]}"
     return ApiError(400, message, param=place or None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -48,6 +49,27 @@ class Section(BaseModel):
         if isinstance(value, dict) and len(value) > MOST_KEYS:
             raise ValueError(f"expected at most {MOST_KEYS} keys, got {len(value)}")
         return value
+
+
+def known_keys(schema: type[Section], path: Sequence[int | str]) -> list[str]:
+    """Return the keys of an object in a request.
+
+    Args:
+        schema: the keys of the request.
+        path: the keys that lead to the object. pydantic puts numbers and names of types between them.
+    """
+    for part in path:
+        field = schema.model_fields.get(str(part))
+        schema = schema if field is None else next(_sections(field.annotation), schema)
+    return list(schema.model_fields)
+
+
+def _sections(annotation: Any) -> Iterator[type[Section]]:
+    """Yield the objects that an annotation names, such as `list[ChatMessage]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for each in get_args(annotation):
+        yield from _sections(each)
 
 
 class StreamOptions(Section):

@@ -77,7 +77,7 @@ class Service:
         try:
             body = _SCHEMAS[path].model_validate(parsed(raw))
         except ValidationError as error:
-            raise of_validation(error) from error
+            raise of_validation(error, _SCHEMAS[path]) from error
         model = self.model(body.model)
         _check_count(body.count)
         _check_queue(model, body.count)

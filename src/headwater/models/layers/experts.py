@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from headwater.config.models.common import Nonlinearity
 from headwater.models.layers.feed_forward import GATED, NONLINEARITIES, FeedForward
-from headwater.models.layers.linear import Linear
+from headwater.models.layers.linear import Linear, Multiply
 
 
 class StackedLinear(nn.Module):
@@ -22,7 +22,12 @@ class StackedLinear(nn.Module):
         inputs: input width of an expert.
         outputs: output width of an expert.
         bias: add a bias.
+
+    Attributes:
+        multiply: computes the products; see `models/few_rows.py`.
     """
+
+    multiply: Multiply = staticmethod(F.linear)
 
     def __init__(self, num_experts: int, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__()
@@ -34,7 +39,7 @@ class StackedLinear(nn.Module):
         """Apply each expert's layer to the tokens of that expert: [tokens, inputs] -> [tokens, outputs]."""
         weights = self.weight.chunk(self.num_experts)
         biases = [None] * self.num_experts if self.bias is None else self.bias.chunk(self.num_experts)
-        return [F.linear(*three) for three in zip(parts, weights, biases, strict=True)]
+        return [self.multiply(*three) for three in zip(parts, weights, biases, strict=True)]
 
 
 class MixtureOfExperts(nn.Module):

@@ -15,9 +15,21 @@ from torch.nn import functional as F
 from headwater.core.buffers import large_zeros
 from headwater.models.workspace import is_plain
 
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Function of an input, a weight and a bias, as `torch.nn.functional.linear`."""
+
 
 class Linear(nn.Linear):
-    """`nn.Linear` that draws no random numbers when it is made: its memory is uninitialised."""
+    """`nn.Linear` that draws no random numbers when it is made: its memory is uninitialised.
+
+    Attributes:
+        multiply: computes the product; see `models/few_rows.py`.
+    """
+
+    multiply: Multiply = staticmethod(F.linear)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.multiply(input, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
         """Do nothing: `headwater.models.layers.initializers` sets the weights."""
@@ -61,6 +73,7 @@ def _needs_plain(x: Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()  # these, and the next, need other derivatives
         or forward_ad._current_level >= 0
         or x.dim() < 2  # torch has another kernel for vectors
+        or not torch.is_grad_enabled()  # no value is kept for a backward
     )
 
 

@@ -47,10 +47,10 @@ class LoRALinear(Linear):
         self.lora_dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        output = F.linear(x, self.weight, self.bias)
-        inner = F.linear(F.dropout(x, self.lora_dropout, self.training), self.lora_a)
+        output = self.multiply(x, self.weight, self.bias)
+        inner = self.multiply(F.dropout(x, self.lora_dropout, self.training), self.lora_a, None)
         parts = zip(inner.chunk(len(self.rows), -1), self.lora_b.split(self.sizes), strict=True)
-        added = [F.linear(narrow, b) * self.scale for narrow, b in parts]
+        added = [self.multiply(narrow, b, None) * self.scale for narrow, b in parts]
         if self.sizes == [output.shape[-1]]:
             return output + added[0]
         pieces, end = [], 0

@@ -1,0 +1,105 @@
+"""Linear layers of few rows on a CPU by the package's own kernel (`native/few_rows.c`).
+
+A model that writes a text reads one token in each pass, so the products of its linear layers have one row.
+For them MKL uses one core and a part of the bandwidth of the memory. The kernel uses all cores and fetches
+the weight ahead. It adds in another order than torch, so results differ from torch's by rounding. A row of
+the result depends neither on the other rows nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwater.core.native import native_library
+
+MOST_ROWS = 8
+"""Most rows of a product that the kernel computes."""
+
+MOST_ROWS_OF_DTYPE = {torch.float32: MOST_ROWS, torch.bfloat16: 4}
+"""Most rows by dtype. With more in bf16, instructions for products of bf16 make torch's kernel faster."""
+
+
+def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `torch.nn.functional.linear` of the arguments, by the kernel if it can compute this call.
+
+    Args:
+        x: the input, [..., inputs].
+        weight: the weight, [outputs, inputs].
+        bias: [outputs]; no bias if not given.
+
+    Returns:
+        [..., outputs].
+    """
+    library = _library()
+    if library is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    row, added = x, bias
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        row, added = x.to(dtype), None if bias is None else bias.to(dtype)
+    if not _is_supported(row, weight, added):
+        return F.linear(x, weight, bias)
+    inner = row.shape[-1]
+    out = row.new_empty((*row.shape[:-1], weight.shape[0]))
+    library.multiply_few_rows(
+        ctypes.byref(
+            _Product(
+                row.data_ptr(),
+                weight.data_ptr(),
+                None if added is None else added.data_ptr(),
+                out.data_ptr(),
+                row.numel() // inner,
+                inner,
+                weight.shape[0],
+                weight.stride(0),
+                row.dtype == torch.bfloat16,
+            )
+        )
+    )
+    return out
+
+
+def _is_supported(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """True if the kernel can compute this call."""
+    return (
+        _is_plain(x)
+        and _is_plain(weight)
+        and x.dtype == weight.dtype
+        and x.dim() > 0
+        and weight.dim() == 2
+        and x.shape[-1] == weight.shape[1]
+        and 0 < x.numel() <= MOST_ROWS_OF_DTYPE.get(x.dtype, 0) * x.shape[-1]
+        and weight.stride(1) == 1
+        and x.is_contiguous()
+        and (bias is None or (_is_plain(bias) and bias.dtype == x.dtype and bias.is_contiguous()))
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+
+
+class _Product(ctypes.Structure):
+    """`Product` of the C source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("left", "weight", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "inner", "columns", "weight_stride")),
+        ("is_half", ctypes.c_int32),
+    )
+
+
+@functools.cache
+def _library() -> Any:
+    return native_library("few_rows")
+
+
+def few_row_product_available() -> bool:
+    """True if this machine has the kernel: it was compiled."""
+    return _library() is not None
