@@ -1,4 +1,4 @@
-"""How long waiting OpenMP threads spin: in most commands, in those that compute little, as the user says."""
+"""Spins of waiting OpenMP threads: in most commands, in those that compute little, and as the user says."""
 
 import os
 import sys
