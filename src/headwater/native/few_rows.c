@@ -5,14 +5,18 @@
  *
  * Numbers are fp32 or bf16; sums are fp32. A number of the result is a sum in a fixed order: lane i of a vector
  * adds the products of k = i, i + LANES, ...; the lanes are added in pairs. So it depends neither on the number
- * of threads nor on the number of rows.
+ * of threads nor on the number of rows. A product and its sum are rounded once, if the processor can.
  */
 
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
-#include <omp.h>
+/* See `attention.c`: every copy of OpenMP has these functions. */
+void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
+int omp_get_max_threads(void);
+int omp_get_num_threads(void);
+int omp_get_thread_num(void);
 
 enum {
 #ifdef __AVX512F__
@@ -218,15 +222,22 @@ static void multiply(const Product *self, int64_t first, int64_t end) {
     }
 }
 
-/* Compute a product of few rows. */
-void multiply_few_rows(const Product *self) {
+/* Compute the part of one thread. */
+static void multiply_task(void *product) {
+    const Product *self = product;
     const int64_t blocks = (self->columns + COLUMNS - 1) / COLUMNS;
-    const int64_t worth_it = most(self->inner * self->columns / NUMBERS_OF_THREAD, 1);
+    const int64_t number = omp_get_thread_num(), count = omp_get_num_threads();
+    multiply(self, blocks * number / count * COLUMNS,
+             least(blocks * (number + 1) / count * COLUMNS, self->columns));
+}
+
+/* Compute a product of few rows. */
+void multiply_few_rows(Product *self) {
+    const int64_t worth_it = self->inner * self->columns / NUMBERS_OF_THREAD;
     const int64_t threads = least(worth_it, omp_get_max_threads());
-#pragma omp parallel num_threads((int)threads)
-    {
-        const int64_t number = omp_get_thread_num(), count = omp_get_num_threads();
-        multiply(self, blocks * number / count * COLUMNS,
-                 least(blocks * (number + 1) / count * COLUMNS, self->columns));
+    if (threads <= 1) {
+        multiply(self, 0, self->columns);
+    } else {
+        GOMP_parallel(multiply_task, self, (unsigned)threads, 0);
     }
 }
