@@ -172,6 +172,28 @@ def test_a_refusal_names_the_largest_stage(tmp_path):
         make_plan(asked)
 
 
+@pytest.mark.parametrize("disk_bytes", [MIB, 1024 * MIB])
+def test_without_room_for_the_store_only_the_smallest_stages_get_a_dry_run(tmp_path, disk_bytes):
+    """They are in the text of the refusal. With room for the store, but not for a stage, all are tried."""
+    asked = request(Net(), Resources(host_memory=4 * MIB, disk=tmp_path, disk_bytes=disk_bytes))
+    finer, used = list(asked.divided()), []
+
+    def noted(number, size):
+        used.append(number)
+        return finer[number](size)
+
+    divided = [functools.partial(noted, number) for number in range(len(finer))]
+    with pytest.raises(DoesNotFitError) as lazy:
+        make_plan(dataclasses.replace(asked, divided=lambda: divided))
+    everything = set(range(len(finer)))
+    assert len(everything) > 1
+    assert set(used) == ({max(everything)} if disk_bytes == MIB else everything)
+    if disk_bytes == MIB:
+        with pytest.raises(DoesNotFitError) as smallest:
+            make_plan(dataclasses.replace(asked, divided=lambda: finer[-1:]))
+        assert str(lazy.value) == str(smallest.value)
+
+
 def test_a_recomputed_block_is_used_once_more_before_its_backward():
     model = Net(layers=2)
     trace = trace_of(model, divided(model, 4 * MATRIX))

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from headwater.core.files import disk_errors
 
 _LARGE_BYTES = 1 << 20
+"""Smaller tensors stay in memory: a mapping for each of them would save little, and mappings are limited."""
 _TOUCHED_BYTES = 128 << 20
 """Bytes that may be written to tensors in files before their pages are removed from memory."""
 

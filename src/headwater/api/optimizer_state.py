@@ -173,6 +173,7 @@ class OptimizerState(Dictionary):
     __copy__ = copy
 
     def __reduce__(self) -> Any:
+        # What torch's own state is: a pickle must load in a program without this package.
         return defaultdict, (dict, dict(self.items()))
 
 

@@ -144,5 +144,6 @@ class ParamState(Dictionary):
         return dict(self.items())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # Clones: a copy must not follow the later changes in the store.
         values = {k: v.clone() if isinstance(v, MomentAtRest) else v for k, v in self.items()}
         return dict, (values,)

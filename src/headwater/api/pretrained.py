@@ -247,6 +247,7 @@ def _initialize_rest(model: nn.Module, loading: _Loading, directory: Path) -> No
     ]
     with on_failure(lambda: _empty(rest.values())):
         for param in rest.values():
+            # NaN marks what no initialisation sets; see `_require_values`.
             give_values(param, torch.full_like(param, float("nan"), device="cpu"))
         for name in modules:
             huggingface.initialize(model, name)

@@ -74,6 +74,7 @@ class _Encoder:
 
     def encode(self, value: Any, path: KeyPath) -> Any:
         match value:
+            # Exact values: JSON keeps all digits of a float.
             case None | bool() | int() | float() | str():
                 return value
             case Tensor():
@@ -82,6 +83,7 @@ class _Encoder:
                 return {"list": [self.encode(item, (*path, index)) for index, item in enumerate(value)]}
             case tuple():
                 return {"tuple": [self.encode(item, (*path, index)) for index, item in enumerate(value)]}
+            # Before `Mapping`, which the next two are as well.
             case Counter():  # in the state of torch's MultiStepLR
                 return {"counter": self._entries(value, path)}
             case OrderedDict() if hasattr(value, "_metadata"):  # `state_dict` of a module

@@ -17,6 +17,8 @@ from headwater.plan.types import Calibration
 from headwater.store.native_check import adam_in_use
 
 _QUIET_LIFE_S, _BUSY_LIFE_S, _UNDOUBTED_S = 30 * 86_400.0, 3_600.0, 600.0
+"""Seconds for which a measurement is used: one of a quiet machine, one of a busy machine, and each of them
+without a quick check. Other programs distort a measurement only while they run, so it is soon repeated."""
 _FILE = "calibration.json"
 _TOLERANCE = 1.5
 """Quick checks that differ by less than this factor count as equal."""

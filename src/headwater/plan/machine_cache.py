@@ -41,6 +41,7 @@ def machine_key(device: str, folder: Path | None = None) -> str:
 
 
 def _cpu_model() -> str:
+    # On Linux `platform.processor` does not name the model.
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

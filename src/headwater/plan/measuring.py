@@ -99,6 +99,7 @@ def main() -> None:
     device, threads, *folder = sys.argv[1:]
     # The rates are those of a run, so the measurement has as many threads as the run.
     torch.set_num_threads(int(threads))
+    # The system holds this limit too when the parent, which watches the wall time, was killed.
     most_cpu_s = MOST_CPU_S * int(threads)
     resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
     answer = _answer(device, Path(folder[0]) if folder else None)

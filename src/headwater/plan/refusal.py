@@ -146,7 +146,7 @@ def _with_fewer_on_device(free: Request) -> Setting:
     """
     fewest, most = 0, len(free.trace_for(micro_batch_sizes(free)[-1]).stages)
     while fewest < most:
-        middle = (fewest + most + 1) // 2
+        middle = (fewest + most + 1) // 2  # rounded up: the range also shrinks if the middle fits
         if best_plan(_with_fixed(free, "stages_on_device", middle)) is None:
             most = middle - 1
         else:

@@ -19,6 +19,7 @@ def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     """Return the arguments that an operator changes in place."""
     if not func._schema.is_mutable:
         return []
+    # Not strict: arguments at the end may be left out, or given by name.
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     changed = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     leaves = tree_leaves([given.get(name) for name in changed])

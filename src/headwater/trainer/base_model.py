@@ -148,7 +148,7 @@ class BaseModelLoss:
             raise self._error(f"has shape {list(loss.shape)}", "return a scalar, its mean() for example")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise self._error("depends on no parameter that is trained", "compute it from the model's output")
-        return loss.reshape(())
+        return loss.reshape(())  # a loss of shape [1] is accepted too
 
     def _follow(self, batch: Any) -> None:
         """Move losses and metrics to the device of the batch. The engine does this for the model itself."""

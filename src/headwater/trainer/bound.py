@@ -13,6 +13,7 @@ from headwater.trainer.callback import Callback, FitStart, StepEnd
 logger = logging.getLogger(__name__)
 
 _LEAST_STEPS = 3
+"""Shorter runs get no summary: without the first step, one or two steps say little."""
 _LEAST_SHARE = 0.05
 """A setting that would save a smaller share of the time is not named."""
 

@@ -22,6 +22,7 @@ _MAX_LINE_BYTES = 4096
 
 _STEP_FIELDS = dataclasses.fields(StepEnd)
 
+# At most 15 digits: a damaged line must not turn into a number that floats cannot hold exactly.
 _STEP_LINE = re.compile(
     rb'\{"kind": "train", "step": (\d{1,15}), "loss": ([^,]+), "learning_rate": ([^,]+), '
     rb'"gradient_norm": ([^,]+), "applied": \w+, "loss_scale": [^,]+, "tokens": (\d{1,15}), '

@@ -17,7 +17,9 @@ from headwater.plan.machine import held_bytes
 from headwater.trainer.interrupt import Interrupt
 
 _INTERVAL_S = 0.25
+"""Seconds between two looks. Memory can fill up within a second."""
 _LEAST_SHARE, _LEAST_BYTES, _MOST_BYTES = 0.03, 16 * MIB, 256 * MIB
+"""Memory is short below this share of the limit, but at least and at most below these bytes."""
 _TOLERANCE = 1.03
 """A warning is given if a run takes more than this many times its memory budget."""
 
@@ -71,6 +73,7 @@ def _watch(interrupt: Interrupt, budget: int | None, over: threading.Event) -> N
             logger.warning(
                 "this run holds %s of host memory, its budget is %s", format_bytes(held), format_bytes(budget)
             )
+        # Once the stop is requested, nothing more can be done: the step has to end.
         if not interrupt.requested and tightest_room().is_short:
             # Memory may only seem short: malloc keeps pages that the run has freed.
             return_pages()

@@ -34,6 +34,7 @@ MAIL_FROM, MAIL_PASSWORD = "CEREBRAS_NOTIFICATION_MAILFROM", "CEREBRAS_NOTIFICAT
 """Environment variables with the sender of e-mails and its password, as in the Model Zoo."""
 _URL_TIMEOUT_S, _COMMAND_TIMEOUT_S, _MAIL_TIMEOUT_S = 10.0, 60.0, 30.0
 _TLS_PORT = 465
+"""The port on which a mail server speaks TLS from the first byte. On other ports STARTTLS begins it."""
 
 Message = dict[str, Any]
 """A message: `event` (complete, stopped or failed), `text`, `error`, `model_dir`, `step`, `end_step`, …"""
@@ -98,7 +99,7 @@ def send_mail(config: EmailConfig, mailfrom: str, text: str) -> None:
             if config.port == _TLS_PORT
             else smtplib.SMTP(*place, timeout=_MAIL_TIMEOUT_S)
         ) as server:
-            server.ehlo()
+            server.ehlo()  # the server names its extensions in the answer
             if config.port != _TLS_PORT and server.has_extn("starttls"):
                 server.starttls(context=context)
             elif config.port != _TLS_PORT and password:

@@ -44,7 +44,7 @@ def seed_everything(seed: int) -> None:
     """Seed torch, `random` and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # numpy takes no larger seeds
 
 
 class Passes:
@@ -161,6 +161,7 @@ class RepeatedPasses:
         batches = self._passes.over(self._epoch)
         if self._position:
             logger.info("skipping %d batches that the run has already used", self._position)
+        # Read and dropped one by one: a list of them would hold all batches in memory.
         if sum(1 for _ in itertools.islice(batches, self._position)) < self._position:
             raise self._other_data(f"a pass has fewer than {self._position} batches")
         return batches

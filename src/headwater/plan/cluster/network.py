@@ -155,7 +155,7 @@ class Switches(Links):
 
     @property
     def agreement_s(self) -> float:
-        return 2 * len(self._down) * self._network.latency_s
+        return 2 * len(self._down) * self._network.latency_s  # up to the store, and down again
 
 
 def connect(timeline: Timeline, placement: Placement) -> Links | None:
