@@ -119,7 +119,7 @@ def workers_of_rank(
         per_csx: workers to use at once; `None`: all workers divided by the ranks, at least 1.
     """
     count = min(per_csx or max(len(addresses) // num_csx, 1), len(addresses))
-    # Each rank begins at other workers, and goes to the next ones if some of its own do not answer.
+    # Each rank begins at other workers. If some of these do not answer, it takes the next ones.
     first = rank * count % len(addresses)
     return [*addresses[first:], *addresses[:first]], count
 
