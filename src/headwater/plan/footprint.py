@@ -18,13 +18,17 @@ from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 if TYPE_CHECKING:
     from headwater.optim.spec import UpdateKind
 
-# Measured on CPU: memory of the allocator, as a share of the bytes of tensors.
-_ALLOCATOR_SHARE, _SHARE_OF_KEPT_PAGES = 0.2, 0.5
+# Measured on CPU: memory of the allocator, as a share of the bytes of tensors, and if it keeps pages, of
+# activations alone.
+_ALLOCATOR_SHARE, _SHARE_OF_KEPT_PAGES = 0.2, 0.35
 
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """Bytes of activations and gradients on the compute device, when their sum is largest in a step.
+
+    If the allocator keeps the pages of freed tensors, the pages of activations stay after the backward,
+    beside the gradients that wait for the update.
 
     Attributes:
         activations: bytes of activations.
@@ -39,8 +43,9 @@ class Peak:
     @property
     def allocator(self) -> int:
         """Bytes that the allocator holds beside the tensors: gaps, and scratch memory of kernels."""
-        share = _SHARE_OF_KEPT_PAGES if self.keeps_pages else _ALLOCATOR_SHARE
-        return int((self.activations + self.gradients) * share)
+        if self.keeps_pages:
+            return int(self.activations * _SHARE_OF_KEPT_PAGES)
+        return int((self.activations + self.gradients) * _ALLOCATOR_SHARE)
 
     @property
     def total(self) -> int:
@@ -137,13 +142,13 @@ class Footprint:
         key = plan.activations, where, plan.num_micro_batches, plan.updates
         if key not in self._peaks:
             ranks, gradients = self._ranks_beside(plan), self.gradients.alive(plan)
-            moments = zip(activations_alive(self.trace, plan.activations), gradients, strict=True)
+            activations = [ranks * alive for alive in activations_alive(self.trace, plan.activations)]
+            peak = max(map(Peak, activations, gradients), key=lambda moment: moment.total)
             # In a search plans have no budget yet, so this depends on parts of the key alone.
-            keeps_pages = plan.device == "cpu" and plan.memory_is_ample
-            self._peaks[key] = max(
-                (Peak(ranks * alive, held, keeps_pages) for alive, held in moments),
-                key=lambda peak: peak.total,
-            )
+            if plan.device == "cpu" and plan.memory_is_ample:
+                held = max(peak.gradients, self.gradients.after_backward(plan))
+                peak = Peak(max(activations), held, keeps_pages=True)
+            self._peaks[key] = peak
         return self._peaks[key]
 
     def sizes_in_slabs(self, plan: Plan) -> tuple[int, ...]:

@@ -75,6 +75,11 @@ class GradientBytes:
             held = max(self._waiting_in_backward(plan)) + largest
         return int(self._share.gradients * held) + buffers
 
+    def after_backward(self, plan: Plan) -> int:
+        """Return the bytes of gradients in host memory that wait for the update, if a CPU computes."""
+        on_disk = plan.gradient_tier == "disk"
+        return 0 if on_disk or plan.updates_free_gradients else self.all_held(plan)
+
     def alive(self, plan: Plan) -> list[int]:
         """Return the bytes of gradients in the compute device's memory during the backward of each use.
 
