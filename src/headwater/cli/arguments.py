@@ -87,7 +87,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fal
         "--max_sequence_length",
         type=int,
         metavar="N",
-        help="most tokens to read at once (the model's positions)",
+        help="largest number of tokens to read at once (the model's positions)",
     )
 
 

@@ -61,7 +61,7 @@ _OPTIONS: Options = (
     ("predict_only", bool, "write answers without metrics; needs --output_path"),
     ("seed", str, "seeds of random, numpy, torch and the choice of examples (0,1234,1234,1234)"),
     ("trust_remote_code", bool, "not supported"),
-    ("max_tokens", int, "most tokens to generate"),
+    ("max_tokens", int, "largest number of tokens to generate"),
     ("temperature", float, "temperature of generated tokens; 0: always the most likely token"),
     ("top_k", int, "generate only among the k most likely tokens"),
     ("top_p", float, "generate only among the most likely tokens whose probability reaches this"),

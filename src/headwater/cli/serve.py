@@ -78,10 +78,13 @@ def add_served_models(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=PASS_TOKENS,
         metavar="N",
-        help="most tokens that are read in one pass over the weights (%(default)s)",
+        help="largest number of tokens that are read in one pass over the weights (%(default)s)",
     )
     parser.add_argument(
-        "--max_sequence_length", type=int, metavar="N", help="most tokens of a text (the model's positions)"
+        "--max_sequence_length",
+        type=int,
+        metavar="N",
+        help="largest number of tokens of a text (the model's positions)",
     )
     add_override_options(parser, _MACHINE, without=_OWN)
 

@@ -26,8 +26,8 @@ class BigCodeArguments(Section):
         top_p: draw only among the most likely tokens whose probability reaches this.
         seed: seed of drawn tokens.
         prefix: text before each prompt.
-        max_length_generation: most tokens of prompt and program together.
-        max_tokens: most tokens of a program; replaces `max_length_generation`.
+        max_length_generation: largest number of tokens of prompt and program together.
+        max_tokens: largest number of tokens of a program; replaces `max_length_generation`.
         limit: largest number of problems of each task.
         limit_start: number of problems to leave out before the first one.
         postprocess: cut programs at the stop words of the task.

@@ -35,7 +35,7 @@ class HarnessArguments(Section):
         seed: seeds of random, numpy, torch and the choice of examples, with commas between them; or one
             for all.
         trust_remote_code: accepted only as false, because it would run code from the internet.
-        max_tokens: most tokens to generate.
+        max_tokens: largest number of tokens to generate.
         temperature: temperature of generated tokens; 0: always the most likely token.
         top_k: generate only among the k most likely tokens.
         top_p: generate only among the most likely tokens whose probability reaches this.
@@ -110,9 +110,10 @@ class TaskCallback(Section):
 
     Attributes:
         every_n_vals: run at every n-th multiple of the loop's `eval_frequency`.
-        batch_size: most sequences of full length that are computed at once; at most, and by default, the
-            micro-batch of the plan.
-        max_sequence_length: most tokens that the model may read at once; its positions if not given.
+        batch_size: largest number of sequences of full length that are computed at once; at most, and by
+            default, the micro-batch of the plan.
+        max_sequence_length: largest number of tokens that the model may read at once; its positions if not
+            given.
         tokenizer_file_path: tokenizer.json; that of the training data if not given.
         pretrained_model_name_or_path: a local folder with a tokenizer, instead of `tokenizer_file_path`.
         eos_id: id of the token that ends a text; found in the tokenizer's files if not given.

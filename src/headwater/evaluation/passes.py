@@ -58,7 +58,8 @@ def passes(requests: Sequence[Request], max_tokens: int, ranks: int = 1) -> Iter
 
     Args:
         requests: the requests.
-        max_tokens: most tokens of a pass on each rank, padding included; one sequence is never divided.
+        max_tokens: largest number of tokens of a pass on each rank, including padding; one sequence is never
+            divided.
         ranks: number of ranks that compute a pass.
 
     Yields:
@@ -90,7 +91,7 @@ def windows(tokens: Sequence[int], prefix: int, max_length: int) -> Iterator[Req
     Args:
         tokens: token ids of the text.
         prefix: id of the token before the text.
-        max_length: most tokens that the model reads at once.
+        max_length: largest number of tokens that the model reads at once.
     """
     whole = (prefix, *tokens)
     for start in range(0, len(tokens), max_length):

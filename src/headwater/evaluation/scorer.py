@@ -29,7 +29,7 @@ class Prompt:
 
     Attributes:
         tokens: its token ids; at least one.
-        max_new_tokens: most tokens of the continuation; at least one.
+        max_new_tokens: largest number of tokens of the continuation; at least one.
         sampling: how tokens are chosen.
     """
 
@@ -58,8 +58,8 @@ class Scorer:
     Args:
         engine: has the model.
         vocab_size: tokens in the model's vocabulary.
-        max_length: most tokens that the model may read at once.
-        max_tokens: most tokens of a pass on this rank; at least `max_length`.
+        max_length: largest number of tokens that the model may read at once.
+        max_tokens: largest number of tokens of a pass on this rank; at least `max_length`.
     """
 
     def __init__(self, engine: Engine, vocab_size: int, max_length: int, max_tokens: int) -> None:
@@ -205,7 +205,7 @@ def largest_pass(model: nn.Module, batch: Mapping[str, Any], *, generates: bool)
 
 
 def check_length(model_length: int, asked: int | None) -> int:
-    """Return the most tokens that the model may read at once.
+    """Return the largest number of tokens that the model may read at once.
 
     Args:
         model_length: positions of the model.

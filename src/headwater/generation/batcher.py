@@ -22,7 +22,7 @@ ACTIVE_PER_ROW = 4
 """Sequences that are computed at once for each sequence of full length that has memory."""
 
 FinishReason = Literal["stop", "length", "cancelled"]
-"""Why a generation has ended: by an end token or its receiver, at the most tokens, or because of the user."""
+"""Why a generation has ended: an end token or its receiver, the limit of tokens, or the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Limits:
     Attributes:
         cache_tokens: tokens whose keys and values are in memory at once, over all sequences.
         pass_tokens: most new tokens that are read in one pass over the weights.
-        active: most sequences that are computed at once; at most `pass_tokens`.
-        length: most tokens whose keys and values one request may need; the model's positions if not given.
+        active: largest number of sequences that are computed at once; at most `pass_tokens`.
+        length: largest number of tokens whose keys and values one request may need; the model's positions if
+            not given.
     """
 
     cache_tokens: int
@@ -48,7 +49,7 @@ class GenerationRequest:
 
     Attributes:
         prompt: token ids; at least one.
-        max_new_tokens: most tokens to generate; 0: none, and the generation has ended before its first pass.
+        max_new_tokens: largest number of tokens to generate; with 0 a generation ends before its first pass.
         sampling: how tokens are chosen.
         ends: ids of the tokens that end the text.
         receive: called with each token; returns True to end the text after it.
@@ -301,7 +302,7 @@ def divided(unread: Sequence[int], limit: int) -> list[int]:
 
     Args:
         unread: tokens of each sequence that the model has not read; at least one.
-        limit: most tokens of a pass; at least the number of sequences.
+        limit: largest number of tokens of a pass; at least the number of sequences.
     """
     left = limit - sum(count == 1 for count in unread)
     counts = []

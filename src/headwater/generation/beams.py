@@ -58,7 +58,7 @@ class Beams:
 
     Args:
         prompt: tokens before the texts.
-        max_new_tokens: most tokens of a text.
+        max_new_tokens: largest number of tokens of a text.
         ends: ids of the tokens that end a text.
         settings: the settings.
 

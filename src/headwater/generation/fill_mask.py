@@ -73,8 +73,8 @@ class MaskFiller:
         tokenizer: its tokenizer.
         mask_id: id of the mask token.
         device: device of the model.
-        rows: most texts of a pass.
-        max_length: most tokens of a text, and most masked places of a pass.
+        rows: largest number of texts of a pass.
+        max_length: largest number of tokens of a text, and most masked places of a pass.
         computing: returns a context in which the model can be called.
 
     Attributes:

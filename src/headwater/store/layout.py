@@ -165,7 +165,7 @@ class StageLayout:
         stage: the stage.
         states: optimizer state of each of its parameters; empty for frozen ones.
         elementwise: whether the optimizer may update a parameter piece by piece.
-        piece_elements: most elements in a piece of a parameter that can be cut.
+        piece_elements: largest number of elements in a piece of a parameter that can be cut.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ def _split(param: ParamSpec, most: int | None) -> list[tuple[int, int]]:
 
     Args:
         param: the parameter.
-        most: most elements of a piece; `None` if the parameter cannot be cut.
+        most: largest number of elements of a piece; `None` if the parameter cannot be cut.
     """
     numel = param.numel
     step = max(numel, 1) if most is None else most

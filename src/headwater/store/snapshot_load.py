@@ -160,7 +160,7 @@ class SavedCheckpoint:
             raise CheckpointError(
                 f"the checkpoint is of a run with the optimizer {saved}, but this run has {ours}",
                 where=str(self.folder),
-                remedy=f"set the optimizer to {saved}, or load the weights alone",
+                remedy=f"set the optimizer to {saved}, or load only the weights",
             )
         specs = {spec.name: spec for stage in store.stages for spec in stage.params}
         states = {}
@@ -190,7 +190,7 @@ class SavedCheckpoint:
                 f"and {_listed(ours)} in this run",
                 where=str(self.folder),
                 remedy="set the optimizer's arguments, and what is frozen, as they were, "
-                "or load the weights alone",
+                "or load only the weights",
             )
 
 

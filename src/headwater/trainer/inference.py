@@ -44,8 +44,9 @@ class Inference:
     """Settings for the evaluation of a language model.
 
     Attributes:
-        batch_size: most sequences of full length that all ranks compute at once. The plan may choose fewer.
-        max_length: most tokens that the model may read at once; its positions if not given.
+        batch_size: largest number of sequences of full length that all ranks compute at once. The plan may
+            choose fewer.
+        max_length: largest number of tokens that the model may read at once; its positions if not given.
         checkpoint: the checkpoint; the newest in the model_dir if not given. A transformers model without one
             has the weights in its folder.
         generates: True if the model generates text, which needs memory for keys and values.
@@ -64,7 +65,7 @@ class Opened:
     Attributes:
         engine: has the model, in eval mode, with a plan for its largest pass.
         vocab_size: tokens in the model's vocabulary.
-        length: most tokens that the model may read at once.
+        length: largest number of tokens that the model may read at once.
     """
 
     engine: Engine

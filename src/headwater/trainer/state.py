@@ -57,5 +57,5 @@ class RunState:
             raise CheckpointError(
                 f"the checkpoint does not hold the state of a run: {error}",
                 where=where,
-                remedy="start from its weights alone, with the callback LoadCheckpointStates: model",
+                remedy="start from only its weights, with the callback LoadCheckpointStates: model",
             ) from error

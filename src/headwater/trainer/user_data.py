@@ -194,7 +194,7 @@ class RepeatedPasses:
         return DataError(
             f"the checkpoint was made with other data: {what}",
             where=self._passes.name,
-            remedy="use the data and batch size of the checkpoint, or start from its weights alone",
+            remedy="use the data and batch size of the checkpoint, or start from only its weights",
         )
 
 
