@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +84,16 @@ def test_another_source_or_flag_is_another_library(source, folder):
     source.write_text(SOURCE.replace("return NUMBER", "return NUMBER + 1"))
     assert load(source, FLAGS, folder).number() == 8
     assert first.number() == 7 and len(list(folder.iterdir())) == 3
+
+
+def test_a_stored_library_needs_no_compiler(source, folder, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    assert load(source, FLAGS, folder).number() == 7
+    monkeypatch.setenv("PATH", str(folder))
+    assert load(source, FLAGS, folder).number() == 7
+    monkeypatch.setenv("CC", "/nonexistent/cc")  # whose library it is not
+    with pytest.raises(RunError, match="nonexistent"):
+        load(source, FLAGS, folder)
 
 
 def test_another_processor_has_another_library(source, folder, monkeypatch):
@@ -252,13 +263,19 @@ def test_a_folder_that_cannot_be_written_is_named(source, protected, monkeypatch
         os.chown(protected, 65534, -1)
     code = source.read_bytes()
     monkeypatch.setattr(Path, "read_bytes", lambda path: code)  # which another user could not read
-    monkeypatch.setattr(native._Build, "compile", lambda build: b"")
+    monkeypatch.setattr(native._Build, "compile", lambda *_: b"")
     with another_user(), pytest.raises(RunError, match=rf"^{protected}: Permission denied"):
         load(source, FLAGS, protected)
 
 
+def test_a_folder_whose_files_cannot_be_executed(source, folder, monkeypatch):
+    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID))
+    with pytest.raises(RunError, match="noexec"):
+        load(source, FLAGS, folder)
+
+
 def test_a_full_disk_leaves_no_part_of_a_library(source, folder, monkeypatch):
-    monkeypatch.setattr(native._Build, "compile", lambda build: bytes(100_000))
+    monkeypatch.setattr(native._Build, "compile", lambda *_: bytes(100_000))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
@@ -270,8 +287,7 @@ def test_a_full_disk_leaves_no_part_of_a_library(source, folder, monkeypatch):
 
 
 def test_a_library_that_cannot_be_loaded_is_named(source, folder, monkeypatch):
-    """Its place may be mounted without the right to execute, for example."""
-    monkeypatch.setattr(native._Build, "compile", lambda build: b"not a library")
+    monkeypatch.setattr(native._Build, "compile", lambda *_: b"not a library")
     with pytest.raises(RunError, match=rf"{folder}/sample-\w+\.so"):
         load(source, ("-DNUMBER=-1",), folder)  # which this process has not loaded from elsewhere
 

@@ -4,10 +4,11 @@
 if it cannot be had (no compiler, a home that cannot be written to, `HEADWATER_NATIVE=0`), logs the reason
 in one line, and the caller uses torch's operators.
 
-A library is stored in the user's cache folder under a name that is a hash of everything that it depends on.
-Other users must not be able to put code there: the folder and the file must belong to this user, and others
-must not be able to write to them. Several processes may compile at once; the last one to finish replaces an
-equal file. A library whose checksum is wrong is compiled again.
+A library is stored in the user's cache folder under a name that is a hash of everything that its results
+depend on. Compilers may not choose how results are rounded (`-ffp-contract=off`), so any of them may have
+made it. Other users must not be able to put code there: the folder and the file must belong to this user,
+and others must not be able to write to them. Several processes may compile at once; the last one to finish
+replaces an equal file. A library whose checksum is wrong is compiled again.
 
 A library uses the copy of OpenMP that torch uses. A second copy would have its own threads, which wait
 for work beside those of torch, and would not know the limits that torch and `core/threads.py` set. The
@@ -50,7 +51,8 @@ _FLAGS = (
     # An unknown function is an error of the linker here, and not a crash of the process that calls it.
     "-Wl,-z,defs",
 )
-_MOST_VERSION_S, _MOST_COMPILE_S = 30.0, 120.0
+_MOST_COMPILE_S = 120.0
+_CHOSEN = "CC"  # environment variable: the C compiler that the user chooses
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 # Names of lines in /proc/cpuinfo, on x86 and on ARM. With -march=native the code depends on the model too.
 _FEATURES = frozenset({"flags", "Features"})
@@ -100,17 +102,18 @@ def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) ->
     openmp = openmp_library()
     if openmp is None:
         raise RunError("torch has loaded no OpenMP library")
+    build = _Build(source, (*_FLAGS, *flags), openmp)
     path = folder or _default_folder()
     failures = []
     with _own_folder(path) as directory:
+        name = build.name()
+        if _is_stored(name, directory):
+            with suppress(OSError):  # made on a host with a newer system and the same home
+                return _opened(name, directory)
         for compiler in _compilers():
-            build = _Build(source, compiler, (*_FLAGS, *flags), openmp)
             try:
-                name = build.name()
-                if not _is_stored(name, directory):
-                    _store(build.compile(), name, directory, path)
-                # The name is part of the path: the dynamic linker takes equal paths for one library.
-                return ctypes.CDLL(f"/proc/self/fd/{directory}/{name}")
+                _store(build.compile(compiler), name, directory, path)
+                return _opened(name, directory)
             except OSError as error:
                 # The dynamic linker's error has no number, and names the folder by the descriptor.
                 reason = error.strerror or str(error).replace(f"/proc/self/fd/{directory}", str(path))
@@ -122,36 +125,42 @@ def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Build:
-    """All that a library is made from.
+    """The parts that a library is made from.
 
     Attributes:
         source: the C source.
-        compiler: the command of the compiler.
         flags: of the compiler.
         openmp: path of the OpenMP library.
     """
 
     source: Path
-    compiler: tuple[str, ...]
     flags: tuple[str, ...]
     openmp: Path
 
     def name(self) -> str:
-        """Return the name of the library's file. A hash of everything on which the library depends is in it.
+        """Return the name of the library's file, which has a hash of everything on which results depend.
+
+        The compiler counts only if the user chooses one. So a run that continues finds its library although
+        the compiler was updated or removed since.
 
         Raises:
-            OSError: if the compiler cannot be run.
-            SubprocessError: if it cannot tell its version.
+            RunError: if the source cannot be read.
         """
-        version = _run((*self.compiler, "--version"), _MOST_VERSION_S)
-        command = "\0".join((*self.compiler, *self.flags, str(self.openmp)))
+        try:
+            code = self.source.read_bytes()
+        except OSError as error:
+            raise RunError(f"{self.source}: {error.strerror}") from error
+        command = "\0".join((os.environ.get(_CHOSEN, ""), *self.flags, str(self.openmp)))
         whole = hashlib.sha256()
-        for part in (self.source.read_bytes(), command.encode(), version, _processor()):
+        for part in (code, command.encode(), _processor()):
             whole.update(hashlib.sha256(part).digest())
         return f"{self.source.stem}-{whole.hexdigest()[:32]}.so"
 
-    def compile(self) -> bytes:
+    def compile(self, compiler: Sequence[str]) -> bytes:
         """Return the bytes of the library.
+
+        Args:
+            compiler: the command of a C compiler.
 
         Raises:
             OSError: if the compiler cannot be run, or temporary files cannot be written.
@@ -160,7 +169,7 @@ class _Build:
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / "library.so"
             files = (str(self.source), str(self.openmp), "-lm", "-o", str(library))
-            _run((*self.compiler, *self.flags, *files), _MOST_COMPILE_S)
+            _run((*compiler, *self.flags, *files), _MOST_COMPILE_S)
             return library.read_bytes()
 
 
@@ -214,6 +223,8 @@ def _own_folder(path: Path) -> Iterator[int]:
     try:
         if not _only_this_user_writes(os.fstat(directory)):
             raise RunError(f"{path}: expected a folder into which only this user can write")
+        if os.fstatvfs(directory).f_flag & os.ST_NOEXEC:
+            raise RunError(f"{path}: expected a file system whose files can be executed, got one with noexec")
         yield directory
     finally:
         os.close(directory)
@@ -229,10 +240,11 @@ def _compilers() -> Sequence[tuple[str, ...]]:
     Raises:
         RunError: if `$CC` is not a command.
     """
+    named = os.environ.get(_CHOSEN, "")
     try:
-        chosen = shlex.split(os.environ.get("CC", ""))
+        chosen = shlex.split(named)
     except ValueError as error:
-        raise RunError(f"expected a command in the variable CC, got {os.environ['CC']!r}") from error
+        raise RunError(f"expected a command in the variable {_CHOSEN}, got {named!r}") from error
     if chosen:
         return [tuple(chosen)]
     found = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
@@ -274,6 +286,16 @@ def _reason(error: subprocess.SubprocessError) -> str:
     message = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
     lines = (message or b"").decode(errors="replace").strip().splitlines() or str(error).splitlines()
     return next((line for line in lines if "error" in line or "undefined" in line), lines[0])
+
+
+def _opened(name: str, directory: int) -> ctypes.CDLL:
+    """Return a stored library.
+
+    Raises:
+        OSError: if the dynamic linker refuses it.
+    """
+    # The name is part of the path: the dynamic linker takes equal paths for one library.
+    return ctypes.CDLL(f"/proc/self/fd/{directory}/{name}")
 
 
 def _is_stored(name: str, directory: int) -> bool:

@@ -341,7 +341,7 @@ static float greatest_score(const float *scores, int64_t count, float greatest) 
 static float write_weights(const float *scores, int64_t count, int64_t end, float factor, float base, bf16 *weights) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t key = 0; key < end; key += LANES) {
-        /* Not a difference of products, which for huge scores rounds to something else than 0 if they are equal. */
+        /* The factor comes last: the difference of two huge products could be nothing but their rounding. */
         const __m512 distance = _mm512_sub_ps(_mm512_load_ps(scores + key), _mm512_set1_ps(base));
         const __m512 exponent = _mm512_mul_ps(distance, _mm512_set1_ps(factor));
         const __m512 part = _mm512_maskz_mov_ps(first_lanes(count - key), exp2_vector(exponent));
@@ -591,7 +591,7 @@ static inline __m512i paired(__m512i halves) {
 /* Compute one vector of weights and of the scores' gradients. */
 static inline void differentiate(const Backward *self, int64_t place, int64_t query, __mmask16 mask, float factor,
                                  __m512 *weights, __m512 *gradients) {
-    /* Rounded like the product in the logarithm of the sum, so that the weight of a key without rivals is 1. */
+    /* If one score is far above all others, this product equals the logarithm of the sum, and the weight is 1. */
     const __m512 products = _mm512_mul_ps(_mm512_load_ps(self->scores + place), _mm512_set1_ps(factor));
     const __m512 exponents = _mm512_sub_ps(products, _mm512_set1_ps(self->log2_sums[query]));
     const __m512 weight_gradients = _mm512_load_ps(self->weight_gradients + place);
