@@ -189,6 +189,7 @@ def names_to_save(model: nn.Module, groups: Iterable[list[str]]) -> list[str]:
     for group in groups:
         names = [name for name in group if name not in ignored]
         declared = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in tied)]
+        # One name stays, even if the model declares all of them as tied.
         kept += [name for name in names if name not in declared[: len(names) - 1]]
     return kept
 
@@ -198,6 +199,7 @@ def initialize(model: Any, module_name: str) -> None:
     module = model.get_submodule(module_name)
     parts = module_name.split(".") if module_name else []
     ancestors = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1))
+    # The innermost one: a model inside another one may initialise its parts in another way.
     nearest = next((a for a in ancestors if is_transformers_model(a)), None)
     with torch.no_grad():
         if nearest is not None:
@@ -218,7 +220,7 @@ def save_config(model: Any, directory: Path, dtype: torch.dtype) -> None:
         return
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__]
+    config.architectures = [type(model).__name__]  # by which `Auto` classes find the model's class
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)

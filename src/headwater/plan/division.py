@@ -95,6 +95,7 @@ def _parts(
 def _smallest(params: Sequence[ParamSpec], most_bytes: int) -> set[str]:
     """Return the names of the smallest parameters that have at most `most_bytes` together."""
     names, total = set(), 0
+    # Smallest first, so that as many as possible stay together.
     for param in sorted(params, key=lambda param: param.wire_bytes):
         total += param.wire_bytes
         if total > most_bytes:

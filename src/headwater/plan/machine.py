@@ -131,6 +131,7 @@ def free_host_bytes() -> int:
     That is the free memory of the machine, or less within a container (control groups) or under a limit of
     the address space (`ulimit -v`).
     """
+    # The tightest one: memory beyond it ends the process, or makes the system slow.
     rooms = (psutil.virtual_memory().available, memory_room(), _address_room())
     return min(room for room in rooms if room is not None)
 

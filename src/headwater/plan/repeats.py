@@ -31,6 +31,7 @@ _FIRST, _LAST = 2, 2
 """How many of the equal stages run: the first ones with like inputs, and the last ones of the model."""
 _SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has. Their content is compared apart from the attributes of the class."""
 _KNOWN_PACKAGES = ("torch.nn.modules.", "headwater.models.")
 """Packages whose modules may be in a stage that is skipped. Costs of a user's own module are unknown."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -221,6 +222,7 @@ class _Repeated(torch.autograd.Function):
 
 def _equal_stages(model: nn.Module, partition: Partition) -> list[list[int]]:
     """Return lists of stages that cost the same if their inputs do, each in the order of the model."""
+    # Such a hook may do something else for each module.
     if _has_any_global_hook():
         return []
     groups: dict[Hashable, list[int]] = {}

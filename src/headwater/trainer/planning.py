@@ -81,6 +81,7 @@ def training_workload(
         data_workers: processes of a rank that read data.
     """
     size = fixed_micro_batch_size(init, batch_size)
+    # Such a loss cannot be put together from those of micro-batches.
     if size is None and not trainable.divisible:
         size = batch_size
     # Another size would sum gradients in another order, and the results would differ.
@@ -216,6 +217,7 @@ def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreSh
     owners = [rank for rank in placement.owners if hosts[rank] == host]
     first, is_alone = hosts.index(host), hosts[-1] == 0
     updating = set(owners if placement.num_memx else owners[:1])  # on a disk; see `shares_of`
+    # Ranks that update while other ranks compute have the weights of a stage in memory beside the slabs.
     ahead = len(updating) if placement.num_memx or not is_alone else 0
     return StoreShare(
         state=len(owners) / len(placement.owners),

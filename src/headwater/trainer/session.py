@@ -314,6 +314,7 @@ def evaluate_data(
 ) -> Evaluation:
     """Evaluate one checkpoint on `batches`; `None`: the newest checkpoint in the model_dir."""
     size = init.backend.micro_batch_size
+    # Otherwise the loss of the batch is not the mean of the losses of its parts.
     if not trainable.divisible:
         size = batch_size
     work = Workload(size or batch_size, micro_batch_size=size)

@@ -231,6 +231,7 @@ class _Recorder:
         problem = dtype_problem(call)
         if problem is not None:
             raise RefusedCall(problem)
+        # Modules contain each other: an operator belongs to the calls of all that are open.
         for digest in self._open:
             digest.add(call)
         self._look_for_finding(call, name)
