@@ -144,7 +144,9 @@ def dry_runs(overrides: dict[str, object], tokens: int) -> TraceFor:
 
     @functools.cache
     def trace_for(size: int) -> Trace:
-        trace = trace_step(trainable.model, trainable.example(size), BF16, loss_function=trainable.loss)
+        trace = trace_step(
+            trainable.model, trainable.example(size), BF16, loss_function=trainable.loss, device="cuda"
+        )
         return _with_bf16_base(trace)
 
     return estimated_traces(trace_for)

@@ -59,9 +59,13 @@ class Machine:
     device: int = 0
     disk: int = 0
 
+    @property
+    def kind(self) -> str:
+        """The device that computes."""
+        return "cuda" if self.device else "cpu"
+
     def request(self, trace: Trace) -> Request:
         """Return the request to plan a step of a model on this machine."""
-        kind = "cuda" if self.device else "cpu"
         sizes = (self.device or 1 << 20, self.host, self.disk)
         return Request(
             trace_for=lambda size: trace,
@@ -70,10 +74,10 @@ class Machine:
             optimizer_state_bytes=optimizer_state_bytes(OptimizerSpec("AdamW", {"lr": 1e-4})),
             budgets=Budgets(*(int(USABLE * size * GIB) for size in sizes)),
             disk=Path("disk") if self.disk else None,
-            device=kind,
+            device=self.kind,
             calibration=None,
             fixed=Fixed(micro_batch_size=1),
-            base_bytes=HOST_BASE[kind],
+            base_bytes=HOST_BASE[self.kind],
         )
 
 
@@ -93,25 +97,34 @@ MACHINES = [
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model with its dry run."""
+    """A model with its dry run on each kind of device."""
 
     name: str
     parameters: int
-    trace: Trace
+    traces: dict[str, Trace]
 
 
 def dry_run(name: str) -> Model:
     """Return a model of the package with the dry run of one sequence."""
     init = load_params(shipped_params()[name]).init
     trainable = zoo_trainable(init, SEQUENCE_LENGTH)
-    trace = trace_step(trainable.model, trainable.example(1), Precision("bf16"), loss_function=trainable.loss)
-    return Model(name, sum(each.numel() for each in trainable.model.parameters()), trace)
+    traces = {
+        device: trace_step(
+            trainable.model,
+            trainable.example(1),
+            Precision("bf16"),
+            loss_function=trainable.loss,
+            device=device,
+        )
+        for device in ("cpu", "cuda")
+    }
+    return Model(name, sum(each.numel() for each in trainable.model.parameters()), traces)
 
 
 def largest(machine: Machine, models: list[Model]) -> tuple[Model, Plan] | None:
     """Return the last model whose training fits the machine, with its plan."""
     for model in reversed(models):
-        plan = best_plan(machine.request(model.trace))
+        plan = best_plan(machine.request(model.traces[machine.kind]))
         if plan is not None:
             return model, plan
     return None

@@ -78,7 +78,7 @@ def _plan(load: Load, model: nn.Module, tier: Any, disk: Path | None) -> Plan:
 
     return make_plan(
         PlanRequest(
-            traces(model, load.sequence, precision),
+            traces(model, load.sequence, precision, load.device),
             batch_size=load.batch,
             precision=precision,
             optimizer_state_bytes=8,

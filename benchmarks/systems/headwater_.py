@@ -50,13 +50,13 @@ def batch_of(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def traces(model: torch.nn.Module, sequence: int, precision: Precision) -> TraceFor:
-    """Return a function that traces a step of a micro-batch size, for a model of token ids."""
+def traces(model: torch.nn.Module, sequence: int, precision: Precision, device: str = "cpu") -> TraceFor:
+    """Return a function that traces a step of a micro-batch size on a device, for a model of token ids."""
 
     @functools.cache
     def trace_for(size: int) -> Trace:
         tokens = torch.zeros(size, sequence + 1, dtype=torch.long)
-        return trace_step(model, batch_of(tokens), precision)
+        return trace_step(model, batch_of(tokens), precision, device=device)
 
     return trace_for
 

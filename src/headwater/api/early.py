@@ -214,9 +214,12 @@ def compile_only(
     )
     record = valid.record
     if plan is None:
+        run = _DryRuns(model, (args, kwargs or {}), record, _loss_of(loss_function), device)
+        # The graphs are those of the CPU, and the plan counts the bytes of the device.
+        trace = record.trace if device == "cpu" else run.of(record.partition)
         plan = _plan(
-            record,
-            _divided(model, (args, kwargs or {}), record, _loss_of(loss_function)),
+            dataclasses.replace(record, trace=trace),
+            run.divided(),
             valid.optimizer or ASSUMED_OPTIMIZER,
             resources or Resources(),
             device,
@@ -318,22 +321,43 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
     return OptimizerSpec.of(optimizer)
 
 
-def _divided(
-    model: nn.Module, batch: Any, record: StepRecord, loss_function: LossFunction
-) -> Iterator[TraceFor]:
-    """Return the dry runs of a recorded step with ever smaller stages. Each is made when it is used."""
+@dataclasses.dataclass(frozen=True)
+class _DryRuns:
+    """Dry runs of a recorded step on a device, with other stages.
 
-    def lazy(partition: Partition) -> TraceFor:
-        @functools.cache
-        def trace_for(size: int) -> Trace:
+    Attributes:
+        model: the model.
+        batch: the arguments of its forward.
+        record: the step.
+        loss_function: returns the loss.
+        device: `cpu` or `cuda`.
+    """
+
+    model: nn.Module
+    batch: Any
+    record: StepRecord
+    loss_function: LossFunction
+    device: str
+
+    def of(self, partition: Partition) -> Trace:
+        """Return the dry run with the stages of a partition."""
+        return trace_step(
+            self.model,
+            self.batch,
+            self.record.precision,
+            loss_function=self.loss_function,
+            partition=partition,
+            device=self.device,
+        )
+
+    def divided(self) -> Iterator[TraceFor]:
+        """Return the dry runs with ever smaller stages. Each is made when it is used."""
+
+        def lazy(partition: Partition) -> TraceFor:
             # The caller's batch is the micro-batch: it has one size alone.
-            return trace_step(
-                model, batch, record.precision, loss_function=loss_function, partition=partition
-            )
+            return functools.cache(lambda size: self.of(partition))
 
-        return trace_for
-
-    return map(lazy, divisions(model, record.partition))
+        return map(lazy, divisions(self.model, self.record.partition))
 
 
 def _as_stored(trace: Trace, optimizer_state: OptimizerState) -> Trace:

@@ -161,6 +161,7 @@ class Replanning:
                     loss_function=stand_in_loss,
                     partition=each,
                     inference=inference,
+                    device=self.device,
                 )
             yield trace
 

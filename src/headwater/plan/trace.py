@@ -28,6 +28,7 @@ from headwater.core.module_calls import Layer, surround
 from headwater.core.precision import Precision, autocast
 from headwater.core.trees import tensors_in
 from headwater.plan.alive import memory_key
+from headwater.plan.gpu_casts import casts_of_gpu
 from headwater.plan.known_traces import known_or_made
 from headwater.plan.outside import OwnGraph
 from headwater.plan.partition import Partition, Unit, find_stages
@@ -73,6 +74,7 @@ def trace_step(
     partition: Partition | None = None,
     observer: Observer | None = None,
     inference: bool = False,
+    device: str = "cpu",
 ) -> Trace:
     """Record the order in which a step uses stages, and the costs of each stage.
 
@@ -86,6 +88,7 @@ def trace_step(
         partition: the stages; found automatically if not given.
         observer: called with every operator.
         inference: run only the forward, without gradients; the loss may then be any tensor.
+        device: `cpu` or `cuda`, whose autocast decides the dtypes; see [Note: casts of a GPU].
 
     Returns:
         The trace.
@@ -95,12 +98,12 @@ def trace_step(
     """
     precision = precision or Precision()
     partition = partition or find_stages(model, precision)
-    dry_run = _DryRun(model, batch, precision, loss_function, partition, observer, inference)
+    dry_run = _DryRun(model, batch, precision, loss_function, partition, observer, inference, device)
     if observer is not None:
         return dry_run.trace()
     # torch's strided nested tensors have no shape.
     shapes = tuple(None if tensor.is_nested else tensor.shape for tensor in tensors_in(batch))
-    return known_or_made((partition, precision, shapes, model.training, inference), dry_run.trace)
+    return known_or_made((partition, precision, shapes, model.training, inference, device), dry_run.trace)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +117,7 @@ class _DryRun:
     partition: Partition
     observer: Observer | None
     inference: bool
+    device: str
 
     def trace(self) -> Trace:
         """Make the dry run and return its trace."""
@@ -149,8 +153,9 @@ class _DryRun:
         recorder = _Recorder(
             self.model, self.partition, tensors, self.observer, repeats, inference=self.inference
         )
+        casts = casts_of_gpu() if self.precision.mixed and self.device != "cpu" else nullcontext()
         untouched = effects_undone(self.model)  # outermost: it reads states of random generators, tensors too
-        with untouched, tensors.active(), autocast(self.precision, "cpu"):
+        with untouched, tensors.active(), casts, autocast(self.precision, "cpu"):
             recorder.run(self.batch, self.loss_function)
         return recorder
 
@@ -255,9 +260,9 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def _recording_backward(self) -> Iterator[None]:
-        """Inside the context, record the operators of a backward."""
+        """Inside the context, record the operators of a backward, which runs outside of autocast."""
         self._costs.in_backward = True
-        with self:
+        with self, torch.autocast("cpu", enabled=False):
             yield
 
     def _around(self, path: str) -> Layer:

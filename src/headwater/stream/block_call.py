@@ -39,7 +39,12 @@ class BlockCall:
 
 
 def find_calls(
-    model: nn.Module, example: Any, precision: Precision, loss: LossFunction, names: list[str]
+    model: nn.Module,
+    example: Any,
+    precision: Precision,
+    loss: LossFunction,
+    names: list[str],
+    device: str = "cpu",
 ) -> dict[str, BlockCall]:
     """Return the first call of each of some blocks in a dry run. A block that is not called is left out.
 
@@ -49,6 +54,7 @@ def find_calls(
         precision: precision of the run.
         loss: computes the loss.
         names: names of the blocks in the model.
+        device: `cpu` or `cuda`, whose autocast decides the dtypes of inputs.
     """
     found: dict[str, BlockCall] = {}
 
@@ -69,7 +75,7 @@ def find_calls(
                 remove()
 
     blocks = {name: model.get_submodule(name) for name in names}
-    trace_step(model, example, precision, loss_function=recorded_loss)
+    trace_step(model, example, precision, loss_function=recorded_loss, device=device)
     return found
 
 

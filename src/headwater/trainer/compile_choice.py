@@ -212,7 +212,7 @@ def _measure(run: _Run) -> list[BlockTimes] | str:
         return f"measuring a block takes {format_bytes(needed)} of host memory, and {left} are free"
     names = list(map(run.name, run.groups))
     example = trainable.example(plan.micro_batch_size)
-    calls = find_calls(trainable.model, example, plan.precision, trainable.loss, names)
+    calls = find_calls(trainable.model, example, plan.precision, trainable.loss, names, plan.device)
     conditions = Conditions(
         plan.device, plan.precision.name, torch.get_num_threads(), run.fast_matmul, list(sys.path)
     )

@@ -241,7 +241,7 @@ def dry_runs(
     Args:
         init: the params.
         trainable: the model with its loss.
-        device: `cpu` or `cuda`, which decides the precision.
+        device: `cpu` or `cuda`, which decides the precision and the casts of autocast.
         inference: run only the forward.
         partition: the stages; found automatically if not given.
     """
@@ -255,6 +255,7 @@ def dry_runs(
             loss_function=trainable.loss,
             partition=partition,
             inference=inference,
+            device=device,
         )
 
     return trace_for
@@ -268,7 +269,7 @@ def divided_dry_runs(
     Args:
         init: the params.
         trainable: the model with its loss.
-        device: `cpu` or `cuda`, which decides the precision.
+        device: `cpu` or `cuda`, which decides the precision and the casts of autocast.
         inference: run only the forward.
     """
 
