@@ -144,7 +144,7 @@ def test_ranks_change_a_sum_only_after_it_was_copied(waits, monkeypatch):
     device.end()
 
 
-@pytest.mark.parametrize(("given", "found"), [("seed", "first weights"), ("product", "equal devices")])
+@pytest.mark.parametrize(("given", "found"), [("seed", "initial weights"), ("product", "equal devices")])
 def test_replicas_that_would_differ_are_refused(given, found, tmp_path):
     plan = mixed(plan_of(FP32, 1), "memory", "memory", (0, 3), tmp_path)
 
