@@ -97,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--disk")
     parser.add_argument("--memory")
     parser.add_argument("--slabs", type=int)
-    parser.add_argument("--activations", choices=["keep", "recompute", "offload"])
+    parser.add_argument("--activations", choices=["keep", "selective", "recompute", "offload"])
     parser.add_argument("--gradient_tier", choices=["memory", "disk"])
     parser.add_argument("--masters", choices=["split"])
     parser.add_argument("--optimizer_state", choices=["exact", "bf16"], default="exact")

@@ -13,7 +13,7 @@ from torch import nn
 from headwater.optim.spec import OptimizerSpec, is_bias_or_norm
 
 ALL = 99
-POLICIES = ("keep", "recompute", "offload")
+POLICIES = ("keep", "selective", "recompute", "offload")
 IN_PLACE = [Setting(in_place=True, activations=policy) for policy in POLICIES]
 MEMORY = [Setting("memory", slabs, policy) for slabs, policy in itertools.product((2, 3, ALL), POLICIES)]
 DISK = [

@@ -100,7 +100,8 @@ class BackendConfig(Section):
         host_memory: bytes of resident host memory; the free memory if absent.
         micro_batch_size: number of samples that are computed together.
         num_slabs: number of slabs, which hold the weights of stages on the device.
-        activations: keep, recompute or offload the tensors that backward needs.
+        activations: keep, recompute or offload the tensors that backward needs. `selective` recomputes only
+            values of cheap operators: normalizations, activation functions, casts.
         tier: storage of weights, masters and optimizer state; `auto` may put some stages in memory and the
             others on disk.
         stages_in_memory: number of stages that `tier: disk` keeps in host memory all the same; the plan
@@ -136,7 +137,7 @@ class BackendConfig(Section):
     disk: DiskConfig | None = None
     micro_batch_size: Annotated[int | None, Field(ge=1)] = None
     num_slabs: Annotated[int | None, Field(ge=1)] = None
-    activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
+    activations: Literal["auto", "keep", "selective", "recompute", "offload"] = "auto"
     tier: Tier = "auto"
     stages_in_memory: Annotated[int | None, Field(ge=0)] = None
     stages_on_device: Annotated[int | None, Field(ge=0)] = None

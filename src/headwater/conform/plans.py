@@ -14,6 +14,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "memory": {},
     "slabs": {"tier": "memory", "num_slabs": 2},
     "recompute": {"tier": "memory", "num_slabs": 2, "activations": "recompute"},
+    "selective": {"tier": "memory", "num_slabs": 2, "activations": "selective"},
     "disk": {"tier": "disk", "num_slabs": 2},
     "disk_recompute": {
         "tier": "disk",

@@ -21,8 +21,9 @@ class Rung(NamedTuple):
 def activation_ladder(footprint: Footprint, frame: Plan, *, fixed: Activations | None = None) -> list[Rung]:
     """Return choices of a policy for each stage; each needs less memory than the one before, and more time.
 
-    Stages are recomputed one after the other, those first that free the most bytes for a FLOP. Stages that
-    cannot be recomputed are offloaded next, and finally all stages.
+    First the cheap operators of all stages are computed again (`SELECTIVE`). Then stages are recomputed as a
+    whole, one after the other, those first that free the most bytes for a FLOP. Stages that cannot be
+    recomputed are offloaded next, and finally all stages.
     """
     ladder: list[Rung] = []
     for activations in _policies(frame) if fixed is None else (_uniform(frame.trace, fixed),):
@@ -39,6 +40,10 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
     yield tuple(policies)
     if frame.trace.inference:  # nothing is saved
         return
+    selective = _uniform(frame.trace, Activations.SELECTIVE)
+    if Activations.SELECTIVE in selective:
+        policies = list(selective)
+        yield selective
     worth = [stage for stage, can_be in enumerate(recomputable(frame.trace)) if can_be]
     # Among equal stages the earliest comes first: recomputing the last ones frees nothing at the turn from
     # forward to backward, when memory use is highest.
@@ -66,7 +71,15 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
 
 
 def _uniform(trace: Trace, policy: Activations) -> tuple[Activations, ...]:
-    """Return `policy` for every stage. A stage that cannot be recomputed keeps its activations instead."""
+    """Return `policy` for every stage. A stage in which it is not possible keeps its activations instead.
+
+    A divided block is not recomputed selectively: a part would need weights of other parts in its backward.
+    """
+    if policy is Activations.SELECTIVE:
+        return tuple(
+            policy if cost.cheap_bytes and block not in trace.members else Activations.KEEP
+            for cost, block in zip(trace.costs, trace.blocks, strict=True)
+        )
     if policy is Activations.RECOMPUTE:
         return tuple(policy if can_be else Activations.KEEP for can_be in recomputable(trace))
     return (policy,) * len(trace.stages)

@@ -10,7 +10,7 @@ from headwater.core.units import GIB
 from headwater.plan.belady import simulate, slab_capacity, slab_positions
 from headwater.plan.footprint import Footprint
 from headwater.plan.memory.stages import StageBytes
-from headwater.plan.types import ADAMW_BYTES, Calibration, Plan, Prediction
+from headwater.plan.types import ADAMW_BYTES, Activations, Calibration, Plan, Prediction
 
 NOMINAL = Calibration(
     fp32_flops_per_s=200e9,
@@ -100,6 +100,8 @@ class Predictor:
             )
             backward += (1 - _FORWARD_SHARE) * others
             backward += forward if policy.is_recomputed else 0.0
+            if policy is Activations.SELECTIVE:
+                backward += _FORWARD_SHARE * cost.again_bytes / saved_bytes_per_s
             stages.append(StageSeconds(forward, 0.0 if trace.inference else backward))
         return stages
 

@@ -22,7 +22,7 @@ from headwater.plan.types import Activations, Plan, Prediction, Resources, Stage
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = ("#ffffff", "#d5dde6", "#4878a8", "#d79b3c", "#8f6bb3", "#b3543c")
+_COLORS = ("#ffffff", "#d5dde6", "#4878a8", "#d79b3c", "#8f6bb3", "#b3543c", "#6fa06a")
 _LEGEND = (
     "×: number of equal stages. wire: bytes of one stage's weights, as they are sent to the device. "
     "saved: bytes of activations that its backward needs."
@@ -36,6 +36,7 @@ _USED = {
     Activations.RECOMPUTE: 3,
     Activations.OFFLOAD: 4,
     Activations.RECOMPUTE_FROM_HOST: 5,
+    Activations.SELECTIVE: 6,
 }
 _PART_COLORS = {
     "interpreter": "#c9c9c9",

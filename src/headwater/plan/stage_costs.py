@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from headwater.plan.alive import AliveTensors, memory_key, num_bytes
 from headwater.plan.operator_flops import operator_flops, temporary_bytes
+from headwater.plan.recipes import Recipes
 from headwater.plan.types import StageCost
 
 
@@ -28,6 +29,8 @@ class _Cost:
     backward_attention_flops: int = 0
     kernel_attention_flops: int = 0
     backward_kernel_attention_flops: int = 0
+    cheap_bytes: int = 0
+    again_bytes: int = 0
 
 
 @final
@@ -51,6 +54,11 @@ class StageCosts:
         self._alive = AliveTensors()
         self._not_saved: set[int] = set()
         self._saved: dict[int, torch.Tensor] = {}
+        self._recipes = Recipes(self._weight, lambda weight: weight)
+        self._depth = 0  # forwards of stages that run now, one inside the other
+
+    def _weight(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor if memory_key(tensor) in self._not_saved else None
 
     def leave_out(self, params: Iterable[torch.Tensor], state: Iterable[torch.Tensor]) -> None:
         """Exclude the tensors of the model itself, so that their memory is not counted as a cost.
@@ -66,11 +74,15 @@ class StageCosts:
         """Begin the forward of a stage with these inputs."""
         self._costs[stage].input_bytes += sum(num_bytes(t) for t in inputs if t.requires_grad)
         self.current = stage
+        self._depth += 1
 
     def leave(self, stage: int, outputs: Sequence[torch.Tensor]) -> None:
         """End the forward of a stage with these outputs. The stage stays current until another one begins."""
         self._costs[stage].output_bytes += sum(map(num_bytes, outputs))
         self.when_backward_reaches(outputs, stage)
+        self._depth -= 1
+        if not self._depth:
+            self._recipes.clear()
 
     def when_backward_reaches(self, tensors: Iterable[torch.Tensor], stage: int) -> None:
         """Make `stage` current when backward reaches one of these tensors."""
@@ -87,9 +99,20 @@ class StageCosts:
             inputs: keys of the storages of the stage's inputs, which are counted already.
         """
         key = memory_key(tensor)
-        if key not in self._not_saved and key not in self._saved and key not in inputs:
+        if key in self._not_saved:
+            return
+        before, is_cheap = self._recipes.num_bytes, False
+        if self._depth:  # the engine watches operators only there
+            is_cheap = self._recipes.function_for(tensor) is not None
+            if not is_cheap:
+                self._recipes.keep(tensor)
+        if key not in self._saved and key not in inputs:
             self._saved[key] = tensor  # kept: new memory could get the address of freed memory
-            self._costs[self.current].saved_bytes += num_bytes(tensor)
+            cost = self._costs[self.current]
+            cost.saved_bytes += num_bytes(tensor)
+            if is_cheap:
+                cost.cheap_bytes += num_bytes(tensor)
+                cost.again_bytes += self._recipes.num_bytes - before
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
         """Count an operator; return its floating-point operations."""
@@ -101,6 +124,8 @@ class StageCosts:
             cost.backward_attention_flops += flops.attention
             cost.backward_kernel_attention_flops += flops.kernel_attention
         else:
+            if self._depth:
+                self._recipes.note(func, args, kwargs, out)
             cost.flops += flops.whole
             cost.attention_flops += flops.attention
             cost.kernel_attention_flops += flops.kernel_attention

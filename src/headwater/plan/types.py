@@ -19,6 +19,8 @@ class Activations(enum.Enum):
     """Treatment of the tensors that a stage's backward needs from its forward."""
 
     KEEP = "keep"
+    SELECTIVE = "selective"
+    """Values of cheap operators are computed again, the others are kept. See [Note: recipes]."""
     RECOMPUTE = "recompute"
     RECOMPUTE_FROM_HOST = "recompute from host"
     """The inputs of the forward that runs again are offloaded."""
@@ -56,6 +58,8 @@ class StageCost:
         backward_attention_flops: the part of `backward_flops` in torch's fused attention.
         kernel_attention_flops: the part of `flops` in the package's kernel of attention.
         backward_kernel_attention_flops: the part of `backward_flops` in that kernel.
+        cheap_bytes: the part of `saved_bytes` that cheap operators can compute again from the rest.
+        again_bytes: bytes of all values that these operators compute.
     """
 
     flops: int
@@ -69,6 +73,8 @@ class StageCost:
     backward_attention_flops: int = 0
     kernel_attention_flops: int = 0
     backward_kernel_attention_flops: int = 0
+    cheap_bytes: int = 0
+    again_bytes: int = 0
 
 
 class Phase(enum.Enum):

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
-from headwater.plan.types import Plan
+from headwater.plan.types import Activations, Plan
 from headwater.stream.offload import Offload
 from headwater.stream.saved_tensors import (
     HandleOf,
@@ -16,11 +16,12 @@ from headwater.stream.saved_tensors import (
     are_weights_kept_out,
     without_weights,
 )
+from headwater.stream.selective import Selection
 from headwater.stream.transforms import in_derivative
 
 
 class Packing:
-    """Makes autograd save handles instead of weights, and offloads activations as the plan says.
+    """Makes autograd save handles instead of weights, and treats activations as the plan says.
 
     Args:
         handle_of: returns the handle of a weight; `None` for other tensors.
@@ -29,6 +30,7 @@ class Packing:
         offload: offloads activations; `None` if the plan offloads none.
         in_checkpoints: replace weights also in checkpoints of this project, which would keep the objects of
             frozen parameters.
+        selects: compute the values of cheap operators again in stages whose policy is `SELECTIVE`.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class Packing:
         offload: Offload | None,
         *,
         in_checkpoints: bool = False,
+        selects: bool = False,
     ) -> None:
+        self._selection = Selection(handle_of, resolve) if selects else None
         self._handle_of = handle_of
         self._resolve = resolve
         self._policies = plan.activations
@@ -50,6 +54,8 @@ class Packing:
         self._stage = 0  # whose forward runs; its policy decides what happens to an activation
 
     def _move_out(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        if self._selects(self._stage) and self._selection is not None:
+            return self._selection.function_for(tensor)
         if self._offload is None or not self._policies[self._stage].is_offloaded:
             return None
         return self._offload(tensor)
@@ -61,13 +67,20 @@ class Packing:
         that recomputes a divided block: if the checkpoint kept weights, all parts of the block would stay in
         slabs until the end of the block's backward.
         """
-        if stages:
-            self._stage = stages[-1]
         around = ExitStack()
+        if stages:
+            around.callback(setattr, self, "_stage", self._stage)
+            self._stage = stages[-1]
         # torch.func allows no such hooks. Weights that move refuse it before.
-        if torch.is_grad_enabled() and not in_derivative() and not self._is_done_around(stages):
-            around.enter_context(without_weights(self._handle_of, self._resolve, self._move_out))
+        if torch.is_grad_enabled() and not in_derivative():
+            if not self._is_done_around(stages):
+                around.enter_context(without_weights(self._handle_of, self._resolve, self._move_out))
+            if self._selection is not None and self._selects(self._stage):
+                around.enter_context(self._selection.watching())
         self._around_modules.append(around)
+
+    def _selects(self, stage: int) -> bool:
+        return self._policies[stage] is Activations.SELECTIVE
 
     def _is_done_around(self, stages: Sequence[int]) -> bool:
         """True if the hooks of an enclosing module already replace what a module with these stages saves."""
@@ -111,8 +124,11 @@ def make_packing(
     """
     # In fp32 a backward in Python finds the same values in the store, so more hooks would only cost time.
     in_python = compiled or plan.precision.mixed
+    # A compiled block decides itself what it saves, and its operators are not seen one by one.
+    selects = Activations.SELECTIVE in plan.activations and not compiled
     if not stable or offload is not None:
-        return Packing(handle_of, resolve, plan, offload, in_checkpoints=in_python)
-    if in_python:
-        return Packing(ParameterHandle.of, ParameterHandle.resolve, plan, None, in_checkpoints=True)
+        return Packing(handle_of, resolve, plan, offload, in_checkpoints=in_python, selects=selects)
+    if in_python or selects:
+        own = ParameterHandle.of, ParameterHandle.resolve
+        return Packing(*own, plan, None, in_checkpoints=True, selects=selects)
     return None

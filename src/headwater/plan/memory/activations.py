@@ -110,6 +110,8 @@ def _held(cost: StageCost, policy: Activations) -> int:
     """Return the bytes of a stage's activations that stay on the compute device from forward to backward."""
     if policy is Activations.KEEP:
         return _kept(cost)
+    if policy is Activations.SELECTIVE:
+        return _kept(cost) - cost.cheap_bytes
     return cost.input_bytes if policy is Activations.RECOMPUTE else 0
 
 
@@ -128,6 +130,8 @@ def _busy(cost: StageCost, policy: Activations, num_uses: int) -> int:
     passing = _passing(cost)
     if policy.is_recomputed:
         return passing + cost.saved_bytes // num_uses
+    if policy is Activations.SELECTIVE:  # the values of one chain of cheap operators
+        return passing + min(cost.transient_bytes, cost.again_bytes // num_uses)
     if policy is Activations.OFFLOAD:  # the activations that one operator's backward has brought back
         return passing + min(cost.transient_bytes, _kept(cost) // num_uses)
     return passing

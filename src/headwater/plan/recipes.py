@@ -1,0 +1,346 @@
+"""Recipes: values of cheap operators that backward computes again instead of keeping them.
+
+[Note: recipes]
+Autograd saves the value of a normalization or of an activation function because the next matrix product needs
+it. Often the inputs of this cheap operator are saved too, for its own backward. Then the value need not be
+kept: the operator runs again when backward asks for the value. It is the same operator with the same inputs,
+below autograd and autocast, so the value has the same bits.
+
+`Recipes` watches the operators of a forward and the tensors that autograd saves. A value has a recipe if it
+was made by a cheap operator whose inputs are weights, tensors that are kept anyway, or values that have
+recipes. Nothing here keeps a tensor alive that autograd would not keep: operators are remembered with weak
+references, and only a recipe that is used holds its inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from headwater.core.errors import StreamError
+from headwater.plan.alive import has_storage, memory_key
+from headwater.plan.writes import changed_by
+
+_SMALLEST_BYTES = 1 << 12
+"""A smaller value is kept: its recipe would take as much memory."""
+
+_DEEPEST = 12
+"""The most operators between a value and the tensors that are kept."""
+
+_CHEAP = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("add", "sub", "rsub", "mul", "div", "maximum", "minimum", "where", "masked_fill", "clamp"),
+        *("clamp_min", "clamp_max", "abs", "neg", "reciprocal", "sqrt", "rsqrt", "pow", "exp", "log"),
+        *("sin", "cos", "tanh", "sigmoid", "erf", "relu", "gelu", "silu", "mish", "elu", "leaky_relu"),
+        *("softplus", "hardswish", "hardsigmoid", "hardtanh", "mean", "_to_copy", "clone"),
+        *("native_layer_norm", "native_group_norm", "_fused_rms_norm"),
+    )
+)
+"""Operators without random numbers that take no more than a few passes over their inputs."""
+
+HandleOf = Callable[[torch.Tensor], Any]
+"""A function that returns the handle of a weight; `None` for other tensors."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Layout:
+    """The place of a tensor in its storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Layout:
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor with this layout in the storage of `tensor`."""
+        return tensor.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Memory:
+    """The content of a storage at one moment.
+
+    Attributes:
+        key: identity of the storage.
+        changes: number of operators that had changed it, counted by `Recipes`.
+        version: the version counter of the tensor.
+    """
+
+    key: int
+    changes: int
+    version: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Input:
+    """A tensor among the arguments of an operator, without its memory.
+
+    Attributes:
+        memory: its content.
+        layout: its place there.
+        handle: its handle, if it is a weight.
+        storage: a weak reference, so that no other storage gets the same identity.
+    """
+
+    memory: _Memory
+    layout: _Layout
+    handle: Any
+    storage: StorageWeakRef
+
+
+@dataclasses.dataclass(slots=True)
+class _Made:
+    """A value of a cheap operator: the operator and its arguments.
+
+    Attributes:
+        func: the operator.
+        leaves: its arguments, flattened, with `_Input` for tensors.
+        structure: their structure.
+        memory: the content of the value's storage.
+        layout: the layout of the value.
+        num_bytes: its bytes.
+        storage: a weak reference.
+        recipe: the value's recipe, if it has been asked for.
+    """
+
+    func: Any
+    leaves: list[Any]
+    structure: TreeSpec
+    memory: _Memory
+    layout: _Layout
+    num_bytes: int
+    storage: StorageWeakRef
+    recipe: Recipe | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor that autograd keeps, and its layout among the arguments of an operator."""
+
+    tensor: torch.Tensor
+    version: int
+    layout: _Layout
+
+    def value(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise StreamError(
+                f"a tensor of shape {list(self.layout.size)} that backward needs was changed in place",
+                remedy="as in plain PyTorch: use the operator that gives a new tensor",
+            )
+        return self.layout.view(self.tensor)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Weight:
+    """A weight, which is fetched when the value is computed again."""
+
+    handle: Any
+    resolve: Callable[[Any], torch.Tensor]
+
+    def value(self) -> torch.Tensor:
+        return self.resolve(self.handle)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Again:
+    """The value of another recipe, and its layout among the arguments of an operator."""
+
+    recipe: Recipe
+    layout: _Layout
+
+    def value(self) -> torch.Tensor:
+        return self.layout.view(self.recipe.value())
+
+
+_Source = _Kept | _Weight | _Again
+
+
+@final
+class Recipe:
+    """The way to compute a value again.
+
+    Args:
+        func: the operator.
+        leaves: its arguments, flattened, with sources for tensors.
+        structure: their structure.
+    """
+
+    def __init__(self, func: Any, leaves: list[Any], structure: TreeSpec) -> None:
+        self._func = func
+        self._leaves = leaves
+        self._structure = structure
+        self._value: torch.Tensor | None = None
+        self._is_pinned = False
+        self._saved = 0  # how many times autograd has saved the value
+        self._left = 0  # how many of these backward has not yet asked for
+
+    def saved(self, layout: _Layout) -> Callable[[], torch.Tensor]:
+        """Note that autograd saves the value. Return the function by which backward gets it."""
+        self._saved += 1
+        self._left = self._saved
+        return functools.partial(self._take, layout)
+
+    def value(self) -> torch.Tensor:
+        """Return the value. It is kept while backward will ask for it again."""
+        value = self._value
+        if value is None:
+            value = self._computed()
+            if self._left > 0:
+                self._value = value
+        return value
+
+    def pin(self) -> None:
+        """Compute the value now, and keep it: an input is about to change."""
+        self._value, self._is_pinned = self.value(), True
+
+    def _take(self, layout: _Layout) -> torch.Tensor:
+        value = self.value()
+        self._left -= 1
+        if self._left <= 0:
+            self._left = self._saved  # the graph may be kept for another backward
+            if not self._is_pinned:
+                self._value = None
+        with torch.no_grad():
+            return layout.view(value)
+
+    def _computed(self) -> torch.Tensor:
+        # The operator was recorded below autocast, which would cast its arguments once more.
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunctionSubclass():
+            leaves = [leaf.value() if isinstance(leaf, _Source) else leaf for leaf in self._leaves]
+            args, kwargs = tree_unflatten(leaves, self._structure)
+            value: torch.Tensor = _first(self._func(*args, **kwargs))
+        return value
+
+
+@final
+class Recipes:
+    """Knows which values of the running forward can be computed again. See [Note: recipes].
+
+    Attributes:
+        num_bytes: bytes of all values that the recipes made so far compute.
+
+    Args:
+        handle_of: returns the handle of a weight; `None` for other tensors.
+        resolve: returns the weight of a handle.
+    """
+
+    def __init__(self, handle_of: HandleOf, resolve: Callable[[Any], torch.Tensor]) -> None:
+        self._handle_of = handle_of
+        self._resolve = resolve
+        self._made: dict[int, _Made] = {}
+        self._kept: dict[int, tuple[torch.Tensor, _Memory]] = {}
+        self._changes: Counter[int] = Counter()
+        self._used: dict[int, list[Recipe]] = {}  # by kept storage, the recipes that read it
+        self.num_bytes = 0
+
+    def before_change(self, changed: Iterable[torch.Tensor]) -> None:
+        """Compute the values that depend on tensors which an operator is about to change."""
+        for tensor in changed:
+            if _is_plain(tensor):
+                for recipe in self._used.pop(memory_key(tensor), ()):
+                    recipe.pin()
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Record an operator of the forward that has run."""
+        if func._schema.is_mutable:
+            for tensor in changed_by(func, args, kwargs):
+                if _is_plain(tensor):
+                    self._forget(memory_key(tensor))
+            return
+        value = _first(out) if _is_cheap(func) else None
+        if not isinstance(value, torch.Tensor) or not _is_plain(value) or value.storage_offset() != 0:
+            return
+        leaves, structure = tree_flatten((args, kwargs))
+        if not all(_is_plain(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
+            return
+        inputs = [self._input(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        memory, storage = self._memory(value), StorageWeakRef(value.untyped_storage())
+        layout = _Layout.of(value)
+        self._made[memory.key] = _Made(func, inputs, structure, memory, layout, value.nbytes, storage)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Record a tensor that autograd keeps."""
+        if _is_plain(tensor):
+            self._kept.setdefault(memory_key(tensor), (tensor, self._memory(tensor)))
+
+    def function_for(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Return a function that computes a tensor again which autograd saves; `None` if it must be kept."""
+        if not _is_plain(tensor) or tensor.nbytes < _SMALLEST_BYTES or memory_key(tensor) in self._kept:
+            return None
+        memory, layout = self._memory(tensor), _Layout.of(tensor)
+        recipe = self._recipe(memory, layout.dtype, 0)
+        return None if recipe is None else recipe.saved(layout)
+
+    def clear(self) -> None:
+        """Forget the operators and tensors of a forward that has ended. Recipes that are in use stay."""
+        self._made.clear()
+        self._kept.clear()
+        self._used.clear()
+        self._changes.clear()
+
+    def _recipe(self, memory: _Memory, dtype: torch.dtype, depth: int) -> Recipe | None:
+        made = self._made.get(memory.key)
+        if made is None or made.memory != memory or made.layout.dtype != dtype or depth > _DEEPEST:
+            return None
+        if made.recipe is None:
+            leaves: list[Any] = []
+            for leaf in made.leaves:
+                source = self._source(leaf, depth) if isinstance(leaf, _Input) else None
+                if isinstance(leaf, _Input) and source is None:
+                    return None
+                leaves.append(leaf if source is None else source)
+            made.recipe = Recipe(made.func, leaves, made.structure)
+            self.num_bytes += made.num_bytes
+            for leaf in made.leaves:
+                if isinstance(leaf, _Input) and leaf.handle is None:
+                    self._used.setdefault(leaf.memory.key, []).append(made.recipe)
+        return made.recipe
+
+    def _source(self, given: _Input, depth: int) -> _Source | None:
+        if given.handle is not None:
+            return _Weight(given.handle, self._resolve)
+        kept, memory = self._kept.get(given.memory.key, (None, None))
+        if kept is not None and memory == given.memory and kept.dtype == given.layout.dtype:
+            return _Kept(kept, given.memory.version, given.layout)
+        recipe = self._recipe(given.memory, given.layout.dtype, depth + 1)
+        return None if recipe is None else _Again(recipe, given.layout)
+
+    def _input(self, tensor: torch.Tensor) -> _Input:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return _Input(self._memory(tensor), _Layout.of(tensor), self._handle_of(tensor), storage)
+
+    def _memory(self, tensor: torch.Tensor) -> _Memory:
+        key = memory_key(tensor)
+        return _Memory(key, self._changes[key], tensor._version)
+
+    def _forget(self, key: int) -> None:
+        """Forget a storage whose content has changed."""
+        self._made.pop(key, None)
+        self._kept.pop(key, None)
+        self._changes[key] += 1
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True if a tensor is a view of one storage, with a version counter and without pending operations."""
+    return has_storage(tensor) and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+
+
+def _first(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) else out
+
+
+@functools.cache
+def _is_cheap(func: Any) -> bool:
+    return func.name().partition(".")[0] in _CHEAP

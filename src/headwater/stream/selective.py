@@ -1,0 +1,68 @@
+"""Selective recomputation: values of cheap operators are computed again in backward; see [Note: recipes]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headwater.plan.recipes import Recipes
+from headwater.plan.writes import changed_by
+from headwater.stream.saved_tensors import HandleOf, Resolve
+
+
+@final
+class Selection:
+    """Decides for each tensor that autograd saves in a forward if backward computes it again.
+
+    Args:
+        handle_of: returns the handle of a weight; `None` for other tensors.
+        resolve: returns the weight of a handle.
+    """
+
+    def __init__(self, handle_of: HandleOf, resolve: Resolve) -> None:
+        self._recipes = Recipes(handle_of, resolve)
+        self._is_watching = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Enter a context that watches the operators of a forward. An inner one changes nothing."""
+        if self._is_watching:
+            yield
+            return
+        self._is_watching = True
+        try:
+            with _Watch(self._recipes):
+                yield
+        finally:
+            self._is_watching = False
+            self._recipes.clear()
+
+    def function_for(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Return a function that computes a tensor again which autograd saves; `None` if it must be kept."""
+        if not self._is_watching:
+            return None
+        again = self._recipes.function_for(tensor)
+        if again is None:
+            self._recipes.keep(tensor.detach())
+        return again
+
+
+class _Watch(TorchDispatchMode):
+    """A dispatch mode that shows `Recipes` each operator."""
+
+    def __init__(self, recipes: Recipes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recipes = recipes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._recipes.before_change(changed_by(func, args, kwargs))
+        out = func(*args, **kwargs)
+        self._recipes.note(func, args, kwargs, out)
+        return out

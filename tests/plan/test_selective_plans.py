@@ -1,0 +1,77 @@
+"""Plans that compute the values of cheap operators again."""
+
+import pytest
+import torch
+from torch import nn
+
+from headwater.core.precision import Precision
+from headwater.core.units import MIB
+from headwater.plan.budget import make_plan
+from headwater.plan.options import Fixed, PlanRequest
+from headwater.plan.predict import NOMINAL
+from headwater.plan.trace import trace_step
+from headwater.plan.types import Activations, Resources
+
+ROWS, WIDTH, DEPTH = 16384, 256, 6
+VALUE = ROWS * WIDTH * 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.first, self.second = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+
+    def forward(self, x):
+        return x + self.second(nn.functional.gelu(self.first(self.norm(x))))
+
+
+@pytest.fixture(scope="module")
+def trace():
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block() for _ in range(DEPTH)))
+    return trace_step(
+        model, torch.empty(ROWS, WIDTH, device="meta"), loss_function=lambda model, x: model(x).mean()
+    )
+
+
+def planned(trace, **changes):
+    request = PlanRequest(
+        lambda _: trace,
+        batch_size=ROWS,
+        precision=Precision(),
+        optimizer_state_bytes=8,
+        resources=Resources(host_memory=changes.pop("host_memory", None)),
+        fixed=Fixed(activations=changes.pop("activations", None), micro_batch_size=ROWS),
+        base_bytes=100 * MIB,
+        checkpoints=False,
+        **changes,
+    )
+    return make_plan(request)
+
+
+def test_without_a_budget_all_activations_are_kept(trace):
+    assert set(planned(trace, calibration=NOMINAL).activations) == {Activations.KEEP}
+
+
+def test_selective_plans_count_less_memory_and_a_little_more_time(trace):
+    kept, selective, recomputed = (
+        planned(trace, activations=policy, calibration=NOMINAL)
+        for policy in (Activations.KEEP, Activations.SELECTIVE, Activations.RECOMPUTE)
+    )
+    saved = kept.prediction.host_parts["activations"] - selective.prediction.host_parts["activations"]
+    assert 2 * VALUE * (DEPTH - 1) <= saved <= 2 * VALUE * DEPTH
+    assert kept.prediction.step_s < selective.prediction.step_s < recomputed.prediction.step_s
+
+
+def test_a_budget_takes_cheap_operators_before_whole_blocks(trace):
+    kept = planned(trace, activations=Activations.KEEP)
+    selective = planned(trace, activations=Activations.SELECTIVE)
+    assert set(selective.activations) == {Activations.SELECTIVE}
+    between = planned(trace, host_memory=(kept.prediction.host_bytes + selective.prediction.host_bytes) // 2)
+    assert set(between.activations) == {Activations.SELECTIVE}
+    below = planned(trace, host_memory=selective.prediction.host_bytes - 4 * MIB)
+    assert set(below.activations) == {Activations.SELECTIVE, Activations.RECOMPUTE}

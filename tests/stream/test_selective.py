@@ -1,0 +1,177 @@
+"""Selective recomputation: cheap operators run again in backward, with the bits of plain PyTorch."""
+
+import dataclasses
+
+import pytest
+from gpt_job import gpt_job, plain_gpt
+from harness import Setting, assert_equal, check, make_plan, regression, train_streamed
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from headwater.core.errors import StreamError
+from headwater.core.precision import Precision
+from headwater.plan.types import Activations
+
+SETTINGS = [
+    Setting(in_place=True, activations="selective"),
+    Setting("memory", 2, "selective"),
+    Setting("disk", 3, "selective", "disk"),
+]
+WIDTH, ROWS = 32, 64  # a value has 8 KiB
+
+
+class Block(nn.Module):
+    """A block whose forward is given; it has two linear layers and a normalization."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.run = run
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def plain(block, x):
+    return x + block.second(nn.functional.gelu(block.first(block.norm(x))))
+
+
+def change_after_use(block, x):
+    """An operator reads `h`, whose value is kept for another node, and `h` changes afterwards."""
+    h = block.first(x)
+    unused = (h * h).detach()
+    output = block.second(h + 1)
+    h.mul_(2)
+    return output + h + 0 * unused
+
+
+def change_value(block, x):
+    """The value of a cheap operator changes before autograd saves it."""
+    h = block.first(x)
+    squares = (h * h).detach()
+    value = h + 1
+    value.mul_(3)
+    return block.second(value) + 0 * squares
+
+
+def change_data(block, x):
+    """As `change_value`, but no version counter sees the change."""
+    h = block.first(x)
+    squares = (h * h).detach()
+    value = h + 1
+    value.data.mul_(3)
+    return block.second(value) + 0 * squares
+
+
+def change_input_data(block, x):
+    """The input of a cheap operator changes after it was kept, and before the operator reads it."""
+    h = block.first(x)
+    squares = (h * h).detach()
+    h.data.mul_(3)
+    return block.second(h + 1) + 0 * squares
+
+
+def own_hooks(block, x):
+    with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        return plain(block, x)
+
+
+def own_hooks_around_a_part(block, x):
+    with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        h = nn.functional.gelu(block.first(block.norm(x)))
+    return x + block.second(h)
+
+
+def own_checkpoint(block, x):
+    return checkpoint(plain, block, x, use_reentrant=False)
+
+
+def gated(block, x):
+    normed = block.norm(x)
+    return x + (nn.functional.silu(block.first(normed)) * block.second(normed)).tanh()
+
+
+def with_dropout(block, x):
+    h = nn.functional.dropout(block.first(block.norm(x)), 0.3)
+    return x + nn.functional.dropout(block.second(h.relu() * 2), 0.3)
+
+
+def with_views(block, x):
+    normed = block.norm(x).view(2, -1, WIDTH).transpose(0, 1)
+    return x + block.second(nn.functional.gelu(block.first(normed))).transpose(0, 1).reshape(x.shape)
+
+
+def twice(block, x):
+    return plain(block, plain(block, x))
+
+
+FORWARDS = [
+    *(plain, change_after_use, change_value, change_data, change_input_data, own_hooks, gated, twice),
+    *(own_hooks_around_a_part, own_checkpoint, with_dropout, with_views),
+]
+
+
+def stack(run, depth=3):
+    return nn.Sequential(*(Block(run) for _ in range(depth)))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("run", FORWARDS, ids=lambda run: run.__name__)
+def test_forwards_that_change_save_and_hook(run, setting, tmp_path):
+    check(regression(lambda: stack(run), ROWS, WIDTH, micro_batches=2), setting, tmp_path, steps=2)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_gpt_with_dropout_and_tied_weights(setting, tmp_path):
+    streamed = train_streamed(gpt_job(micro_batches=3), setting, tmp_path, steps=2)
+    assert_equal(streamed, plain_gpt(2, micro_batches=3))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_bf16_has_the_bits_of_kept_activations(setting, tmp_path):
+    def losses(activations):
+        precise = dataclasses.replace(setting, precision=Precision("bf16"), activations=activations)
+        return train_streamed(gpt_job(), precise, tmp_path / activations, steps=3).losses
+
+    assert losses("selective") == losses("keep")
+
+
+def test_a_kept_input_that_changes_raises_as_in_plain_pytorch(tmp_path):
+    def run(block, x):
+        h = block.first(x)
+        output = block.second(block.norm(h))
+        h.mul_(2)
+        return output + h
+
+    job = regression(lambda: stack(run, 1), ROWS, WIDTH)
+    with pytest.raises(StreamError, match="changed in place"):
+        train_streamed(job, Setting("memory", 2, "selective"), tmp_path, steps=1)
+
+
+def test_the_trace_counts_values_that_can_be_computed_again(tmp_path):
+    job = regression(lambda: stack(plain), ROWS, WIDTH)
+    plan = make_plan(job, job.model(), SETTINGS[0], tmp_path)
+    value = ROWS * WIDTH * 4
+    assert set(plan.activations) == {Activations.SELECTIVE}
+    for cost in plan.trace.costs[:-1]:  # the loss saves the output of the last one
+        # The normalized input and the value of GELU. Kept are GELU's input and the statistics of the norm.
+        assert (cost.cheap_bytes, cost.again_bytes) == (2 * value, 2 * value)
+        assert cost.saved_bytes - cost.cheap_bytes == value + 2 * ROWS * 4
+
+
+def test_values_outside_of_all_stages_count_as_kept(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            h = self.layer(x)
+            return (h.sin() * h.cos()).exp()
+
+    job = regression(Model, ROWS, WIDTH)
+    plan = make_plan(job, job.model(), SETTINGS[0], tmp_path)
+    assert [cost.cheap_bytes for cost in plan.trace.costs] == [0]
+    check(job, SETTINGS[0], tmp_path)
