@@ -64,6 +64,11 @@ def test_errors_are_those_of_torchs_product(shape, has_bias, dtype):
     assert error(found, right) <= max(1.5 * error(theirs, right), torch.finfo(dtype).eps / 2)
 
 
+def test_a_bias_of_one_number_is_added_to_all_columns():
+    x, weight, bias = drawn(2, 64, 258)
+    assert torch.equal(product(x, weight, bias[:1]), F.linear(x, weight, bias[:1]))
+
+
 @needs_kernel
 @pytest.mark.usefixtures("no_torch")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

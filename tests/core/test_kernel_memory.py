@@ -12,8 +12,9 @@ import multiprocessing
 import pytest
 import torch
 
-from headwater.core import attention, native
+from headwater.core import attention, few_rows, native
 from headwater.core.attention import attention_kernel_available
+from headwater.core.few_rows import few_row_linear
 from headwater.core.native import load
 from headwater.store.native_adam import AdamKernel, AdamPiece, AdamSettings
 
@@ -117,6 +118,24 @@ def update(numel, encoding, narrow, fences):
         )
         kernel.run([piece], [AdamSettings(0.1, 0.9, 0.99, 1e-8, 0.1, step, True, False)])
     assert wire.float().lt(0.9).all()
+
+
+def multiply(rows, inner, columns, dtype, fences):
+    """Compute a product of few rows between fences. Compare it with the usual one."""
+    shapes = (rows, inner), (columns, inner), (columns,)
+    given = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in shapes]
+    with torch.no_grad():
+        usual = few_row_linear(*given)
+        library = load(native._SOURCES / "few_rows.c", ("-ffp-contract=fast", *FLAGS))
+        few_rows._library = lambda: library
+        assert torch.equal(few_row_linear(*map(fences.copy, given)), usual)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 5), (4, 129, 33), (2, 64, 10)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("side", ["low", "high"])
+def test_a_product_of_few_rows_stays_inside_of_its_tensors(shape, dtype, side):
+    assert exit_code_of_child(multiply, *shape, dtype, Fences(side)) == 0
 
 
 def write_past_the_end(fences):

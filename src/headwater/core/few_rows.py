@@ -78,6 +78,8 @@ def _is_supported(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.stride(1) == 1
         and x.is_contiguous()
         and (bias is None or (_is_plain(bias) and bias.dtype == x.dtype and bias.is_contiguous()))
+        # torch also accepts a bias of one number.
+        and (bias is None or bias.shape == weight.shape[:1])
     )
 
 
