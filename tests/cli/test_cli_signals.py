@@ -1,9 +1,11 @@
 """Interrupted and killed runs in separate processes."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -38,6 +40,54 @@ def start(tmp_path):
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def start_in_terminal(tmp_path):
+    """Start a command line whose output is a terminal; returns its process, and closes the terminal."""
+    processes, terminals = [], []
+
+    def run(*words):
+        ours, theirs = pty.openpty()
+        terminals.append(ours)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headwater", *map(str, words)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        processes.append(process)
+        closing = threading.Event()
+        reader = threading.Thread(target=_read_until, args=(ours, closing))
+        reader.start()
+
+        def close():
+            closing.set()
+            reader.join()
+            os.close(terminals.pop())
+
+        return process, close
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+    for terminal in terminals:
+        os.close(terminal)
+
+
+def _read_until(terminal, closing):
+    """Read what a process writes to its terminal, which else gets full."""
+    os.set_blocking(terminal, False)
+    while not closing.is_set():
+        try:
+            os.read(terminal, 65536)
+        except OSError:  # nothing to read yet, or the process has ended
+            time.sleep(0.02)
 
 
 def wait_until(condition, process):
@@ -77,6 +127,29 @@ def test_an_interrupted_run_saves_and_prints_how_to_continue(start, headwater, d
     assert history(run) == history(tmp_path / "undisturbed")
     name = f"checkpoint_{last + 2}"
     assert_same_checkpoint(run / name, tmp_path / "undisturbed" / name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("hangs_up", [True, False], ids=["signal", "disowned"])
+def test_a_run_outlives_its_terminal(start_in_terminal, data, tmp_path, ranks, hangs_up):
+    params, run = write_params(tmp_path, data), tmp_path / "run"
+    process, close = start_in_terminal(
+        *("fit", params, "--max_steps", FAR, "--eval_frequency", 0, "--num_csx", ranks),
+        *("--checkpoint_steps", FAR, "--log_steps", 1),
+    )
+    wait_until(lambda: steps_done(run) >= 3, process)
+    close()
+    if hangs_up:
+        # The kernel sends the signal, and the shell sends it again.
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGHUP)
+    else:
+        before = steps_done(run)
+        wait_until(lambda: steps_done(run) >= before + 3, process)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(100) == 130
+    assert complete_checkpoints(run) == [run / f"checkpoint_{steps_done(run)}"]
 
 
 def test_a_killed_run_resumes_bit_identically(start, headwater, data, tmp_path):

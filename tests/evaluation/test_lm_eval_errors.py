@@ -1,6 +1,8 @@
 """Bad input of `headwater lm_eval` and `headwater evaluate`: what the message says, and its remedy."""
 
+import json
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -180,3 +182,23 @@ def test_options_are_checked(message, library, tiny_task):
     assert "the positions of the model" in message(
         "lm_eval", library, *tiny_task(), "--max_sequence_length", 97
     )
+
+
+def test_git_is_asked_only_in_a_repository(library, tiny_task, tmp_path, monkeypatch, capfd):
+    folder = tmp_path / "working"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    words = ["lm_eval", str(library), *tiny_task(), "--output_path", str(tmp_path / "results.json")]
+
+    def commit_in_results():
+        assert main(words) == 0
+        return json.loads((tmp_path / "results.json").read_text())["git_hash"]
+
+    assert commit_in_results() is None
+    assert "repository" not in capfd.readouterr().err
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for command in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *command], check=True)
+    found = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True)
+    assert commit_in_results() == found.stdout.strip()

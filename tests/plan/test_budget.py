@@ -16,7 +16,7 @@ from headwater.plan.budget import make_plan
 from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.predict import NOMINAL
 from headwater.plan.refusal import UNLIMITED, enough, other_settings
-from headwater.plan.search import Request, best_plan, fits, micro_batch_sizes
+from headwater.plan.search import Request, best_plan, candidates, fits, micro_batch_sizes, usage
 from headwater.plan.types import Activations, Budgets, Resources, StoreShare
 
 SMALL = {"fp32": gpt(precision="fp32"), "bf16": gpt(), "fp16": gpt(precision="fp16", tied=False)}
@@ -65,6 +65,17 @@ def test_plans_stay_within_budgets_and_keep_fixed_decisions(request):
     assert all(want in (None, got) for want, got in zip(wanted, with_fixed(plan), strict=True))
     assert request.disk is not None or (plan.tier, plan.gradient_tier) == ("memory", "memory")
     assert plan.trace.micro_batch_size == plan.micro_batch_size
+
+
+@settings(deadline=None, max_examples=150)
+@given(requests)
+def test_no_policy_that_a_refusal_leaves_out_needs_less_memory(request):
+    for size in micro_batch_sizes(request):
+        every = [usage(plan) for plan in candidates(request, size, smallest=True)]
+        few = [usage(plan) for plan in candidates(request, size, smallest=True, every_policy=False)]
+        assert len(few) <= len(every)
+        for need in every:
+            assert any(all(a <= b for a, b in zip(less, need, strict=True)) for less in few)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwater.config import load_params, shipped_params
 from headwater.core.dry_run import costs_by_shapes
-from headwater.plan import repeats
+from headwater.plan import repeats, trace
 from headwater.plan.trace import trace_step
 from headwater.trainer.planning import dry_runs
 from headwater.trainer.zoo_job import zoo_trainable
@@ -301,7 +301,10 @@ def test_layers_that_are_called_several_times_also_without_gradients(skipped, tm
 def check_zoo(config, skipped, monkeypatch):
     """Check that the dry run skips stages, with the trace of a dry run of all stages."""
     trainable = zoo_trainable(config.init)
+    runs, run = [], trace._Recorder.run
+    monkeypatch.setattr(trace._Recorder, "run", lambda *words: (runs.append(words), run(*words)))
     skipping = dry_runs(config.init, trainable)(2)
     assert skipped
+    assert len(runs) == 1, "the costs that were taken over have been dropped, and all stages have run"
     monkeypatch.setattr(repeats, "_equal_stages", lambda model, partition: [])
     assert skipping == dry_runs(config.init, trainable)(2)

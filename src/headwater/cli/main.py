@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.signals import speaks_for_all
 from headwater.core.spins import never_spin
+from headwater.core.terminal import outlive_terminal
 from headwater.fabric.parent import find_parent
 from headwater.fabric.report import report
 from headwater.trainer.interrupt import EXIT_CODE
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         # First: a rank whose launcher has ended must end, also while its command is imported.
         find_parent()
+        outlive_terminal()
         if not _LITTLE_AT_A_TIME.isdisjoint(words[:1]):  # before the command imports torch
             never_spin()
     with errors_printed() as outcome:

@@ -198,8 +198,9 @@ def run_fit(args: argparse.Namespace) -> int:
         check_replaceable(out / name)
     out.mkdir(parents=True, exist_ok=True)
     replace_file(out / REPORT, json.dumps(report.to_record(), indent=1).encode())
-    draw_report(report, out / PICTURE)
-    print(f"wrote {out / REPORT} and {out / PICTURE}")
+    print(f"wrote {out / REPORT}")
+    draw_report(report, out / PICTURE)  # an error if matplotlib is not installed
+    print(f"wrote {out / PICTURE}")
     return 0
 
 

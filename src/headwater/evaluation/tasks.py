@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,7 +102,7 @@ class Tasks:
         arguments = self._arguments
         seeds = arguments.seeds
         caching = arguments.cache_requests
-        with _random_states_kept():
+        with _random_states_kept(), _quiet_without_repository():
             results = evaluator.simple_evaluate(
                 model=model,
                 tasks=arguments.names,
@@ -188,6 +189,30 @@ def _random_states_kept() -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             set_state(generator, state)
+
+
+@contextmanager
+def _quiet_without_repository() -> Iterator[None]:
+    """Keep the harness from asking git for a commit if the working folder is not in a repository.
+
+    The harness asks at the end of an evaluation, and git would print an error there.
+    """
+    theirs = evaluator.get_git_commit_hash
+    if not _in_repository():
+        evaluator.get_git_commit_hash = lambda: None
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = theirs
+
+
+def _in_repository() -> bool:
+    """True if git finds a repository around the working folder."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "--git-dir"], capture_output=True, check=False)
+    except OSError:  # git is not installed, or must not be run
+        return False
+    return found.returncode == 0
 
 
 def metrics(results: Results) -> dict[str, float]:

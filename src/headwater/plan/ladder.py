@@ -18,15 +18,25 @@ class Rung(NamedTuple):
     peak_bytes: int
 
 
-def activation_ladder(footprint: Footprint, frame: Plan, *, fixed: Activations | None = None) -> list[Rung]:
+def activation_ladder(
+    footprint: Footprint, frame: Plan, *, fixed: Activations | None = None, smallest: bool = False
+) -> list[Rung]:
     """Return choices of a policy for each stage; each needs less memory than the one before, and more time.
 
     First the cheap operators of all stages are computed again (`SELECTIVE`). Then stages are recomputed as a
     whole, one after the other, those first that free the most bytes for a FLOP. Stages that cannot be
     recomputed are offloaded next, and finally all stages.
+
+    Args:
+        footprint: adds up the bytes.
+        frame: the plan without activation policies.
+        fixed: the policy of all stages, if the user has chosen one.
+        smallest: leave out the choices that recompute some of the stages that can be recomputed. To recompute
+            all of them needs less memory of a kind, and no more of another.
     """
     ladder: list[Rung] = []
-    for activations in _policies(frame) if fixed is None else (_uniform(frame.trace, fixed),):
+    policies = _policies(frame, smallest=smallest)
+    for activations in policies if fixed is None else (_uniform(frame.trace, fixed),):
         peak = footprint.peak(dataclasses.replace(frame, activations=activations)).total
         # `_promising` bisects the ladder, so the peaks must fall.
         if not ladder or peak < ladder[-1].peak_bytes:
@@ -34,7 +44,7 @@ def activation_ladder(footprint: Footprint, frame: Plan, *, fixed: Activations |
     return ladder
 
 
-def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
+def _policies(frame: Plan, *, smallest: bool) -> Iterator[tuple[Activations, ...]]:
     costs = frame.trace.costs
     policies = [Activations.KEEP] * len(costs)
     yield tuple(policies)
@@ -56,6 +66,9 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
     for block in sorted({blocks[stage] for stage in worth}, key=lambda block: (flops_per_byte(block), block)):
         for stage in members.get(block, (block,)):
             policies[stage] = Activations.RECOMPUTE
+        if not smallest:
+            yield tuple(policies)
+    if smallest:
         yield tuple(policies)
     if frame.device != "cpu" or frame.disk is not None:
         for stage in set(range(len(costs))) - set(worth):

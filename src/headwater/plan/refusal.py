@@ -164,7 +164,7 @@ def _needs(request: Request) -> list[Budgets]:
     return [
         usage(plan)
         for size in dict.fromkeys((sizes[-1], sizes[0]))
-        for plan in candidates(request, size, smallest=True)
+        for plan in candidates(request, size, smallest=True, every_policy=False)
     ]
 
 

@@ -196,7 +196,9 @@ def micro_batch_sizes(request: Request) -> list[int]:
     return sizes
 
 
-def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterator[Plan]:
+def candidates(
+    request: Request, size: int, *, smallest: bool = False, every_policy: bool = True
+) -> Iterator[Plan]:
     """Yield plans with a given micro-batch size and their predictions, even if they do not fit.
 
     Args:
@@ -204,13 +206,17 @@ def candidates(request: Request, size: int, *, smallest: bool = False) -> Iterat
         size: the micro-batch size.
         smallest: yield every activation policy with the fewest slabs, instead of those that are fast within
             the budgets. The smallest plans are among these, and those that exceed the fewest budgets.
+        every_policy: False to leave out the activation policies for which there is a smaller plan.
     """
     trace = request.trace_for(size)
     footprint = _footprint(trace, request)
     predictor = Predictor(footprint, request.calibration)
     for frame in _frames(request, footprint, size):
         ladder = activation_ladder(
-            footprint, frame, fixed=None if trace.inference else request.fixed.activations
+            footprint,
+            frame,
+            fixed=None if trace.inference else request.fixed.activations,
+            smallest=not every_policy,
         )
         for slabs in _slab_counts(request, frame)[: 1 if smallest else None]:
             with_slabs = dataclasses.replace(frame, slabs=slabs)

@@ -262,8 +262,21 @@ class _Recorder(TorchDispatchMode):
     def _recording_backward(self) -> Iterator[None]:
         """Inside the context, record the operators of a backward, which runs outside of autocast."""
         self._costs.in_backward = True
-        with self, torch.autocast("cpu", enabled=False):
+        with ExitStack() as stack:
+            if self._repeats is not None:
+                for module in self._model.modules():
+                    stack.callback(surround(module, self._recomputed))
+            stack.enter_context(self)
+            stack.enter_context(torch.autocast("cpu", enabled=False))
             yield
+
+    def _recomputed(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module that backward calls again, as a checkpoint does: nothing may have been skipped."""
+        # Only modules count: a layer's own backward may compute a function again, with gradients, and the
+        # costs of this are among those that a skipped layer takes over.
+        assert self._repeats is not None, "only a dry run that skips stages asks for this"
+        self._repeats.refuse()
+        return call(*args, **kwargs)
 
     def _around(self, path: str) -> Layer:
         def layer(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -343,9 +356,6 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # not an operator, and very frequent
         out = self._computes_on.call(func, args, kwargs)
-        if self._costs.in_backward and self._repeats is not None and torch.is_grad_enabled():
-            # In backward, gradients are enabled only while a forward is recomputed.
-            self._repeats.refuse()
         if not self._costs.in_backward:
             self._writes.note_operator(changed_by(func, args, kwargs))
             for tensor in operands((args, kwargs)):

@@ -1,4 +1,7 @@
-"""Handling of Ctrl-C and SIGTERM: the first asks a run to stop after its step, the second exits at once."""
+"""Handling of Ctrl-C, SIGTERM and the end of the terminal: the first asks a run to stop after its step.
+
+The second exits at once.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from types import FrameType
 from typing import TypeVar
 
 from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.safe_path import safe_path
-from headwater.core.signals import handled, speaks_for_all
+from headwater.core.signals import Handler, handled, speaks_for_all
 
 Item = TypeVar("Item")
 
@@ -41,20 +44,34 @@ class Interrupt:
         self._heard = self.requested = True
         _say("stopping after this step; repeat the signal to stop at once")
 
+    def handle_hangup(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGHUP: request a stop, however often the signal comes.
+
+        When a terminal closes, both the kernel and the shell send the signal.
+        """
+        self.requested = True
+
 
 def _say(text: str) -> None:
     """Print a message on rank 0 only."""
     if not speaks_for_all():
         return
     # A handler may interrupt a write to stderr, and a buffered stream must not be entered twice.
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
+    with suppress(OSError):  # the terminal may be closed
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
 
 
 @contextmanager
 def interrupts() -> Iterator[Interrupt]:
-    """Turn SIGINT and SIGTERM into requests to stop. Outside of the main thread this does nothing."""
+    """Turn SIGINT, SIGTERM and SIGHUP into requests to stop. Outside of the main thread this does nothing.
+
+    SIGHUP, which comes when the terminal closes, stays ignored if it is (`nohup`).
+    """
     interrupt = Interrupt()
-    with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), interrupt.handle)):
+    handlers: dict[int, Handler] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), interrupt.handle)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        handlers[signal.SIGHUP] = interrupt.handle_hangup
+    with handled(handlers):
         yield interrupt
 
 

@@ -154,7 +154,10 @@ def plan_run(
         def told(trace_for: TraceFor) -> TraceFor:
             def run(size: int) -> Trace:
                 activity.name = f"planning: dry run of {counted(size, 'sample', 'samples')}"
-                return trace_for(size)
+                try:
+                    return trace_for(size)
+                finally:
+                    activity.name = "planning: comparing plans"
 
             return run
 

@@ -96,14 +96,15 @@ def _signals_for_ranks() -> Iterator[list[int]]:
     """Handle signals in the context: collect those that the launcher must pass on to its ranks in a list.
 
     Each rank has its own session, so Ctrl-C in a terminal reaches only the launcher, which passes it on once.
-    When the terminal closes, the ranks get SIGTERM, unless SIGHUP is ignored (`nohup`).
+    When the terminal closes, the ranks get SIGTERM, unless SIGHUP is ignored (`nohup`). They get it once,
+    because the second one ends them at once, and both the kernel and the shell send SIGHUP.
     """
     heard: list[int] = []
     handlers: dict[int, Handler] = {
         number: lambda number, frame: heard.append(number) for number in (signal.SIGINT, signal.SIGTERM)
     }
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        handlers[signal.SIGHUP] = lambda number, frame: heard.append(signal.SIGTERM)
+        handlers[signal.SIGHUP] = lambda number, frame: heard.extend([] if heard else [signal.SIGTERM])
     with handled(handlers):
         yield heard
 

@@ -1,0 +1,42 @@
+"""Output of a process whose terminal may be closed while it works."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import IO, Any
+
+
+class _Terminal(io.FileIO):
+    """A terminal to write to. After it has been closed, the process writes to `/dev/null` instead.
+
+    Without this, each print would raise an error, and a run would end because its window is gone.
+    """
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return super().write(data)
+
+
+def outlive_terminal() -> None:
+    """Make stdout and stderr outlive their terminal. Later output is lost, without an error."""
+    sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
+
+
+def _outliving(stream: Any) -> Any:
+    """Return a stream to the terminal of `stream` that outlives it; `stream` itself if it is no terminal."""
+    if not isinstance(stream, io.TextIOWrapper) or not stream.isatty():
+        return stream
+    stream.flush()
+    buffer = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+    made: IO[str] = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
+    return made
