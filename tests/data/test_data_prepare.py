@@ -252,6 +252,15 @@ def test_tasks_are_read_little_ahead_and_results_come_in_order():
         list(ordered_map(square, range(20), 2))
 
 
+def blocks_interrupts(_):
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_ctrl_c_does_not_reach_workers_that_start():
+    assert list(ordered_map(blocks_interrupts, range(4), 2)) == [True] * 4
+    assert not blocks_interrupts(None)
+
+
 def test_a_worker_that_dies_is_reported():
     with pytest.raises(DataError, match=r"(?s)worker process died.*--num_workers"):
         list(ordered_map(exit_at, range(20), 2))

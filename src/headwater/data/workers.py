@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from headwater.core.errors import DataError
@@ -47,7 +48,7 @@ def ordered_map(work: Callable[[Task], Result], tasks: Iterable[Task], num_worke
     flying: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
     try:
         for task in tasks:
-            with safe_path():  # a worker may be started for the task
+            with safe_path(), _interrupts_blocked():  # a worker may be started for the task
                 flying.append(pool.submit(_run, task))
             if len(flying) > 2 * num_workers:
                 yield flying.popleft().result()
@@ -60,6 +61,19 @@ def ordered_map(work: Callable[[Task], Result], tasks: Iterable[Task], num_worke
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Block Ctrl-C inside the context, also in processes that start there, which inherit this.
+
+    A worker imports modules before it can ignore the signal, and would print a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _install(work: Callable[[Any], Any]) -> None:
