@@ -18,7 +18,7 @@ SETTINGS = [
     Setting("memory", 2, "selective"),
     Setting("disk", 3, "selective", "disk"),
 ]
-WIDTH, ROWS = 32, 64  # a value has 8 KiB
+WIDTH, ROWS = 32, 64
 
 
 class Block(nn.Module):

@@ -28,9 +28,6 @@ from headwater.core.errors import StreamError
 from headwater.plan.alive import has_storage, memory_key
 from headwater.plan.writes import changed_by
 
-_SMALLEST_BYTES = 1 << 12
-"""A smaller value is kept: its recipe would take as much memory."""
-
 _DEEPEST = 12
 """The most operators between a value and the tensors that are kept."""
 
@@ -277,7 +274,7 @@ class Recipes:
 
     def function_for(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Return a function that computes a tensor again which autograd saves; `None` if it must be kept."""
-        if not _is_plain(tensor) or tensor.nbytes < _SMALLEST_BYTES or memory_key(tensor) in self._kept:
+        if not _is_plain(tensor) or memory_key(tensor) in self._kept:
             return None
         memory, layout = self._memory(tensor), _Layout.of(tensor)
         recipe = self._recipe(memory, layout.dtype, 0)
