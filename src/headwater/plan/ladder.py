@@ -31,20 +31,25 @@ def activation_ladder(
         footprint: adds up the bytes.
         frame: the plan without activation policies.
         fixed: the policy of all stages, if the user has chosen one.
-        smallest: leave out the choices that recompute some of the stages that can be recomputed. To recompute
-            all of them needs less memory of a kind, and no more of another.
+        smallest: leave out each choice before another one that offloads as many bytes: the later one needs
+            less memory of a kind, and no more of another.
     """
     ladder: list[Rung] = []
-    policies = _policies(frame, smallest=smallest)
-    for activations in policies if fixed is None else (_uniform(frame.trace, fixed),):
-        peak = footprint.peak(dataclasses.replace(frame, activations=activations)).total
+    for activations in _policies(frame) if fixed is None else (_uniform(frame.trace, fixed),):
+        plan = dataclasses.replace(frame, activations=activations)
+        peak = footprint.peak(plan).total
         # `_promising` bisects the ladder, so the peaks must fall.
-        if not ladder or peak < ladder[-1].peak_bytes:
-            ladder.append(Rung(activations, peak))
+        if ladder and peak >= ladder[-1].peak_bytes:
+            continue
+        if smallest and ladder:
+            before = dataclasses.replace(frame, activations=ladder[-1].activations)
+            if footprint.offloaded_bytes(before) == footprint.offloaded_bytes(plan):
+                ladder.pop()
+        ladder.append(Rung(activations, peak))
     return ladder
 
 
-def _policies(frame: Plan, *, smallest: bool) -> Iterator[tuple[Activations, ...]]:
+def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
     costs = frame.trace.costs
     policies = [Activations.KEEP] * len(costs)
     yield tuple(policies)
@@ -66,9 +71,6 @@ def _policies(frame: Plan, *, smallest: bool) -> Iterator[tuple[Activations, ...
     for block in sorted({blocks[stage] for stage in worth}, key=lambda block: (flops_per_byte(block), block)):
         for stage in members.get(block, (block,)):
             policies[stage] = Activations.RECOMPUTE
-        if not smallest:
-            yield tuple(policies)
-    if smallest:
         yield tuple(policies)
     if frame.device != "cpu" or frame.disk is not None:
         for stage in set(range(len(costs))) - set(worth):
