@@ -2,6 +2,7 @@
 
 import torch
 
+import headwater.core.attention  # noqa: F401 - registers the operator
 from headwater.plan.stage_costs import StageCosts
 
 ATTENTION_BACKWARD = torch.ops.headwater.attention_backward.default
