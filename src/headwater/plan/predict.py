@@ -107,8 +107,7 @@ class Predictor:
 
     def update_s(self, stage: StageBytes) -> float:
         """Return the seconds of the update of one stage; 0 if it is not trained."""
-        moved = 2 * (stage.slab + stage.state) + stage.gradient if stage.trained else 0
-        return moved / (self._rates.adamw_params_per_s * ADAMW_BYTES)
+        return stage.moved / (self._rates.adamw_params_per_s * ADAMW_BYTES)
 
     def missed(self, plan: Plan) -> tuple[int, ...]:
         """Return the positions in a micro-batch's schedule at which a stage is fetched into a slab."""

@@ -160,13 +160,7 @@ def _with_whole_masters(plan: Plan, request: Request) -> Plan:
     trace = plan.trace.with_whole_masters()
     roomier = dataclasses.replace(plan, trace=trace)
     predictor = Predictor(_footprint(trace, request), request.calibration)
-    # The time stays: updates are predicted by the bytes that they move. Whole masters have more of them, but
-    # are not joined and split.
-    split = _predicted(plan)
-    prediction = dataclasses.replace(
-        predictor.predict(roomier), step_s=split.step_s, step_parts=split.step_parts
-    )
-    roomier = dataclasses.replace(roomier, prediction=prediction)
+    roomier = dataclasses.replace(roomier, prediction=predictor.predict(roomier))
     return roomier if fits(roomier, request) else plan
 
 

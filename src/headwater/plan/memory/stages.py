@@ -25,6 +25,7 @@ class StageBytes:
         gradient: gradients as autograd makes them, in wire precision.
         gradient_sum: gradients that wait for the update, if they are summed in fp32.
         trained: number of trained parameters.
+        moved: bytes that an update in host memory is predicted by: it reads and writes what is stored.
     """
 
     slab: int
@@ -32,6 +33,7 @@ class StageBytes:
     gradient: int
     gradient_sum: int
     trained: int
+    moved: int
 
     @property
     def stored(self) -> int:
@@ -55,10 +57,15 @@ def _bytes_of(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) ->
     updated = [param for param in stage.params if trained and param.requires_grad]
     numel = sum(param.numel for param in updated)
     masters = sum(param.numel * _MASTER_BYTES[encoding_of(param)] for param in stage.params)
+    state, gradient = numel * optimizer_state_bytes + masters, sum(param.wire_bytes for param in updated)
+    # Whole masters have two bytes more than split ones. Their updates take no longer, because nothing is
+    # joined and split. So these two bytes do not count, neither read nor written.
+    whole = sum(param.numel for param in updated if encoding_of(param) is Encoding.COPY)
     return StageBytes(
         slab=stage.slab_bytes,
-        state=numel * optimizer_state_bytes + masters,
-        gradient=sum(param.wire_bytes for param in updated),
+        state=state,
+        gradient=gradient,
+        moved=2 * (stage.slab_bytes + state) + gradient - 2 * 2 * whole if updated else 0,
         # Sums have at least fp32, but fp64 gradients are not rounded.
         gradient_sum=sum(param.numel * max(FP32_BYTES, param.wire_dtype.itemsize) for param in updated),
         trained=numel,
