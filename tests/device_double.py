@@ -334,6 +334,13 @@ class DeviceDouble(Device):
             return False
         return tensor.untyped_storage().data_ptr() in self._reads
 
+    def drain(self) -> None:
+        """Wait until all copies that are queued now have run."""
+        for stream in self._streams:
+            done = threading.Event()
+            stream._work.put(done.set)
+            done.wait(30)
+
     def end(self, *, unlocked: bool = True) -> None:
         """End the threads, and raise what they have found.
 
@@ -342,7 +349,7 @@ class DeviceDouble(Device):
         """
         for stream in self._streams:
             stream.end()
-        assert self.races == []
+        assert self.races == [], self.races
         gc.collect()
         assert self.locked == 0 or not unlocked, "page-locked memory is left"
 

@@ -58,6 +58,8 @@ def start_in_terminal(tmp_path):
             cwd=tmp_path,
             env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
             start_new_session=True,
+            # Also if the tests were started by `nohup`, which makes all processes ignore the signal.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         os.close(theirs)
         processes.append(process)
