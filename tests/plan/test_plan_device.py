@@ -177,7 +177,7 @@ def test_a_second_plan_leaves_room_for_the_stages_that_the_first_one_has_on_the_
 def test_a_plan_for_a_larger_batch_keeps_the_tiers_of_the_store(limit, monkeypatch):
     first = planned(3 * GIB)
     parts = first.prediction.device_parts
-    # With a limit of its own the planner does not ask; without it the first engine has taken its part.
+    # The planner asks for the free memory only if no limit is set. The first engine holds a part of it then.
     held = parts["weight store"] + parts["slabs"]
     monkeypatch.setattr("headwater.api.planner.free_device_bytes", lambda device: 3 * GIB / FREE_SHARE - held)
     larger = request_for(limit, batch_size=64, fixed=Fixed(micro_batch_size=64))

@@ -99,7 +99,7 @@ class _Product(ctypes.Structure):
 
 @functools.cache
 def _library() -> Any:
-    # A product and its sum in one instruction, for all rows alike. Two instructions take twice as long.
+    # Every product is added to its sum in one instruction. With two instructions it takes twice as long.
     return native_library("few_rows", ("-ffp-contract=fast",))
 
 

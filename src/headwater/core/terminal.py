@@ -33,7 +33,7 @@ def outlive_terminal() -> None:
 
 
 def _outliving(stream: Any) -> Any:
-    """Return a stream to the terminal of `stream` that outlives it; `stream` itself if it is no terminal."""
+    """Return a stream that writes to the same terminal and outlives it. Return other streams unchanged."""
     if not isinstance(stream, io.TextIOWrapper) or not stream.isatty():
         return stream
     stream.flush()
