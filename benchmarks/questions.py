@@ -32,7 +32,7 @@ from headwater.data.text.cloze import ClozeSettings, sentences, write_cloze_ques
 from headwater.data.text.squad import Scores, read_questions, read_windows, score
 from headwater.models.question_answering import QuestionAnswering
 from headwater.models.registry import build_model
-from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 from headwater.trainer.pretrained import checkpoint_weights
 
 TRAINED = ("xquad_en_train", "squad_v1.1_dev_questions")

@@ -24,8 +24,10 @@ from headwater.plan.types import Activations, Plan, Updates
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.trainer.callback import FitStart, StepEnd
-from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints
+from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 from headwater.trainer.history import History
+from headwater.trainer.model_dir_lock import ModelDirLock
 
 NUM_STEPS = 6
 NUM_KILLS = 10

@@ -26,7 +26,9 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.store.checkpoint_folder import publish, recover, retire
 from headwater.store.snapshot_load import SavedCheckpoint, load_weights
 from headwater.store.snapshot_manifest import FORMAT_VERSION
-from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, describe, find_damage
+from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.checkpoint_inspection import describe, find_damage
+from headwater.trainer.model_dir_lock import ModelDirLock
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +335,7 @@ def test_second_run_is_refused(tmp_path):
 
 def test_lock_ends_with_its_process(tmp_path):
     script = (
-        "import sys; from pathlib import Path; from headwater.trainer.checkpoint import ModelDirLock\n"
+        "import sys; from pathlib import Path; from headwater.trainer.model_dir_lock import ModelDirLock\n"
         "ModelDirLock(Path(sys.argv[1])).__enter__(); print('in', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]

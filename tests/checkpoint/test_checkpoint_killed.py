@@ -11,7 +11,8 @@ import pytest
 from checkpoint_runs import LARGE, assert_same, make_store, train
 from killed_run import HISTORY_WRITTEN, NUM_KILLS, NUM_STEPS
 
-from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock
+from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.model_dir_lock import ModelDirLock
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 

@@ -21,7 +21,8 @@ from checkpoint_runs import (
 
 from headwater.core.errors import ConfigError
 from headwater.store.snapshot_load import load_weights
-from headwater.trainer.checkpoint import CheckpointManager, describe, persistent_buffers
+from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
+from headwater.trainer.checkpoint_inspection import describe
 
 WIRES = [torch.float32, torch.bfloat16]
 

@@ -12,7 +12,7 @@ from run_samples import history
 from headwater.cli.main import COMMANDS
 from headwater.config import load_params
 from headwater.models.registry import build_model
-from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 from headwater.trainer.pretrained import checkpoint_weights
 from shared_data import SHARED
 

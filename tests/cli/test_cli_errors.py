@@ -10,7 +10,8 @@ from headwater.data.statistics import read_statistics
 from headwater.store.store import WeightStore
 from headwater.trainer import session
 from headwater.trainer.callback import Callback
-from headwater.trainer.checkpoint import ModelDirLock, complete_checkpoints
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
+from headwater.trainer.model_dir_lock import ModelDirLock
 
 
 def assert_refused(result, *texts, code=2):

@@ -13,7 +13,7 @@ from run_samples import history
 
 from headwater.cli import csctl
 from headwater.cli.job_output import COLUMNS, short_time
-from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 
 NAMES = [f"wsjob-{number:012d}" for number in range(1, 9)]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from run_samples import assert_same_checkpoint, history, write_params
 
-from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 
 FAR = 1_000_000
 

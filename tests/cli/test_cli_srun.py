@@ -15,7 +15,7 @@ from run_samples import losses, wait_for
 
 import slurm_cluster
 from headwater.core.exit_codes import INTERRUPTED
-from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to start a cluster of its own"),

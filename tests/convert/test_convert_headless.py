@@ -12,7 +12,7 @@ from headwater.convert.folder import read_model_section
 from headwater.convert.formats import CONVERTERS, nearest_converter
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.models.registry import build_model
-from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 from headwater.trainer.pretrained import checkpoint_weights
 
 transformers = pytest.importorskip("transformers")

@@ -18,7 +18,7 @@ import headwater
 from headwater.config.user import load_user_params
 from headwater.core.errors import ConfigError, DataError
 from headwater.run import PyTorchBaseModel, run
-from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 from headwater.trainer.user_data import Passes, RepeatedPasses
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headwater.core.seeding import derive_seed
 from headwater.run import PyTorchBaseModel, run
-from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 from headwater.trainer.pretrained import checkpoint_weights
 
 

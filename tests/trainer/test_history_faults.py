@@ -9,8 +9,8 @@ from test_callbacks import PLAN, run, step
 
 from headwater.core.errors import DiskFullError
 from headwater.trainer.callback import FitStart
-from headwater.trainer.checkpoint import ModelDirLock
 from headwater.trainer.history import History, read_history, read_last_steps
+from headwater.trainer.model_dir_lock import ModelDirLock
 
 
 def start_of(number):

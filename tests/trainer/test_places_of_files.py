@@ -11,9 +11,9 @@ from headwater.core.errors import DiskFullError, RunError, StoreError
 from headwater.core.files import check_place, disk_errors, replace_file
 from headwater.store.checkpoint_folder import publish
 from headwater.trainer.callback import FitStart
-from headwater.trainer.checkpoint import ModelDirLock
 from headwater.trainer.history import History
 from headwater.trainer.loss_curve import LossCurve
+from headwater.trainer.model_dir_lock import ModelDirLock
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.tensorboard import TensorBoard
 from read_only import another_user

@@ -24,15 +24,11 @@ from headwater.convert.checkpoint import export_hf, open_hf, read_config
 from headwater.core.errors import CorruptError, RunError
 from headwater.core.side_files import end_tokens, keep_generation_tokens, side_files
 from headwater.core.units import format_bytes
-from headwater.trainer.checkpoint import (
-    CheckpointManager,
-    ModelDirLock,
-    complete_checkpoints,
-    describe,
-    find_damage,
-)
+from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.checkpoint_inspection import complete_checkpoints, describe, find_damage
 from headwater.trainer.comparison import is_folder_of_weights, model_of, tensors_of
 from headwater.trainer.huggingface import export_library_model
+from headwater.trainer.model_dir_lock import ModelDirLock
 from headwater.trainer.pretrained import checkpoint_weights, import_weights
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import find_trained

@@ -20,7 +20,7 @@ from headwater.convert.formats import CONVERTERS, nearest_converter
 from headwater.convert.formats.base import Format
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.side_files import side_files
-from headwater.trainer.checkpoint import complete_checkpoints
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 from headwater.trainer.comparison import compare
 from headwater.trainer.pretrained import checkpoint_weights
 

@@ -1,56 +1,32 @@
-"""Checkpoints of a run: writing during training, finding, deleting; and the lock of the run's folder."""
+"""Checkpoints of a run: writing them while it trains, finding the newest, loading one."""
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-import fcntl
-import itertools
-import json
 import logging
-import math
-import os
-import re
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 
-from headwater.core.cleanup import on_failure
-from headwater.core.errors import (
-    CheckpointError,
-    ConfigError,
-    CorruptError,
-    HeadwaterError,
-    ModelDirBusyError,
-    StoreError,
-)
-from headwater.core.files import check_place, disk_errors, is_damage, make_folder
+from headwater.core.errors import ConfigError, CorruptError, HeadwaterError, StoreError
+from headwater.core.files import disk_errors, is_damage
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.checkpoint_files import write_first
-from headwater.store.checkpoint_folder import recover, retire
+from headwater.store.checkpoint_folder import retire
 from headwater.store.rules import UpdateRules
 from headwater.store.saved_weights import Buffers, Names
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_hosts import SnapshotElsewhere
 from headwater.store.snapshot_load import SavedCheckpoint, load_weights, match_weights
-from headwater.store.snapshot_manifest import MANIFEST_FILE
 from headwater.store.store import WeightStore
+from headwater.trainer.checkpoint_inspection import complete_checkpoints, find_damage, saved_state
+from headwater.trainer.checkpoint_names import folder_of, is_checkpoint, set_aside_names, step_of, surplus
+from headwater.trainer.checkpoint_state import pack_state
 
 logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"checkpoint_(\d+)")
-_STATE_FILE = "trainer.json"
-_STATE_TENSORS_FILE = "trainer.safetensors"
-_TENSOR_KEY = "__tensor__"
-_OTHER_COPY = "use another checkpoint, or another copy of this one"
-_LOCK_FILE = "run.lock"
-_SET_ASIDE_SUFFIX = ".superseded"
 
 
 class CheckpointManager:
@@ -102,9 +78,9 @@ class CheckpointManager:
             HeadwaterError: if the one before failed in any other way.
         """
         self.wait()
-        folder = self._folder(step)
+        folder = folder_of(self.model_dir, step)
         # In this thread: the snapshot is of the weights before the next step changes them.
-        snapshot = Snapshot(store, folder, step, buffers=buffers, extras=_pack_state(state))
+        snapshot = Snapshot(store, folder, step, buffers=buffers, extras=pack_state(state))
         self._damaged.pop(folder, None)  # replaced by this one
         self._writing = self._thread.submit(self._finish, snapshot)
         return folder
@@ -130,8 +106,8 @@ class CheckpointManager:
         Raises:
             DiskFullError: if there is too little space.
         """
-        folder = self._folder(0)
-        write_first(folder, stages, rule, read, extras=_pack_state(state))
+        folder = folder_of(self.model_dir, 0)
+        write_first(folder, stages, rule, read, extras=pack_state(state))
         return folder
 
     def save_elsewhere(self, store: WeightStore) -> None:
@@ -146,15 +122,11 @@ class CheckpointManager:
         self.wait()
         self._writing = self._thread.submit(SnapshotElsewhere(store).run)
 
-    def _folder(self, step: int) -> Path:
-        return self.model_dir / f"checkpoint_{step}"
-
     def _finish(self, snapshot: Snapshot) -> None:
         newest = snapshot.run()
         # After `run`: older checkpoints stay until the new one is complete.
         if self._keep_n is not None:
-            others = [path for path in complete_checkpoints(self.model_dir) if path != newest]
-            for path in others[: max(len(others) - (self._keep_n - 1), 0)]:
+            for path in surplus(complete_checkpoints(self.model_dir), newest, self._keep_n):
                 retire(path)
 
     def check(self) -> None:
@@ -223,8 +195,7 @@ class CheckpointManager:
 
     def is_own(self, path: Path) -> bool:
         """True if `path` is named like a checkpoint of this run and is in its model_dir."""
-        named = _NAME.fullmatch(path.name) is not None
-        return named and path.parent.resolve() == self.model_dir.resolve()
+        return is_checkpoint(path) and path.parent.resolve() == self.model_dir.resolve()
 
     def set_aside(self, step: int, start: Path | None) -> list[Path]:
         """Rename checkpoints of later steps than `step`, at which a run starts: it will compute them again.
@@ -241,7 +212,7 @@ class CheckpointManager:
         kept = start and start.resolve()
         later = [path for path in complete_checkpoints(self.model_dir) if step_of(path) >= step]
         with disk_errors(self.model_dir):
-            return [path.rename(_unused(path)) for path in later if path.resolve() != kept]
+            return [path.rename(_unused_name(path)) for path in later if path.resolve() != kept]
 
     def load(
         self,
@@ -277,7 +248,7 @@ class CheckpointManager:
             load_weights(store, path, buffers, strict=strict, names=names)
         else:
             saved.restore(store, buffers, strict=strict)
-        return saved.manifest.step, _unpack_state(saved)
+        return saved.manifest.step, saved_state(saved)
 
     def check_model(
         self,
@@ -309,99 +280,6 @@ class CheckpointManager:
             SavedCheckpoint(path).match(stages, buffers, strict=strict)
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointDescription:
-    """Facts of a checkpoint that are known without reading its weights.
-
-    Attributes:
-        path: its folder.
-        step: training steps done.
-        optimizer: class name of the optimizer.
-        num_parameters: number of elements of all parameters.
-        num_bytes: bytes on disk.
-        state: the state that was given to `CheckpointManager.save`.
-    """
-
-    path: Path
-    step: int
-    optimizer: str
-    num_parameters: int
-    num_bytes: int
-    state: dict[str, Any]
-
-
-def describe(path: Path) -> CheckpointDescription:
-    """Return a description of a checkpoint without reading its weights.
-
-    Raises:
-        CheckpointError: if it is missing or not complete.
-        CorruptError: if manifest or state are damaged.
-    """
-    saved = SavedCheckpoint(path)
-    manifest = saved.manifest
-    return CheckpointDescription(
-        path=path,
-        step=manifest.step,
-        optimizer=manifest.optimizer,
-        num_parameters=sum(math.prod(param.shape) for param in manifest.params.values()),
-        num_bytes=manifest.num_bytes,
-        state=_unpack_state(saved),
-    )
-
-
-def find_damage(path: Path, *, deep: bool = True) -> HeadwaterError | None:
-    """Return an error that describes the damage of a complete checkpoint; `None` if it is intact.
-
-    Args:
-        path: its folder.
-        deep: compare every byte with its checksum, not only manifest, state, step, and the lengths and
-            headers of all files.
-
-    Raises:
-        CheckpointError: if it is not complete, or a newer version of Headwater wrote it.
-    """
-    try:
-        saved = SavedCheckpoint(path)
-    except StoreError as error:
-        return error
-    if _NAME.fullmatch(path.name) and saved.manifest.step != step_of(path):
-        return CorruptError(
-            f"the folder is named {path.name}, but its manifest says step {saved.manifest.step}",
-            where=str(path),
-            remedy="rename the folder to its original name",
-        )
-    try:
-        _unpack_state(saved)
-        if deep:
-            saved.verify()
-        else:
-            saved.check_files()
-    except (CheckpointError, StoreError) as error:
-        return error
-    return None
-
-
-def complete_checkpoints(model_dir: Path) -> list[Path]:
-    """Return every complete checkpoint in a model_dir, by step."""
-    folders = [path.parent for path in model_dir.glob(f"checkpoint_*/{MANIFEST_FILE}")]
-    # Longer names are those of checkpoints that are incomplete or were set aside.
-    return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=step_of)
-
-
-def _unused(path: Path) -> Path:
-    """Return a path that does not exist, and whose name is not that of a checkpoint."""
-    names = itertools.chain([_SET_ASIDE_SUFFIX], (f"{_SET_ASIDE_SUFFIX}{n}" for n in itertools.count(2)))
-    candidates = (path.with_name(path.name + name) for name in names)
-    return next(candidate for candidate in candidates if not candidate.exists())
-
-
-def step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None, f"{path.name} is not the name of a checkpoint"
-    return int(match[1])
-
-
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return name -> buffer for the persistent buffers of a model. A shared buffer is listed once."""
     return {name: buffer for name, buffer in model.named_buffers() if not _is_transient(model, name)}
@@ -412,104 +290,6 @@ def _is_transient(model: nn.Module, name: str) -> bool:
     return leaf in model.get_submodule(path)._non_persistent_buffers_set
 
 
-def _pack_state(state: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the files of the run's state: the tree as JSON, and the tensors in it."""
-    tensors: dict[str, torch.Tensor] = {}
-    tree = json.dumps(_split(state, "state", tensors), indent=1).encode()
-    return {_STATE_FILE: tree, _STATE_TENSORS_FILE: safetensors.torch.save(tensors)}
-
-
-def _split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return `value` with its tensors replaced by their names, and move the tensors to `tensors`."""
-    match value:
-        case torch.Tensor():
-            # safetensors refuses tensors that share memory or are not contiguous.
-            tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-            return {_TENSOR_KEY: name}
-        case Mapping():
-            assert all(isinstance(key, str) for key in value), f"{name} has keys that are not strings"
-            return {key: _split(entry, f"{name}/{key}", tensors) for key, entry in value.items()}
-        case list():
-            return [_split(entry, f"{name}/{index}", tensors) for index, entry in enumerate(value)]
-    assert value is None or isinstance(value, bool | int | float | str), f"{name} is a {type(value).__name__}"
-    return value
-
-
-def _unpack_state(saved: SavedCheckpoint) -> dict[str, Any]:
-    """Return the state that `_pack_state` wrote.
-
-    Raises:
-        CheckpointError: if a file is missing.
-        CorruptError: if a file is damaged, or does not hold a state.
-    """
-    path = saved.folder / _STATE_FILE
-    try:
-        tensors = safetensors.torch.load(saved.read(_STATE_TENSORS_FILE))
-
-        def join(entry: dict[str, Any]) -> Any:
-            return tensors[entry[_TENSOR_KEY]] if _TENSOR_KEY in entry else entry
-
-        state = json.loads(saved.read(_STATE_FILE), object_hook=join)
-    except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
-        what = f"the state of the run cannot be read: {error!r}"
-        raise CorruptError(what, where=str(path), remedy=_OTHER_COPY) from error
-    if not isinstance(state, dict):
-        what = f"expected the state of the run to be a mapping, found a {type(state).__name__}"
-        raise CorruptError(what, where=str(path), remedy=_OTHER_COPY)
-    return state
-
-
-class ModelDirLock:
-    """A lock that keeps other runs out of a model_dir. The system releases it when the process ends.
-
-    Entering it deletes incomplete files that a killed run left.
-
-    Args:
-        model_dir: the folder; created if missing.
-
-    Raises:
-        ModelDirBusyError: on entering, if another run holds the lock. The message names its process.
-        RunError: on entering, if the folder or its lock cannot be written.
-    """
-
-    def __init__(self, model_dir: Path) -> None:
-        self._model_dir = model_dir
-        self._path = model_dir / _LOCK_FILE
-        self._fd = -1
-
-    def __enter__(self) -> Self:
-        check_place(self._model_dir, expected="a folder")
-        check_place(self._path, expected="a file")
-        with disk_errors(self._path):
-            make_folder(self._model_dir)
-            # Not truncated: the file names the run that holds the lock.
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        # Also if the disk is full: a process that lives on would hold the lock until its end.
-        with on_failure(lambda: os.close(self._fd)):
-            self._take()
-            recover(self._model_dir)
-        return self
-
-    def _take(self) -> None:
-        """Lock the file, and write the name of this process into it."""
-        with disk_errors(self._path):
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                holder = os.read(self._fd, 1000).decode(errors="replace")
-                raise ModelDirBusyError(
-                    f"another run works in this model_dir: {holder or 'it has just begun'}",
-                    where=str(self._model_dir),
-                    remedy="wait for it, stop it, or name another model_dir",
-                ) from error
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, _this_process().encode(), 0)
-
-    def __exit__(self, *exception: object) -> None:
-        # The file stays: if it were removed, a run that has opened it would lock a file without a name.
-        os.close(self._fd)
-
-
-def _this_process() -> str:
-    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    return f"process {os.getpid()} on {socket.gethostname()}, since {now}"
+def _unused_name(path: Path) -> Path:
+    """Return the first name for a checkpoint that was set aside which no file has."""
+    return next(name for name in set_aside_names(path) if not name.exists())

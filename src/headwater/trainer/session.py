@@ -22,7 +22,8 @@ from headwater.plan.outlook import RunLength
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 from headwater.trainer.callback import ValidateEnd
-from headwater.trainer.checkpoint import CheckpointManager, ModelDirLock, complete_checkpoints
+from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 from headwater.trainer.datasets import errors_of, open_data
 from headwater.trainer.engines import open_engine, open_loaded, trained_model
 from headwater.trainer.evaluate import Evaluation, evaluate
@@ -31,6 +32,7 @@ from headwater.trainer.job import Batch, Job, Trainable
 from headwater.trainer.logs import STEP_CALLBACKS, make_callbacks
 from headwater.trainer.loop import Trainer
 from headwater.trainer.memory_watch import memory_watch
+from headwater.trainer.model_dir_lock import ModelDirLock
 from headwater.trainer.planning import Workload, run_length, training_workload
 from headwater.trainer.ranks import check_number, program_and_params
 from headwater.trainer.run_dir import RunDir

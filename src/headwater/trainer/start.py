@@ -17,13 +17,9 @@ from headwater.core.stage import StageSpec
 from headwater.optim.loss_scale import LossScale
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
-from headwater.trainer.checkpoint import (
-    CheckpointManager,
-    complete_checkpoints,
-    describe,
-    persistent_buffers,
-    step_of,
-)
+from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
+from headwater.trainer.checkpoint_inspection import complete_checkpoints, describe
+from headwater.trainer.checkpoint_names import step_of
 from headwater.trainer.state import RunState
 from headwater.trainer.waits import said_if_long
 

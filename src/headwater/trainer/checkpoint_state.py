@@ -1,0 +1,72 @@
+"""The state of a run as files of a checkpoint: a JSON tree, and its tensors. Nothing here reads a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from headwater.core.errors import CorruptError
+
+STATE_FILE = "trainer.json"
+STATE_TENSORS_FILE = "trainer.safetensors"
+
+_TENSOR_KEY = "__tensor__"
+_OTHER_COPY = "use another checkpoint, or another copy of this one"
+
+
+def pack_state(state: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the files of a state, by name.
+
+    Args:
+        state: JSON values and tensors, nested in dictionaries and lists.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = json.dumps(_split(state, "state", tensors), indent=1).encode()
+    return {STATE_FILE: tree, STATE_TENSORS_FILE: safetensors.torch.save(tensors)}
+
+
+def _split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return `value` with its tensors replaced by their names, and move the tensors to `tensors`."""
+    match value:
+        case torch.Tensor():
+            # safetensors refuses tensors that share memory or are not contiguous.
+            tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            return {_TENSOR_KEY: name}
+        case Mapping():
+            assert all(isinstance(key, str) for key in value), f"{name} has keys that are not strings"
+            return {key: _split(entry, f"{name}/{key}", tensors) for key, entry in value.items()}
+        case list():
+            return [_split(entry, f"{name}/{index}", tensors) for index, entry in enumerate(value)]
+    assert value is None or isinstance(value, bool | int | float | str), f"{name} is a {type(value).__name__}"
+    return value
+
+
+def unpack_state(tree: bytes, tensors: bytes, *, where: str) -> dict[str, Any]:
+    """Return the state that `pack_state` wrote as two files.
+
+    Args:
+        tree: content of `STATE_FILE`.
+        tensors: content of `STATE_TENSORS_FILE`.
+        where: path of `STATE_FILE`, for errors.
+
+    Raises:
+        CorruptError: if a file is damaged, or does not hold a state.
+    """
+    try:
+        by_name = safetensors.torch.load(tensors)
+
+        def join(entry: dict[str, Any]) -> Any:
+            return by_name[entry[_TENSOR_KEY]] if _TENSOR_KEY in entry else entry
+
+        state = json.loads(tree, object_hook=join)
+    except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
+        what = f"the state of the run cannot be read: {error!r}"
+        raise CorruptError(what, where=where, remedy=_OTHER_COPY) from error
+    if not isinstance(state, dict):
+        what = f"expected the state of the run to be a mapping, found a {type(state).__name__}"
+        raise CorruptError(what, where=where, remedy=_OTHER_COPY)
+    return state
