@@ -1,12 +1,7 @@
 """An evaluation uses the memory that its plan predicts, which is less than that of training."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from process_memory import outputs_of
 
 pytestmark = pytest.mark.real_start
 
@@ -22,13 +17,10 @@ from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Resources
 from headwater.stream.engine import Engine
+from process_memory import peak_bytes, reset_peak
 
 torch.set_num_threads(1)
 WIDTH, DEPTH, ROWS = 128, 16, 16384  # 8 MiB for each activation; a wider layer only computes longer
-
-def status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 def engine(tier, depth, width, rows):
     with torch.device("meta"):
@@ -52,15 +44,14 @@ def engine(tier, depth, width, rows):
 def measure(tier):
     with engine(tier, 2, 8, 8) as small:  # torch loads libraries at first use
         small.evaluate(torch.randn(8, 8))
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before = status("VmRSS")
+    before = reset_peak()
     with engine(tier, DEPTH, WIDTH, ROWS) as large:
         batch = torch.randn(ROWS, WIDTH)
         for _ in range(2):
             large.evaluate(batch)
         parts = large.plan.prediction.host_parts
     predicted = sum(parts.values()) - parts["interpreter"] + batch.nbytes
-    rise, kept = status("VmHWM") - before, 2 * DEPTH * batch.nbytes
+    rise, kept = peak_bytes() - before, 2 * DEPTH * batch.nbytes
     print(json.dumps({"rise": rise, "predicted": predicted, "kept": kept}), flush=True)
 
 for tier in sys.argv[2:]:  # a process each: this one has imported torch, and started no thread
@@ -74,16 +65,7 @@ for tier in sys.argv[2:]:  # a process each: this one has imported torch, and st
 
 
 def test_an_evaluation_uses_no_more_memory_than_its_plan(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), "memory", "disk"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-        cwd=Path(__file__).parent,
-    )
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
+    results = outputs_of(SCRIPT, tmp_path, "memory", "disk", mmap_threshold=1 << 16)
     assert len(results) == 2
     for result in results:
         assert result["predicted"] / 2 < result["rise"] <= result["predicted"] < result["kept"] / 2, result

@@ -1,12 +1,9 @@
 """The disk tier holds a few stages in memory, never the whole model."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from process_memory import outputs_of
 
 pytestmark = pytest.mark.real_start
 
@@ -16,15 +13,12 @@ from pathlib import Path
 import torch
 from torch import nn
 from harness import Setting, make_engine, regression
+from process_memory import peak_bytes, reset_peak
 from headwater.core.stage import ParamSpec
 from headwater.optim.spec import OptimizerSpec
 
 torch.set_num_threads(1)
 WIDTH, DEPTH = 1024, 16  # 4 MiB of weights a stage; 192 MiB with the state of Adam
-
-def status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 def initial(spec: ParamSpec) -> torch.Tensor:
     return torch.randn(spec.shape) * 0.01
@@ -38,14 +32,13 @@ def measure(folder, tier, gradient_tier, micro_batches):
     small = regression(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), 4, 8, optimizer=optimizer)
     with make_engine(small, Setting("disk"), folder) as engine:  # torch loads libraries at first use
         engine.train_step(small.batches(0), small.update(0))
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before = status("VmRSS")
+    before = reset_peak()
     job = regression(make_model, 8, WIDTH, optimizer=optimizer, micro_batches=micro_batches)
     setting = Setting(tier, 2, gradient_tier=gradient_tier)
     with make_engine(job, setting, folder, initial=initial) as engine:
         for step in range(3):
             engine.train_step(job.batches(step), job.update(step))
-    print(json.dumps({"rise": status("VmHWM") - before, "state": 12 * DEPTH * WIDTH * WIDTH}), flush=True)
+    print(json.dumps({"rise": peak_bytes() - before, "state": 12 * DEPTH * WIDTH * WIDTH}), flush=True)
 
 for case in json.loads(sys.argv[2]):  # a process each: this one has imported torch, and started no thread
     child = os.fork()
@@ -65,19 +58,7 @@ CASES = [("disk", "memory", 1), ("disk", "disk", 1), ("disk", "disk", 3), ("memo
 def rises(tmp_path_factory) -> dict[tuple[str, str, int], tuple[int, int]]:
     """Return by case the rise of the memory peak of its process, and the bytes of weights and state."""
     folder = tmp_path_factory.mktemp("store")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), json.dumps(CASES)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-        env={
-            **os.environ,
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-        },  # what is freed goes back to the system at once
-    )
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
+    results = outputs_of(SCRIPT, folder, json.dumps(CASES), mmap_threshold=1 << 16)
     return {case: (found["rise"], found["state"]) for case, found in zip(CASES, results, strict=True)}
 
 

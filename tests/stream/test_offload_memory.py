@@ -1,7 +1,7 @@
 """Offloaded activations use no more memory than the plan predicts."""
 
 import pytest
-from planned_memory import output_of
+from process_memory import outputs_of
 
 pytestmark = pytest.mark.real_start
 
@@ -37,6 +37,6 @@ print(json.dumps(found))
 
 
 def test_offloaded_activations_stay_within_the_plan(tmp_path):
-    found = output_of(SCRIPT, DEPTH, tmp_path, mmap_threshold=1 << 22)
+    [found] = outputs_of(SCRIPT, DEPTH, tmp_path, mmap_threshold=1 << 22)
     kept = 2 * DEPTH * found["input"]
     assert found["predicted"] / 2 < found["rise"] <= found["predicted"] < kept, found
