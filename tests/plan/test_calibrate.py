@@ -4,8 +4,12 @@ import dataclasses
 import errno
 import json
 import logging
+import os
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -246,6 +250,42 @@ def test_a_measurement_ends_at_its_limit(tmp_path, caplog):
         assert measure_apart("cpu", tmp_path, most_wall_s=0.01) is None
     assert "was not finished after 0.01 s" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+ENDLESS = """
+import os, time
+from headwater.plan import measuring
+
+def endless(device, folder):
+    print(os.getpid(), flush=True)
+    time.sleep(300)
+
+measuring.measure = endless
+measuring.main()
+"""
+
+MEASURES_ENDLESSLY = """
+import subprocess
+from headwater.plan import measuring
+
+def run(*args, capture_output, **options):  # its output is this script's, so that the test can read it
+    return subprocess.Popen(*args, stdin=options["stdin"]).wait()
+
+measuring.__name__ = "endless_measuring"
+measuring.subprocess.run = run
+measuring.measure_apart("cpu", None)
+"""
+
+
+def test_a_measurement_ends_with_the_process_that_started_it(tmp_path):
+    (tmp_path / "endless_measuring.py").write_text(ENDLESS)
+    command = [sys.executable, "-c", MEASURES_ENDLESSLY]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as parent:
+        measuring_process = psutil.Process(int(parent.stdout.readline()))
+        assert measuring_process.ppid() == parent.pid
+        parent.kill()
+    assert psutil.wait_procs([measuring_process], timeout=60)[1] == []
 
 
 def test_a_measurement_needs_free_memory(monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Ends a rank's process when the launcher that has started it ends. Nothing here imports torch."""
+"""Ends a process when the process that has started it ends. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def end_with(parent: int) -> None:
+    """End this process when its parent ends. If the parent has ended already, end this process now.
+
+    Args:
+        parent: process number of the parent, which the parent has passed to this process.
+    """
+    end_with_parent()
+    if os.getppid() != parent:  # it ended before the line above took effect
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def find_parent() -> None:
     """Find out whether a launcher started this process. If so, end this process when the launcher ends.
 
@@ -44,9 +55,7 @@ def find_parent() -> None:
         for name in _OF_RANKS:
             os.environ.pop(name, None)
         return
-    end_with_parent()
-    if os.getppid() != launcher:  # it ended before the line above took effect
-        os.kill(os.getpid(), signal.SIGTERM)
+    end_with(launcher)
 
 
 def is_alive(process: int) -> bool:

@@ -1,7 +1,7 @@
 """Measurement of this machine in a child process, which is killed if it takes too long.
 
 The memory of the probes is freed when that process ends. It is started by `python -m headwater.plan.measuring
-DEVICE THREADS [FOLDER]`.
+PARENT DEVICE THREADS [FOLDER]`, and ends when the process with the number PARENT, which has started it, ends.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import resource
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 from headwater.core.errors import ConfigError
 from headwater.core.patience import noticed
 from headwater.core.units import MIB, format_bytes
+from headwater.fabric.parent import end_with
 from headwater.plan.machine import free_host_bytes, resident_bytes
 from headwater.plan.probes import Measurement, measure
 from headwater.plan.types import Calibration
@@ -57,7 +59,8 @@ def measure_apart(
         )
         return None
     # For `-P` see [Note: planted modules].
-    command = [sys.executable, "-P", "-m", __name__, device, str(torch.get_num_threads())]
+    command = [sys.executable, "-P", "-m", __name__]
+    command += [str(os.getpid()), device, str(torch.get_num_threads())]
     command += [] if folder is None else [str(folder)]
     with noticed(f"measuring the speed of this machine, for at most {most_wall_s:g} s"):
         try:
@@ -96,10 +99,11 @@ def _answer(device: str, folder: Path | None) -> dict[str, Any]:
 
 def main() -> None:
     """Print a measurement as JSON."""
-    device, threads, *folder = sys.argv[1:]
+    parent, device, threads, *folder = sys.argv[1:]
+    end_with(int(parent))
     # The rates are those of a run, so the measurement has as many threads as the run.
     torch.set_num_threads(int(threads))
-    # The system holds this limit too when the parent, which watches the wall time, was killed.
+    # The parent holds the limit of wall time, which a user can make longer; the system holds this one.
     most_cpu_s = MOST_CPU_S * int(threads)
     resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
     answer = _answer(device, Path(folder[0]) if folder else None)
