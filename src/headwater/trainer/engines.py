@@ -56,22 +56,20 @@ def open_engine(
     device = device_of(init.backend)
 
     def rates() -> Calibration | None:
-        with said_if_long("measuring the rates of this machine, which are then stored for a month"):
-            return calibrate(device, disk, budget=resources_of(init.backend).host_memory)
+        return calibrate(device, disk, budget=resources_of(init.backend).host_memory)
 
     def plan_steps() -> Plan:
-        calibration = rates() if measured else None
-        with said_if_long("planning the steps"):
-            plan = plan_run(
-                init,
-                trainable,
-                work,
-                disk=disk,
-                calibration=calibration,
-                placement=fabric.placement,
-                ranks=fabric.local_size,
-                share=host_share(fabric.placement, fabric.hosts, fabric.host),
-            )
+        # Without `said_if_long`: measuring and planning print what they are doing, for every command.
+        plan = plan_run(
+            init,
+            trainable,
+            work,
+            disk=disk,
+            calibration=rates() if measured else None,
+            placement=fabric.placement,
+            ranks=fabric.local_size,
+            share=host_share(fabric.placement, fabric.hosts, fabric.host),
+        )
         return dataclasses.replace(plan, blocks=block_choice(init, trainable, plan, work, measure=measured))
 
     # First: `rates` measures the accelerator of this rank.

@@ -19,7 +19,7 @@ def said_if_long(what: str, fabric: Fabric = ALONE) -> Iterator[None]:
     """Log one line if the context takes longer than three seconds, on rank 0 alone.
 
     Args:
-        what: the work, such as `planning the steps`.
+        what: the work, such as `writing the checkpoint`.
         fabric: the ranks of the run.
     """
     if fabric.rank != 0:
