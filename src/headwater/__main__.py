@@ -1,6 +1,6 @@
 """The command line as a module: `python -m headwater`."""
 
-from headwater.cli.main import main
+from headwater.cli.start import headwater
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(headwater())
