@@ -53,6 +53,22 @@ def planned(trace, **changes):
     return make_plan(request)
 
 
+def test_a_forward_that_changes_weights_keeps_its_activations(trace):
+    class Clamped(Block):
+        def forward(self, x):
+            y = super().forward(x)
+            self.norm.weight.data.clamp_(max=1)  # a value that needs the old weight could not run again
+            return y
+
+    with torch.device("meta"):
+        model, x = nn.Sequential(Clamped(), Block()), torch.empty(ROWS, WIDTH)
+    written = trace_step(model, x, loss_function=lambda model, x: model(x).mean())
+    assert all(cost.cheap_bytes for cost in written.costs)
+    assert set(planned(written, activations=Activations.SELECTIVE).activations) == {Activations.KEEP}
+    within = planned(written).prediction.host_bytes - 4 * MIB
+    assert Activations.SELECTIVE not in planned(written, host_memory=within).activations
+
+
 def test_without_a_budget_all_activations_are_kept(trace):
     assert set(planned(trace, calibration=NOMINAL).activations) == {Activations.KEEP}
 

@@ -3,8 +3,9 @@
 import dataclasses
 
 import pytest
+import torch
 from gpt_job import gpt_job, plain_gpt
-from harness import Setting, assert_equal, check, make_plan, regression, train_streamed
+from harness import Setting, assert_equal, check, make_plan, regression, train_plain, train_streamed
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -73,6 +74,72 @@ def change_input_data(block, x):
     return block.second(h + 1) + 0 * squares
 
 
+def change_saved_data(block, x):
+    """A value changes after autograd saved it, and no version counter sees the change."""
+    h = block.first(x)
+    squares = h * h
+    value = h + 1
+    output = block.second(value)
+    torch._foreach_mul_([value.data], 3)
+    return output + squares
+
+
+def change_saved_bits(block, x):
+    """As `change_saved_data`, by way of another dtype."""
+    h = block.first(x)
+    squares = h * h
+    value = h + 1
+    output = block.second(value)
+    value.data.view(torch.int32).bitwise_and_(-(1 << 20))
+    return output + squares
+
+
+class SumWithGradient(torch.autograd.Function):
+    """A sum of squares of rows, whose kernel replaces its input by the gradient. torch sees no operator."""
+
+    @staticmethod
+    def forward(ctx, x):
+        sums = x.square().sum(-1)
+        x.detach().numpy()[...] *= 2
+        ctx.save_for_backward(x.detach())
+        return sums
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0] * gradient[:, None]
+
+
+class Doubled(torch.autograd.Function):
+    """Twice the input, by a kernel that changes a copy. torch sees only the copy."""
+
+    @staticmethod
+    def forward(ctx, x):
+        copy = x.clone()
+        copy.detach().numpy()[...] *= 2
+        return copy
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def kernel_that_replaces_its_input(block, x):
+    h = block.first(block.norm(x))
+    return block.second(h * h) + 0.01 * SumWithGradient.apply(h + 1)[:, None]
+
+
+def kernel_that_changes_a_copy(block, x):
+    h = block.first(x)
+    return h * h + block.second(Doubled.apply(h))
+
+
+def gradient_of_a_gradient(block, x):
+    h = block.first(x).sin()
+    output = block.second(nn.functional.gelu(block.norm(h))).tanh()
+    (gradient,) = torch.autograd.grad(output.sum(), h, create_graph=True)
+    return output + gradient
+
+
 def own_hooks(block, x):
     with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
         return plain(block, x)
@@ -109,7 +176,8 @@ def twice(block, x):
 
 FORWARDS = [
     *(plain, change_after_use, change_value, change_data, change_input_data, own_hooks, gated, twice),
-    *(own_hooks_around_a_part, own_checkpoint, with_dropout, with_views),
+    *(own_hooks_around_a_part, own_checkpoint, with_dropout, with_views, gradient_of_a_gradient),
+    *(change_saved_data, change_saved_bits, kernel_that_replaces_its_input, kernel_that_changes_a_copy),
 ]
 
 
@@ -148,6 +216,46 @@ def test_a_kept_input_that_changes_raises_as_in_plain_pytorch(tmp_path):
     job = regression(lambda: stack(run, 1), ROWS, WIDTH)
     with pytest.raises(StreamError, match="changed in place"):
         train_streamed(job, Setting("memory", 2, "selective"), tmp_path, steps=1)
+
+
+class Changed(nn.Module):
+    """A model that changes a value in place after autograd saved it, in its block or after the block."""
+
+    def __init__(self, in_block, change):
+        super().__init__()
+        self.in_block, self.change = in_block, change
+        self.block = Block(self._run)
+
+    def _run(self, block, x):
+        h = block.first(x)
+        squares, value = h * h, h + 1
+        output = block.second(value) + squares
+        if self.in_block:
+            self.change(value)
+        return output, value
+
+    def forward(self, x):
+        output, value = self.block(x)
+        if not self.in_block:
+            self.change(value)
+        return output
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("in_block", [True, False])
+@pytest.mark.parametrize("change", [lambda v: v.mul_(2), lambda v: v[0].zero_()], ids=["value", "view"])
+def test_a_value_that_changes_raises_as_in_plain_pytorch(in_block, change, setting, tmp_path):
+    job = regression(lambda: Changed(in_block, change), ROWS, WIDTH)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train_plain(job, steps=1)
+    with pytest.raises(StreamError, match="changed in place"):
+        train_streamed(job, setting, tmp_path, steps=1)
+
+
+def test_the_trace_counts_what_custom_functions_save_as_kept(tmp_path):
+    job = regression(lambda: stack(kernel_that_replaces_its_input, 1), ROWS, WIDTH)
+    (cost,) = make_plan(job, job.model(), SETTINGS[0], tmp_path).trace.costs
+    assert cost.cheap_bytes == 2 * ROWS * WIDTH * 4  # the values of the norm and of `h * h`, not of `h + 1`
 
 
 def test_the_trace_counts_values_that_can_be_computed_again(tmp_path):

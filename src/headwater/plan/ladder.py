@@ -89,11 +89,13 @@ def _uniform(trace: Trace, policy: Activations) -> tuple[Activations, ...]:
     """Return `policy` for every stage. A stage in which it is not possible keeps its activations instead.
 
     A divided block is not recomputed selectively: a part would need weights of other parts in its backward.
+    Nor is any stage if the forward changes weights: backward would compute a value again with changed ones.
     """
     if policy is Activations.SELECTIVE:
+        can_be = [not trace.written and block not in trace.members for block in trace.blocks]
         return tuple(
-            policy if cost.cheap_bytes and block not in trace.members else Activations.KEEP
-            for cost, block in zip(trace.costs, trace.blocks, strict=True)
+            policy if cost.cheap_bytes and can else Activations.KEEP
+            for cost, can in zip(trace.costs, can_be, strict=True)
         )
     if policy is Activations.RECOMPUTE:
         return tuple(policy if can_be else Activations.KEEP for can_be in recomputable(trace))

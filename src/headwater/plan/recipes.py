@@ -10,12 +10,24 @@ below autograd and autocast, so the value has the same bits.
 was made by a cheap operator whose inputs are weights, tensors that are kept anyway, or values that have
 recipes. Nothing here keeps a tensor alive that autograd would not keep: operators are remembered with weak
 references, and only a recipe that is used holds its inputs.
+
+An operator may change a tensor in place later. Values that are made from it are then computed first. A value
+that is changed itself is kept from then on, so backward gets what plain PyTorch would give it. This holds
+while the module runs whose operators are watched. A change after that raises an error if a version counter
+counts it; `tensor.data.mul_(2)` is not counted.
+
+[Note: memory that kernels write]
+A custom `autograd.Function` may write memory by a kernel that is no operator of torch, for example one in
+Triton. Nothing sees this. So what such a function saves is kept, and values that are made without gradients,
+as inside its forward, have no recipes. A kernel outside of such a function, or one that changes an input
+without `mark_dirty`, must not write into values of cheap operators.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, final
@@ -24,9 +36,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from headwater.core.errors import StreamError
 from headwater.plan.alive import has_storage, memory_key
-from headwater.plan.writes import changed_by
+from headwater.plan.writes import changed_by, changed_in_place
 
 _DEEPEST = 12
 """The most operators between a value and the tensors that are kept."""
@@ -42,6 +53,10 @@ _CHEAP = frozenset(
     )
 )
 """Operators without random numbers that take no more than a few passes over their inputs."""
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_HOOKS = ("headwater.plan.", "headwater.stream.")
+"""Packages of the hooks that autograd calls when it saves a tensor."""
 
 HandleOf = Callable[[torch.Tensor], Any]
 """A function that returns the handle of a weight; `None` for other tensors."""
@@ -132,10 +147,7 @@ class _Kept:
 
     def value(self) -> torch.Tensor:
         if self.tensor._version != self.version:
-            raise StreamError(
-                f"a tensor of shape {list(self.layout.size)} that backward needs was changed in place",
-                remedy="as in plain PyTorch: use the operator that gives a new tensor",
-            )
+            raise changed_in_place(self.layout.size)
         return self.layout.view(self.tensor)
 
 
@@ -202,6 +214,11 @@ class Recipe:
         """Compute the value now, and keep it: an input is about to change."""
         self._value, self._is_pinned = self.value(), True
 
+    def follow(self, memory: torch.Tensor) -> None:
+        """Keep the memory of the value: it is about to change."""
+        if self._saved > 0:
+            self._value, self._is_pinned = memory, True
+
     def _take(self, layout: _Layout) -> torch.Tensor:
         value = self.value()
         self._left -= 1
@@ -243,18 +260,23 @@ class Recipes:
         self.num_bytes = 0
 
     def before_change(self, changed: Iterable[torch.Tensor]) -> None:
-        """Compute the values that depend on tensors which an operator is about to change."""
-        for tensor in changed:
-            if _is_plain(tensor):
-                for recipe in self._used.pop(memory_key(tensor), ()):
-                    recipe.pin()
+        """Compute the values that depend on tensors which an operator is about to change, and keep these."""
+        for tensor in filter(_is_plain, changed):
+            key = memory_key(tensor)
+            for recipe in self._used.pop(key, ()):
+                recipe.pin()
+            made = self._made.get(key)
+            if made is not None and made.recipe is not None:
+                memory = torch.empty(0, dtype=made.layout.dtype, device=tensor.device)
+                made.recipe.follow(memory.set_(tensor.untyped_storage()))
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record an operator of the forward that has run."""
         if func._schema.is_mutable:
-            for tensor in changed_by(func, args, kwargs):
-                if _is_plain(tensor):
-                    self._forget(memory_key(tensor))
+            for tensor in filter(_is_plain, changed_by(func, args, kwargs)):
+                self._forget(memory_key(tensor))
+            return
+        if not torch.is_grad_enabled():  # see [Note: memory that kernels write]
             return
         value = _first(out) if _is_cheap(func) else None
         if not isinstance(value, torch.Tensor) or not _is_plain(value) or value.storage_offset() != 0:
@@ -274,7 +296,7 @@ class Recipes:
 
     def function_for(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Return a function that computes a tensor again which autograd saves; `None` if it must be kept."""
-        if not _is_plain(tensor) or memory_key(tensor) in self._kept:
+        if not _is_plain(tensor) or memory_key(tensor) in self._kept or _is_saved_by_custom_function():
             return None
         memory, layout = self._memory(tensor), _Layout.of(tensor)
         recipe = self._recipe(memory, layout.dtype, 0)
@@ -332,6 +354,14 @@ class Recipes:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """True if a tensor is a view of one storage, with a version counter and without pending operations."""
     return has_storage(tensor) and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+
+
+def _is_saved_by_custom_function() -> bool:
+    """True if autograd calls the hooks that run now because a custom `autograd.Function` saves a tensor."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_HOOKS):
+        frame = frame.f_back
+    return frame.f_code is _APPLY
 
 
 def _first(out: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Parameters that a forward itself changes, as a dry run sees them."""
+"""Tensors that a forward changes: parameters, as a dry run sees them, and those that backward needs."""
 
 from __future__ import annotations
 
@@ -91,6 +91,14 @@ class ParameterWrites(TorchFunctionMode):
     def assigned_after_use(self) -> tuple[str, ...]:
         """The parameters whose storage was replaced after autograd had saved the old one for backward."""
         return tuple(sorted(self._assigned & self._saved))
+
+
+def changed_in_place(shape: Sequence[int]) -> StreamError:
+    """Return the error for a tensor of a shape that was changed in place after autograd saved it."""
+    return StreamError(
+        f"a tensor of shape {list(shape)} that backward needs was changed in place",
+        remedy="as in plain PyTorch: use the operator that gives a new tensor",
+    )
 
 
 def refuse_assignments_after_use(names: Sequence[str]) -> None:

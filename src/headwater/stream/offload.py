@@ -23,10 +23,10 @@ from headwater.core.streams import Event
 from headwater.core.threads import single_core_pool
 from headwater.plan.memory.activations import OFFLOAD_BLOCK_BYTES, OFFLOAD_WINDOW_BYTES, OFFLOAD_WRITERS
 from headwater.plan.types import Plan
+from headwater.plan.writes import changed_in_place
 from headwater.store.files import BlockFile
 from headwater.stream.device import Device
 from headwater.stream.host_arena import HostArena, InFlight
-from headwater.stream.saved_tensors import changed_in_place
 
 _SMALLEST_BYTES = 64 << 10
 """Smaller storages are not offloaded: moving them costs more than it saves."""
@@ -324,7 +324,7 @@ class _OnDisk(Moved):
         tensor = self._tensor
         assert tensor is not None, "what is not written yet is still here"
         if tensor._version != self._version:
-            raise changed_in_place(tensor)
+            raise changed_in_place(tensor.shape)
         return _bytes_of(tensor)
 
     def read(self) -> torch.Tensor:

@@ -75,7 +75,8 @@ class Packing:
         if torch.is_grad_enabled() and not in_derivative():
             if not self._is_done_around(stages):
                 around.enter_context(without_weights(self._handle_of, self._resolve, self._move_out))
-            if self._selection is not None and self._selects(self._stage):
+            # Not in a module without a stage: the recipes there could need weights of several stages.
+            if self._selection is not None and stages and self._selects(self._stage):
                 around.enter_context(self._selection.watching())
         self._around_modules.append(around)
 

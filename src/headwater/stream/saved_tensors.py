@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from headwater.core.errors import StreamError
+from headwater.plan.writes import changed_in_place
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Two functions: one packs a tensor when autograd saves it, the other unpacks it in backward."""
@@ -91,7 +91,7 @@ class ParameterHandle:
         with torch._C.DisableTorchFunctionSubclass():  # else a parameter at rest would read the store
             weight = self.param.detach()
         if weight._version != self.version:
-            raise changed_in_place(weight)
+            raise changed_in_place(weight.shape)
         return weight
 
 
@@ -159,7 +159,7 @@ class _WithoutWeights:
             return tensor
         tensor, version = packed
         if tensor._version != version:  # with hooks, autograd does not check this
-            raise changed_in_place(tensor)
+            raise changed_in_place(tensor.shape)
         return tensor
 
 
@@ -169,14 +169,6 @@ class _PackedByUser:
 
     value: Any
     unpack: Callable[[Any], torch.Tensor]
-
-
-def changed_in_place(tensor: torch.Tensor) -> StreamError:
-    """Return the error for a tensor that was changed in place after autograd saved it."""
-    return StreamError(
-        f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place",
-        remedy="as in plain PyTorch: use the operator that gives a new tensor",
-    )
 
 
 class _OwnCheckpoints(threading.local):

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwater.plan.recipes import Recipes
-from headwater.plan.writes import changed_by
+from headwater.plan.writes import changed_by, changed_in_place
 from headwater.stream.saved_tensors import HandleOf, Resolve
 
 
@@ -48,7 +48,24 @@ class Selection:
         again = self._recipes.function_for(tensor)
         if again is None:
             self._recipes.keep(tensor.detach())
-        return again
+            return None
+        return _Unchanged(again, tensor)
+
+
+class _Unchanged:
+    """A function that computes a tensor again; it raises if the saved tensor was changed in place."""
+
+    def __init__(self, again: Callable[[], torch.Tensor], tensor: torch.Tensor) -> None:
+        self._again = again
+        self._shape = tensor.shape
+        self._version = tensor._version
+        self._counter = tensor.detach()  # has the version counter of the tensor
+        self._counter.data = tensor.new_empty(0)  # but no longer its memory
+
+    def __call__(self) -> torch.Tensor:
+        if self._counter._version != self._version:
+            raise changed_in_place(self._shape)
+        return self._again()
 
 
 class _Watch(TorchDispatchMode):

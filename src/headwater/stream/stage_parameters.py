@@ -12,10 +12,11 @@ from torch import nn
 
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamKey, ParamSpec, StageSpec
+from headwater.plan.writes import changed_in_place
 from headwater.stream.home import Home
 from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest
-from headwater.stream.saved_tensors import WeightHandle, changed_in_place
+from headwater.stream.saved_tensors import WeightHandle
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
@@ -253,7 +254,7 @@ class StageParameters:
             StreamError: if it was updated or written to since then.
         """
         if self._version(handle.param) != handle.version:
-            raise changed_in_place(self.params[handle.param])
+            raise changed_in_place(self._spec.params[handle.param].shape)
 
     def _version(self, index: int) -> int:
         """Return how often a parameter has been changed in place."""
