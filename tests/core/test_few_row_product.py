@@ -3,12 +3,17 @@
 On a machine without a C compiler `few_row_linear` is torch's, so the comparisons with fp64 hold everywhere.
 """
 
+import ctypes
+import threading
+
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from headwater.core import few_rows
 from headwater.core.few_rows import MOST_ROWS_OF_DTYPE, few_row_linear, few_row_product_available
+from headwater.core.threads import openmp_library
 
 SHAPES = [  # rows, inputs, outputs
     (1, 1, 1),
@@ -124,6 +129,17 @@ def test_autocast_rounds_as_torchs_product_does():
     assert torch.equal(found, product(x.bfloat16(), weight, bias.bfloat16()))
 
 
+@pytest.mark.parametrize("changed", ["input", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
+def test_autocast_does_not_cast_what_torchs_does_not(changed, dtype):
+    x, weight, bias = drawn(2, 64, 48, torch.bfloat16)
+    x, bias = (x.to(dtype), bias) if changed == "input" else (x, bias.to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        for multiply in (F.linear, product):
+            with pytest.raises(RuntimeError, match="same dtype"), torch.no_grad():
+                multiply(x, weight, bias)
+
+
 OTHER_CALLS = {
     "many rows": lambda x, weight, bias: (torch.cat([x] * 9), weight, bias),
     "fp64": lambda *arguments: [each.double() for each in arguments],
@@ -131,13 +147,65 @@ OTHER_CALLS = {
     "strided input": lambda x, weight, bias: (torch.cat([x, x], 1)[:, ::2], weight, bias),
     "transposed weight": lambda x, weight, bias: (x, weight.t().contiguous().t(), bias),
     "no rows": lambda x, weight, bias: (x[:0], weight, bias),
+    "sparse weight": lambda x, weight, bias: (x, weight.to_sparse_csr(), bias),
+    "weight of oneDNN": lambda *arguments: [each.to_mkldnn() for each in arguments],
+    "lazy sign": lambda x, weight, bias: (x, torch._neg_view(weight), bias),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("change", OTHER_CALLS.values(), ids=OTHER_CALLS)
 def test_other_calls_are_computed_by_torch(change):
     arguments = change(*drawn(1, 32, 8))
-    assert torch.equal(product(*arguments), F.linear(*arguments))
+    found, theirs = product(*arguments), F.linear(*arguments)
+    assert found.layout == theirs.layout and torch.equal(found.to_dense(), theirs.to_dense())
+
+
+def derivative(multiply, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(multiply(forward_ad.make_dual(x, 2 * x))).tangent
+
+
+TRANSFORMS = {
+    "vmap": lambda multiply, x: torch.func.vmap(multiply)(x),
+    "jvp": lambda multiply, x: torch.func.jvp(multiply, (x,), (x,))[1],
+    "dual tensors": derivative,
+    "trace": lambda multiply, x: torch.jit.trace(multiply, (x,), check_trace=False)(2 * x),
+    "compiled as one graph": lambda multiply, x: torch.compile(multiply, backend="eager", fullgraph=True)(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_torch_computes_products_inside_of_transforms(transform):
+    x, weight, bias = drawn(3, 32, 8)
+    with torch.no_grad():
+        expected = transform(lambda x: F.linear(x, weight, bias), x)
+        assert torch.equal(transform(lambda x: few_row_linear(x, weight, bias), x), expected)
+
+
+@needs_kernel
+def test_a_new_thread_uses_as_many_cores_as_torch():
+    limits, openmp = [], ctypes.CDLL(str(openmp_library()))
+
+    def multiply():
+        limits.append(openmp.omp_get_max_threads())
+        product(*drawn(1, 16, 4))
+        limits.append(openmp.omp_get_max_threads())
+
+    def of_new_thread():
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+        return limits.pop()
+
+    of_new_thread()
+    asked, before = limits.pop() + 2, torch.get_num_threads()
+    torch.set_num_threads(asked)
+    try:
+        assert of_new_thread() == asked
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_torch_computes_products_that_need_a_gradient():

@@ -15,10 +15,10 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from headwater.core.errors import RunError
+from headwater.core.modes import is_transformed
 from headwater.core.native import native_library, processor_flags
 
 AttentionKernel = Literal["auto", "torch"]
@@ -83,14 +83,9 @@ def _is_supported(query: Tensor, key: Tensor, value: Tensor, scale: float | None
         and size % _SIZE_UNIT == 0
         and size <= _LARGEST_SIZE
         and (scale is None or scale > 0)
-        and not _is_transformed()
+        and not is_transformed()
         and attention_kernel_available()
     )
-
-
-def _is_transformed() -> bool:
-    """True within transforms of `torch.func` and forward derivatives, which the operator does not have."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def attention_kernel_available() -> bool:
@@ -98,10 +93,8 @@ def attention_kernel_available() -> bool:
     return _library() is not None
 
 
-# torch.compile evaluates these functions once and does not look inside. This is all that
-# `torch.compiler.assume_constant_result` does, which needs the compiler, and a second to import it.
+# As for `is_transformed`.
 attention_kernel_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

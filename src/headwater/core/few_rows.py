@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headwater.core.modes import autocast_dtype, cast, is_transformed
 from headwater.core.native import native_library
 
 MOST_ROWS = 8
@@ -36,14 +37,11 @@ def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     Returns:
         [..., outputs].
     """
-    library = _library()
-    if library is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _sees_operators():
         return F.linear(x, weight, bias)
-    row, added = x, bias
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        row, added = x.to(dtype), None if bias is None else bias.to(dtype)
-    if not _is_supported(row, weight, added):
+    library, autocast = _library(), autocast_dtype("cpu")
+    row, added = cast(x, autocast), None if bias is None else cast(bias, autocast)
+    if library is None or not _is_supported(row, weight, added, autocast):
         return F.linear(x, weight, bias)
     inner = row.shape[-1]
     out = row.new_empty((*row.shape[:-1], weight.shape[0]))
@@ -58,6 +56,8 @@ def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
                 inner,
                 weight.shape[0],
                 weight.stride(0),
+                # torch passes its number of threads to OpenMP when a thread first asks for it.
+                torch.get_num_threads(),
                 row.dtype == torch.bfloat16,
             )
         )
@@ -65,12 +65,17 @@ def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return out
 
 
-def _is_supported(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """True if the kernel can compute this call."""
+def _sees_operators() -> bool:
+    """True if torch must see the operators of a call: for gradients, transforms or `torch.jit.trace`."""
+    return torch.is_grad_enabled() or is_transformed() or torch._C._get_tracing_state() is not None
+
+
+def _is_supported(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None) -> bool:
+    """True if the kernel can compute this call, whose input and bias are cast already."""
     return (
         _is_plain(x)
         and _is_plain(weight)
-        and x.dtype == weight.dtype
+        and x.dtype == weight.dtype == (autocast or x.dtype)
         and x.dim() > 0
         and weight.dim() == 2
         and x.shape[-1] == weight.shape[1]
@@ -84,7 +89,13 @@ def _is_supported(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    """True if the memory of a tensor holds its numbers: it is dense, and its sign is not changed lazily."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.is_cpu  # the name of its device takes ten times as long
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+    )
 
 
 class _Product(ctypes.Structure):
@@ -92,7 +103,7 @@ class _Product(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("left", "weight", "bias", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "inner", "columns", "weight_stride")),
+        *((name, ctypes.c_int64) for name in ("rows", "inner", "columns", "weight_stride", "threads")),
         ("is_half", ctypes.c_int32),
     )
 

@@ -14,7 +14,6 @@
 
 /* See `attention.c`: every copy of OpenMP has these functions. */
 void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
-int omp_get_max_threads(void);
 int omp_get_num_threads(void);
 int omp_get_thread_num(void);
 
@@ -46,6 +45,7 @@ typedef struct {
     const void *left, *weight, *bias; /* `left` is contiguous; `bias` may be NULL */
     void *out;                        /* contiguous */
     int64_t rows, inner, columns, weight_stride;
+    int64_t threads; /* most of them */
     int32_t is_half; /* all numbers are bf16, of at most MOST_HALF_ROWS rows; if not, all are fp32 */
 } Product;
 
@@ -76,17 +76,6 @@ INLINE vector loaded(const void *numbers, int64_t place, int64_t count, bool hal
     vector wide = {0};
     memcpy(&wide, at(numbers, place, half), bytes);
     return wide;
-}
-
-INLINE float number_at(const void *numbers, int64_t place, bool half) {
-    float number;
-    if (half) {
-        const uint32_t bits = (uint32_t)((const bf16 *)numbers)[place] << 16;
-        memcpy(&number, &bits, sizeof number);
-    } else {
-        number = ((const float *)numbers)[place];
-    }
-    return number;
 }
 
 /* Write a number, rounded to the nearest, of two equally near ones to the even one. */
@@ -160,7 +149,7 @@ INLINE void multiply_columns(const Product *self, int64_t column, int64_t ahead,
     for (int row = 0; row < rows; row++) {
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
-            const float added = self->bias == NULL ? 0.0f : number_at(self->bias, column + c, half);
+            const float added = self->bias == NULL ? 0.0f : loaded(self->bias, column + c, 1, half)[0];
             write_number(self->out, row * self->columns + column + c, total(sums.of[row][c]) + added, half);
         }
     }
@@ -234,7 +223,7 @@ static void multiply_task(void *product) {
 /* Compute a product of few rows. */
 void multiply_few_rows(Product *self) {
     const int64_t worth_it = self->inner * self->columns / NUMBERS_OF_THREAD;
-    const int64_t threads = least(worth_it, omp_get_max_threads());
+    const int64_t threads = least(worth_it, self->threads);
     if (threads <= 1) {
         multiply(self, 0, self->columns);
     } else {

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from headwater.core.buffers import large_zeros
+from headwater.core.modes import autocast_dtype, cast, is_transformed
 from headwater.models.workspace import is_plain
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -60,9 +60,9 @@ class LinearAfter(Linear):
             return super().forward(*inputs)
         if _needs_plain(inputs[0]):
             return super().forward(self.function(*inputs))
-        autocast = _autocast_dtype(self.weight.device.type)
-        weight = _cast(self.weight, autocast)
-        bias = None if self.bias is None else _cast(self.bias, autocast)
+        autocast = autocast_dtype(self.weight.device.type)
+        weight = cast(self.weight, autocast)
+        bias = None if self.bias is None else cast(self.bias, autocast)
         return _LinearAfter.apply(self.function, autocast, weight, bias, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -70,22 +70,10 @@ def _needs_plain(x: Tensor) -> bool:
     """True if `_LinearAfter` must not be used here."""
     return (
         torch.compiler.is_compiling()  # compilers decide themselves what to compute again
-        or torch._C._are_functorch_transforms_active()  # these, and the next, need other derivatives
-        or forward_ad._current_level >= 0
+        or is_transformed()
         or x.dim() < 2  # torch has another kernel for vectors
         or not torch.is_grad_enabled()  # no value is kept for a backward
     )
-
-
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype of autocast; `None` outside of autocast, and on devices without it, such as meta."""
-    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if is_on else None
-
-
-def _cast(tensor: Tensor, autocast: torch.dtype | None) -> Tensor:
-    """Return a tensor as autocast passes it to a matrix product. Autocast leaves fp64 as it is."""
-    return tensor if autocast is None or tensor.dtype == torch.float64 else tensor.to(autocast)
 
 
 class _LinearAfter(torch.autograd.Function):
@@ -113,7 +101,7 @@ class _LinearAfter(torch.autograd.Function):
         leaves = [each.detach().requires_grad_(need) for each, need in zip(inputs, needs_inputs, strict=True)]
         # Autocast ends before backward, and the function may depend on it.
         with torch.enable_grad(), _autocast_again(weight.device.type, ctx.autocast):
-            value = _cast(ctx.function(*leaves), ctx.autocast)
+            value = cast(ctx.function(*leaves), ctx.autocast)
         rows = gradient.flatten(0, -2)
         grad_weight = rows.t() @ value.detach().flatten(0, -2) if needs_weight else None
         grad_bias = rows.sum(0) if needs_bias else None
