@@ -8,7 +8,8 @@ The benchmark writes 50 histories of 100,000 steps each, with the fields of a re
 - `reading_s`: a page that is opened while the command still reads the histories.
 - `complete_s`: a page that is opened when the command has read everything. The charts show all steps.
 
-`read_s` is the time after which everything was read. Each page is a new browser session without a cache.
+`read_s` is the time after which everything was read. Each page is a new browser session without a cache. The
+histories take 3.9 GB in the folder for temporary files, and are removed at the end.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import random
@@ -27,12 +29,16 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
-from playwright.sync_api import Browser, sync_playwright
 
+from benchmarks.options import end_on_sigterm, positive
+from benchmarks.runner import print_table, save
 from headwater.trainer.callback import StepEnd
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 DIFFERENT = 5
 """Number of different histories; the others are copies."""
@@ -60,13 +66,22 @@ def write_history(path: Path, steps: int, seed: int) -> None:
 
 @contextlib.contextmanager
 def board(folder: Path) -> Any:
-    """Run `headwater board` for a folder; yield its address and its process."""
+    """Run `headwater board` for a folder; yield its address and its process.
+
+    Raises:
+        RuntimeError: if the command ends without an address.
+    """
     command = [sys.executable, "-m", "headwater", "board", str(folder), "--port", "0", "--no_jobs"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         output: IO[str] | None = process.stdout
         assert output is not None, "the output is a pipe"
         try:
-            yield output.readline().split()[-1], psutil.Process(process.pid)
+            line = output.readline()
+            if not line:
+                raise RuntimeError(
+                    f"headwater board ended with exit code {process.wait()}; see its error above"
+                )
+            yield line.split()[-1], psutil.Process(process.pid)
         finally:
             process.terminate()
 
@@ -92,18 +107,22 @@ def read_share(address: str) -> float:
 
 def measure(folder: Path, repeats: int) -> dict[str, Any]:
     """Measure and return the seconds, as lists of `repeats` numbers, and the memory of the board."""
+    from playwright.sync_api import sync_playwright
+
     found: dict[str, Any] = {"first_s": [], "reading_s": [], "complete_s": [], "read_s": [], "memory_mb": []}
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for _ in range(repeats):
+        for number in range(repeats):
             with board(folder) as (address, _process):
-                found["first_s"].append(opened_s(browser, address))
-                found["reading_s"].append(opened_s(browser, address))
+                for name in ("first_s", "reading_s"):
+                    found[name].append(opened_s(browser, address))
+                    print(f"{number + 1}/{repeats}  {name} {found[name][-1]:.2f}", flush=True)
         with board(folder) as (address, process):
             begin = time.monotonic()
             while read_share(address) < 1:
                 time.sleep(0.5)
             found["read_s"].append(time.monotonic() - begin)
+            print(f"read_s {found['read_s'][-1]:.1f}", flush=True)
             found["complete_s"] += [opened_s(browser, address) for _ in range(repeats)]
             found["memory_mb"].append(process.memory_info().rss / 1e6)
         browser.close()
@@ -115,18 +134,31 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "board.json")
+    parser.add_argument("--runs", type=positive, default=50)
+    parser.add_argument("--steps", type=positive, default=100_000)
+    parser.add_argument("--repeats", type=positive, default=3)
     return parser
+
+
+def missing() -> str | None:
+    """Return what this benchmark needs and the machine lacks, or `None`."""
+    if importlib.util.find_spec("playwright") is None:
+        return "playwright is not installed: pip install playwright"
+    if shutil.which("chromium") is None:
+        return "the program chromium is not installed: apt-get install chromium"
+    return None
 
 
 def main() -> None:
     """Measure, print the medians and write the result."""
-    args = make_parser().parse_args()
-    with tempfile.TemporaryDirectory() as place:
+    parser = make_parser()
+    args = parser.parse_args()
+    if why := missing():
+        parser.error(why)
+    end_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="headwater-bench-") as place:
         folder = Path(place)
+        print(f"writing {args.runs} histories of {args.steps} steps", flush=True)
         for index in range(args.runs):
             path = folder / "sweep" / f"run_{index:02d}" / "history.jsonl"
             if index < DIFFERENT:
@@ -137,9 +169,9 @@ def main() -> None:
         size = sum(path.stat().st_size for path in folder.glob("*/*/history.jsonl"))
         found = measure(folder, args.repeats)
     medians = {name: round(statistics.median(values), 3) for name, values in found.items()}
-    print(json.dumps(medians))
-    document = {"runs": args.runs, "steps": args.steps, "bytes": size, "medians": medians, "values": found}
-    args.output.write_text(json.dumps(document, indent=1) + "\n")
+    print_table([medians])
+    shape = {"runs": args.runs, "steps": args.steps, "bytes": size}
+    print(save("board", {**shape, "medians": medians, "values": found}))
 
 
 if __name__ == "__main__":

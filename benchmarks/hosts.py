@@ -23,13 +23,16 @@ import torch
 import yaml
 
 from benchmarks.namespaces import Hosts, available
+from benchmarks.options import at_least, end_on_sigterm
 from benchmarks.ranks import params, write_data
-from benchmarks.runner import print_table, save
+from benchmarks.runner import FailedRunError, Row, print_table, reason_of, save
 from benchmarks.workload import Workload, add_workload_arguments, workload_of
 
 RATES = (100.0, 1000.0, None)
 """Megabits per second; the last is unlimited."""
 EXCHANGES, EXCHANGED_BYTES = 5, 32 << 20
+_LIMIT_S, _GRACE_S = 1800.0, 10.0
+"""Seconds of a command on all hosts, and those for which the others continue after one has failed."""
 
 
 def on_core(host: int) -> list[str]:
@@ -52,18 +55,36 @@ def torchrun(hosts: Hosts, words: Sequence[str]) -> list[list[str]]:
 
 
 def at_once(hosts: Hosts, commands: Sequence[Sequence[str]]) -> list[str]:
-    """Run a command on each host and return the outputs.
+    """Run a command on each host and return the outputs. No process remains.
 
     Raises:
-        RuntimeError: if one fails.
+        FailedRunError: if one fails, or they take too long; the others are then ended.
     """
-    started = [
-        hosts.start(host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT)
-        for host, command in enumerate(commands)
-    ]
-    printed = [process.communicate()[0] for process in started]
-    if any(process.returncode for process in started):
-        raise RuntimeError("\n".join(printed)[-3000:])
+    with tempfile.TemporaryDirectory(prefix="headwater-bench-") as name:
+        logs = [Path(name) / f"host{host}" for host in range(len(commands))]
+        started = []
+        try:
+            for host, (command, log) in enumerate(zip(commands, logs, strict=True)):
+                with log.open("w") as out:
+                    started.append(
+                        hosts.start(host, command, stdout=out, stderr=subprocess.STDOUT, env=ENVIRONMENT)
+                    )
+            end = time.monotonic() + _LIMIT_S
+            while any(process.poll() is None for process in started) and time.monotonic() < end:
+                if any(process.returncode for process in started):
+                    end = min(end, time.monotonic() + _GRACE_S)
+                time.sleep(0.1)
+        finally:
+            hosts.kill()
+            codes = [process.wait() for process in started]
+        printed = [log.read_text() for log in logs]
+    for code, text in zip(codes, printed, strict=True):
+        # A host that was killed here waited for one that failed, so its output does not have the reason.
+        if code and (code > 0 or not any(other > 0 for other in codes)):
+            reason = reason_of(text, code)
+            raise FailedRunError(
+                " ".join(commands[0][-3:]), "\n".join(each[-2000:] for each in printed), reason
+            )
     return printed
 
 
@@ -116,24 +137,35 @@ def measured(hosts: Hosts, file: Path, folder: Path, workload: Workload) -> floa
 
 
 def simulated(file: Path, cluster: dict[str, Any], folder: Path) -> float:
-    """Return the simulated seconds of a step, as `headwater plan --cluster` computes them."""
+    """Return the simulated seconds of a step, as `headwater plan --cluster` computes them.
+
+    Raises:
+        FailedRunError: if the command fails.
+    """
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(cluster))
     command = [sys.executable, "-m", "headwater", "plan", str(file), "--cluster", str(path)]
-    subprocess.run(
-        [*command, "--counts", str(cluster["hosts"]), "--out", str(folder)],
-        check=True,
-        stdout=subprocess.DEVNULL,
+    done = subprocess.run(
+        [*command, "--counts", str(cluster["hosts"]), "--out", str(folder)], capture_output=True, text=True
     )
+    if done.returncode:
+        raise FailedRunError("the simulation", done.stderr[-3000:], reason_of(done.stderr, done.returncode))
     found: float = json.loads((folder / "simulation.json").read_text())["points"][0]["step_s"]
     return found
 
 
-def compare(count: int, megabits: float | None, file: Path, workload: Workload) -> dict[str, object]:
-    """Return a row of the table."""
+def compare(count: int, megabits: float | None, file: Path, workload: Workload) -> Row:
+    """Return a row of the table.
+
+    Raises:
+        FailedRunError: if a host fails.
+    """
+    link = shown(megabits)
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as name, Hosts(count, megabits) as hosts:
         folder = Path(name)
+        print(f"{link}: rates of all hosts at once", flush=True)
         cluster = calibrated(hosts, file, folder)
+        print(f"{link}: rate of the link", flush=True)
         (line,) = [
             line
             for text in at_once(hosts, torchrun(hosts, ["benchmarks.hosts", "--exchange"]))
@@ -141,11 +173,12 @@ def compare(count: int, megabits: float | None, file: Path, workload: Workload) 
             if line.startswith("link ")
         ]
         network = json.loads(line.removeprefix("link "))
+        print(f"{link}: {workload.warmup + workload.steps} steps", flush=True)
         ours = measured(hosts, file, folder, workload)
         theirs = simulated(file, {**cluster, "network": network}, folder)
     return {
         "hosts": count,
-        "link": "unlimited" if megabits is None else f"{megabits:.0f} Mbit/s",
+        "link": link,
         "measured_bytes_per_s": f"{network['bytes_per_s'] / 1e6:.0f} MB/s",
         "step_s": round(ours, 3),
         "simulated_s": round(theirs, 3),
@@ -153,36 +186,47 @@ def compare(count: int, megabits: float | None, file: Path, workload: Workload) 
     }
 
 
+def shown(megabits: float | None) -> str:
+    """Return a rate as text."""
+    return "unlimited" if megabits is None else f"{megabits:.0f} Mbit/s"
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
-    parser.add_argument("--hosts", type=int, default=2, help="number of hosts (%(default)s)")
+    parser.add_argument("--hosts", type=at_least(2), default=2, help="number of hosts (%(default)s)")
     parser.add_argument("--exchange", action="store_true", help="run as a host whose link is measured")
     return parser
 
 
-def main() -> None:
+def main() -> int:
     parser = make_parser()
     args = parser.parse_args()
     if args.exchange:
         exchange()
-        return
+        return 0
     if why := available():
         parser.error(why)
+    end_on_sigterm()
     workload = workload_of(args)
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as name:
         folder = Path(name)
         write_data(folder, workload)
         file = folder / "params.yaml"
         file.write_text(json.dumps(params(workload, folder, workload.batch, {})))
-        rows = []
+        rows: list[Row] = []
         for megabits in RATES:
-            rows.append(compare(args.hosts, megabits, file, workload))
+            try:
+                rows.append(compare(args.hosts, megabits, file, workload))
+            except FailedRunError as error:
+                print(error, file=sys.stderr, flush=True)
+                rows.append({"hosts": args.hosts, "link": shown(megabits), "failed": error.reason})
             print(rows[-1], flush=True)
     print_table(rows)
     print(save(f"hosts_{args.hosts}", rows))
+    return int(any("failed" in row for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.runner import save
+from benchmarks.options import end_on_sigterm, positive
+from benchmarks.runner import print_table, save
 from headwater.data.assets import sample_text
 from headwater.data.prepare import prepare
 from headwater.data.settings import PrepareSettings
@@ -61,26 +62,37 @@ def outcome(model_dir: Path) -> tuple[list[tuple[int, float, float]], dict[str, 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument(
+        "--kills", type=positive, default=50, help="kills of all tiers together (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiers", nargs="+", choices=["memory", "disk"], default=["memory", "disk"])
     return parser
 
 
-def main() -> None:
+def main() -> int:
     args = make_parser().parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="headwater-kill-"))
+    end_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="headwater-kill-") as name:
+        report = measure(args, Path(name))
+    print_table([{"tier": tier, **counts} for tier, counts in report.items()])
+    print(save("kill", report))
+    return int(any(counts["equal"] < counts["kills"] for counts in report.values()))
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, int]]:
+    """Kill and resume runs of each tier; return the numbers of kills and of equal results, by tier."""
     data = folder / "data"
     write_data(data)
     rng = random.Random(args.seed)
-    report = {}
+    report: dict[str, dict[str, int]] = {}
     for tier in args.tiers:
         start = time.perf_counter()
         subprocess.run(command(data, folder / tier, tier), check=True, capture_output=True)
         length_s = time.perf_counter() - start
         expected = outcome(folder / tier)
         equal = attempts = 0
-        for _ in range(args.kills // len(args.tiers)):
+        for _ in range(max(1, args.kills // len(args.tiers))):
             victim = folder / "victim"
             shutil.rmtree(victim, ignore_errors=True)
             process = subprocess.Popen(
@@ -94,9 +106,8 @@ def main() -> None:
             attempts += 1
             print(f"{tier}: {equal} of {attempts} resumed to the same bits", flush=True)
         report[tier] = {"kills": attempts, "equal": equal}
-    shutil.rmtree(folder)
-    print(save("kill", report))
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

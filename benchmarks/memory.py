@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.options import matching
 from benchmarks.runner import FailedRunError, Results, Row, System, print_table, run, save
 from benchmarks.workload import Measured, Workload
 
@@ -18,8 +19,10 @@ IN_BACKWARD = "--updates=in_backward"
 SPILLED = (*SPLIT, "--disk={disk}", "--gradient_tier=disk")
 RECOMPUTED = (*SPILLED, "--activations=recompute")
 
+PLAIN = System("plain PyTorch", "torch_")
+
 SYSTEMS = [
-    System("plain PyTorch", "torch_"),
+    PLAIN,
     System("FSDP2, CPU offload", "torch_", ("--fsdp2",)),
     System("DeepSpeed ZeRO-3, CPU", "deepspeed_"),
     System("Headwater, memory", "headwater_", ("--tier=memory",)),
@@ -52,29 +55,46 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def row_of(system: str, small: Measured, medium: Measured) -> Row:
-    """Return the row of a system, from its runs of both sizes."""
+def slope_of(small: Measured, medium: Measured) -> float:
+    """Return the bytes of memory for each further parameter, from runs of both sizes."""
     parameters = medium["parameters"] - small["parameters"]
-    slope = (medium["peak_rss_bytes"] - small["peak_rss_bytes"]) / parameters
+    return (medium["peak_rss_bytes"] - small["peak_rss_bytes"]) / parameters
+
+
+def row_of(system: str, small: Measured, medium: Measured, plain: float | None) -> Row:
+    """Return the row of a system, from its runs of both sizes and the slope of plain PyTorch."""
+    slope = slope_of(small, medium)
     return {
         "system": system,
         "host_bytes_per_parameter": round(slope, 1),
+        "of_plain": "–" if plain is None else round(slope / plain, 2),
         "peak_gib_124M": round(small["peak_rss_bytes"] / 2**30, 2),
         "peak_gib_354M": round(medium["peak_rss_bytes"] / 2**30, 2),
     }
 
 
+def measured(system: System, workload: Workload, folder: Path | None) -> Measured:
+    """Run a system once, print its peak and return its measurements."""
+    result = run(system, workload, folder)
+    peak = f"{result['peak_rss_bytes'] / 2**30:5.2f} GiB"
+    print(f"{system.name}, {result['parameters'] / 1e6:.0f}M parameters: {peak}", flush=True)
+    return result
+
+
 def main() -> int:
-    args = make_parser().parse_args()
-    rows, results = [], Results()
-    for system in results.present([s for s in SYSTEMS if args.only.lower() in s.name.lower()]):
+    parser = make_parser()
+    args = parser.parse_args()
+    names = matching(parser, "--only", [args.only], [system.name for system in SYSTEMS])
+    rows, results, plain = [], Results(), None
+    for system in results.present([system for system in SYSTEMS if system.name in names]):
         try:
-            small, medium = (run(system, workload, args.folder) for workload in (SMALL, MEDIUM))
+            small, medium = (measured(system, workload, args.folder) for workload in (SMALL, MEDIUM))
         except FailedRunError as error:
             results.fail(system.name, error)
             continue
-        rows.append(row_of(system.name, small, medium))
-        print_table(rows[-1:])
+        if system is PLAIN:
+            plain = slope_of(small, medium)
+        rows.append(row_of(system.name, small, medium, plain))
     print_table([*rows, *results.failed_rows()])
     print(save("memory", {"rows": rows, "failures": results.failures, "left_out": results.left_out}))
     return 1 if results.failures else 0

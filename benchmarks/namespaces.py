@@ -104,6 +104,13 @@ class Hosts:
         words = ["ip", "netns", "exec", self._names[host], *command]
         return subprocess.Popen(words, text=True, start_new_session=True, **options)
 
+    def kill(self) -> None:
+        """Kill all processes of all hosts, also those in sessions of their own."""
+        for host in range(self.count):
+            for process in self.processes(host):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+
     def processes(self, host: int) -> list[int]:
         """Return the processes of a host."""
         words = ["ip", "netns", "pids", self._names[host]]

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.options import end_on_sigterm, positive, require_files
 from benchmarks.runner import print_table, save
 from headwater.config import find_params, load_params
 from headwater.config.data.text import QuestionDataConfig
@@ -37,6 +38,17 @@ from headwater.trainer.pretrained import checkpoint_weights
 
 TRAINED = ("xquad_en_train", "squad_v1.1_dev_questions")
 ASKED = "xquad_en_dev.json.gz"
+NEEDED = (
+    *(f"squad/{name}.json.gz" for name in (*TRAINED, "covid_qa_long_context")),
+    f"squad/{ASKED}",
+    "text/wikipedia_sample.txt.gz",
+    "text/wikitext-2/valid.txt.gz",
+    "text/wikitext-2/test.txt.gz",
+    "text/c4_sample.jsonl.gz",
+    "text/books/*.txt.gz",
+    "vocab/bert/bert-base-uncased-vocab.txt",
+)
+"""The files of the folder of data."""
 
 
 def lines(path: Path) -> Iterator[str]:
@@ -87,7 +99,10 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace, params: str, data: Path, *more: str) -> Path:
-    """Run a params file of the package with the command and return its last checkpoint."""
+    """Run a params file of the package with the command and return its last checkpoint.
+
+    If the command fails, end with its exit code; it has printed its error.
+    """
     model_dir = args.folder / params.replace("/", "_")
     asked = args.data / "squad" / ASKED
     keys: dict[str, object] = {
@@ -104,7 +119,9 @@ def train(args: argparse.Namespace, params: str, data: Path, *more: str) -> Path
         keys["init.loop.max_steps"] = keys["init.loop.eval_frequency"] = args.max_steps
     words = [f"trainer.{key}={value}" for key, value in keys.items()]
     command = [sys.executable, "-m", "headwater", "fit", params, *words, *more]
-    subprocess.run(command, check=True)
+    if code := subprocess.run(command).returncode:
+        print(f"headwater fit {params} failed with exit code {code}", file=sys.stderr)
+        sys.exit(code)
     return complete_checkpoints(model_dir)[-1]
 
 
@@ -148,13 +165,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with squad, text and vocab")
     parser.add_argument("--folder", type=Path, required=True, help="folder for data and runs")
-    parser.add_argument("--max_steps", type=int, help="steps of each training, instead of those of its file")
+    parser.add_argument(
+        "--max_steps", type=positive, help="steps of each training, instead of those of its file, for a trial"
+    )
     return parser
 
 
 def main() -> None:
-    args = make_parser().parse_args()
-    print(f"{prepare(args):,} cloze questions")
+    parser = make_parser()
+    args = parser.parse_args()
+    require_files(parser, "--data", args.data, *NEEDED)
+    end_on_sigterm()
+    print("the data of both trainings are written to", args.folder, flush=True)
+    print(f"{prepare(args):,} cloze questions", flush=True)
     start = time.monotonic()
     cloze = train(args, "bert/tiny_cloze", args.folder / "cloze.json")
     between = time.monotonic()
@@ -166,7 +189,7 @@ def main() -> None:
         row("after real ones too", evaluate(args, "bert/tiny_questions", real), end - between),
     ]
     print_table(rows)
-    print(save("questions", rows))
+    print(save("questions" if args.max_steps is None else f"questions_{args.max_steps}_steps", rows))
 
 
 if __name__ == "__main__":

@@ -253,8 +253,9 @@ def rounded(seconds: float | None) -> float | str:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Print a table in Markdown, with every column that a row has."""
+    """Print a table in Markdown, with every column that a row has. A file gets it at once, too."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     print("| " + " | ".join(keys) + " |\n|" + "---|" * len(keys))
     for row in rows:
         print("| " + " | ".join(str(row.get(key, "")) for key in keys) + " |")
+    sys.stdout.flush()

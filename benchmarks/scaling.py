@@ -13,10 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.options import end_on_sigterm, require_files
 from benchmarks.runner import save
 
 VOCABULARY, LENGTH = 512, 64
 WIDTHS, DEPTH = (16, 32, 48, 64, 80, 96), 2
+QUICK_WIDTHS = (16, 24, 32, 40, 48)
+"""Widths with a tenth of the FLOPs; five sizes are the fewest that determine a law and test it."""
 PARAMS = """\
 # The base of the family: the size whose learning rate was chosen.
 extends: gpt/tiny
@@ -44,22 +47,35 @@ trainer:
 
 
 def headwater(*words: object) -> None:
-    subprocess.run([sys.executable, "-m", "headwater", *map(str, words)], check=True)
+    """Run a command of headwater. If it fails, end with its exit code; it has printed its error."""
+    print("headwater", *words, flush=True)
+    done = subprocess.run([sys.executable, "-m", "headwater", *map(str, words)])
+    if done.returncode:
+        print(f"headwater {words[0]} failed with exit code {done.returncode}", file=sys.stderr)
+        sys.exit(done.returncode)
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--books", type=Path, required=True, help="folder with texts, .txt or .txt.gz")
     parser.add_argument("--folder", type=Path, required=True, help="folder for data, runs and the law")
     parser.add_argument("--learning_rate", type=float, default=4e-3, help="rate of the base (%(default)s)")
-    parser.add_argument("--parametrization", default="mup", help="mup or standard (%(default)s)")
+    parser.add_argument("--parametrization", choices=["mup", "standard"], default="mup")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"widths {', '.join(map(str, QUICK_WIDTHS))}, for a trial"
+    )
     return parser
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
+    require_files(parser, "--books", args.books, "*.txt*")
+    end_on_sigterm()
     folder = args.folder.absolute()
-    data, family = folder / "data", folder / f"family_{args.parametrization}"
+    name = args.parametrization + ("_quick" if args.quick else "")
+    data, family = folder / "data", folder / f"family_{name}"
     folder.mkdir(parents=True, exist_ok=True)
     if not data.exists():
         sizes = ("--vocab_size", VOCABULARY, "--sequence_length", LENGTH)
@@ -68,16 +84,19 @@ def main() -> None:
         base = folder / "base.yaml"
         rates = {"rate": args.learning_rate, "final_rate": args.learning_rate / 10}
         base.write_text(PARAMS.format(data=data, vocabulary=VOCABULARY, length=LENGTH, depth=DEPTH, **rates))
-        shape = ("--widths", *WIDTHS, "--depths", DEPTH, "--parametrization", args.parametrization)
+        widths = QUICK_WIDTHS if args.quick else WIDTHS
+        shape = ("--widths", *widths, "--depths", DEPTH, "--parametrization", args.parametrization)
         headwater("scaling", "write", base, "--out", family, *shape)
     begin = time.monotonic()
     headwater("scaling", "run", family)
     seconds = time.monotonic() - begin
     headwater("scaling", "fit", family)
     report = json.loads((family / "scaling.json").read_text())
-    save(
-        f"scaling_{args.parametrization}",
-        {"learning_rate": args.learning_rate, "training_s": round(seconds), **report},
+    print(
+        save(
+            f"scaling_{name}",
+            {"learning_rate": args.learning_rate, "training_s": round(seconds), **report},
+        )
     )
 
 

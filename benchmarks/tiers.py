@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.runner import print_table, save
+from benchmarks.options import end_on_sigterm, fraction, positive
+from benchmarks.runner import Row, print_table, save
 from headwater.core.busy import BusyTimes, busy_times
+from headwater.core.errors import HeadwaterError
 from headwater.core.precision import Precision
 from headwater.core.recorder import RECORDER
 from headwater.core.units import GIB, MIB
@@ -32,6 +37,9 @@ from headwater.stream.engine import Engine
 
 _ADAMW = OptimizerSpec("AdamW", {"lr": 1e-4})
 _VOCABULARY = 8000
+
+Step = tuple[float, float, BusyTimes]
+"""Seconds and CPU seconds of a step, and the work that was recorded."""
 
 
 def gpt(layers: int, width: int, sequence: int) -> nn.Module:
@@ -82,7 +90,7 @@ def batch_of(args: argparse.Namespace) -> torch.Tensor:
     return torch.randint(0, _VOCABULARY, (1, args.sequence), generator=torch.Generator().manual_seed(0))
 
 
-def step_times(engine: Engine, args: argparse.Namespace, step: int) -> tuple[float, float, BusyTimes]:
+def step_times(engine: Engine, args: argparse.Namespace, step: int) -> Step:
     """Train one step; return its seconds, its CPU seconds, and the work that was recorded."""
     cpu, begin = time.process_time(), time.perf_counter_ns()
     engine.train_step([batch_of(args)], Update(step, {"lr": 1e-4}, None))
@@ -96,35 +104,65 @@ def step_times(engine: Engine, args: argparse.Namespace, step: int) -> tuple[flo
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.75, 0.5, 0.25, 0.0])
+    parser.add_argument("--layers", type=positive, default=12)
+    parser.add_argument("--width", type=positive, default=512, help="a multiple of 64 (%(default)s)")
+    parser.add_argument("--sequence", type=positive, default=128)
+    parser.add_argument("--rounds", type=positive, default=8)
+    parser.add_argument(
+        "--shares",
+        type=fraction,
+        nargs="+",
+        default=[1.0, 0.75, 0.5, 0.25, 0.0],
+        help="shares of the stages in memory; ratios are relative to the first one",
+    )
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder of the disk tiers (%(default)s)")
     return parser
 
 
-def main() -> None:
-    args = make_parser().parse_args()
+def main() -> int:
+    parser = make_parser()
+    args = parser.parse_args()
+    if args.width % 64:
+        parser.error(f"--width: expected a multiple of 64, found {args.width}")
+    if len(set(args.shares)) < len(args.shares):
+        parser.error(f"--shares: expected different shares, found {args.shares}")
+    end_on_sigterm()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    engines: dict[float, Engine] = {}
+    failed: list[Row] = []
     with ExitStack() as opened:
-        disk = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=".")))
-        engines = {
-            share: opened.enter_context(open_engine(args, share, disk / f"{number}"))
-            for number, share in enumerate(args.shares)
-        }
-        found: dict[float, list[tuple[float, float, BusyTimes]]] = {share: [] for share in engines}
-        for step in range(1, args.rounds + 2):
-            for share, engine in engines.items():
-                times = step_times(engine, args, step)
-                if step > 1:  # the first step fills slabs and allocates memory
-                    found[share].append(times)
-    rows = [_row(share, engines[share], times) for share, times in found.items()]
+        disk = Path(
+            opened.enter_context(tempfile.TemporaryDirectory(prefix="headwater-bench-", dir=args.folder))
+        )
+        for number, share in enumerate(args.shares):
+            try:
+                engines[share] = opened.enter_context(open_engine(args, share, disk / f"{number}"))
+            except HeadwaterError as error:
+                print(f"share in memory {share}: {error}", file=sys.stderr, flush=True)
+                failed.append({"on_disk": f"share in memory {share}", "failed": error.what})
+        found = measure(args, engines)
+    base = found.get(args.shares[0], [])
+    rows = [*(_row(engines[share], steps, base) for share, steps in found.items()), *failed]
     print_table(rows)
-    save("tiers", rows)
+    print(save("tiers", rows))
+    return 1 if failed else 0
 
 
-def _row(share: float, engine: Engine, steps: list[tuple[float, float, BusyTimes]]) -> dict[str, object]:
-    """Return the row of one engine: medians of its steps."""
+def measure(args: argparse.Namespace, engines: Mapping[float, Engine]) -> dict[float, list[Step]]:
+    """Train with the engines in turn; return the measurements of the counted steps, by share."""
+    found: dict[float, list[Step]] = {share: [] for share in engines}
+    for step in range(args.rounds + 1):
+        for share, engine in engines.items():
+            times = step_times(engine, args, step + 1)
+            if step:  # the first step fills slabs and allocates memory
+                found[share].append(times)
+        seconds = ", ".join(f"{steps[-1][0]:.2f} s" for steps in found.values() if steps)
+        print(f"round {step}/{args.rounds}  {seconds or 'warm-up'}", flush=True)
+    return found
+
+
+def _row(engine: Engine, steps: Sequence[Step], base: Sequence[Step]) -> Row:
+    """Return the row of one engine: medians of its steps, and of the ratios to those of `base`."""
     seconds, cpu_s, times = zip(*steps, strict=True)
     stages = len(engine.plan.trace.stages)
     kinds = ("disk read", "disk write")
@@ -133,13 +171,23 @@ def _row(share: float, engine: Engine, steps: list[tuple[float, float, BusyTimes
     return {
         "on_disk": f"{len(engine.plan.on_disk)} of {stages}",
         "step_s": round(statistics.median(seconds), 3),
+        "step_ratio": _ratio(steps, base, 0),
         "best_s": round(min(seconds), 3),
         "cpu_s": round(statistics.median(cpu_s), 3),
+        "cpu_ratio": _ratio(steps, base, 1),
         "read_MiB": round(statistics.median(moved["disk read"])),
         "written_MiB": round(statistics.median(moved["disk write"])),
         "disk_busy_s": round(statistics.median(busy), 3),
     }
 
 
+def _ratio(steps: Sequence[Step], base: Sequence[Step], place: Literal[0, 1]) -> float | str:
+    """Return the median of the ratios of each round; a dash if the base failed."""
+    if not base:
+        return "–"
+    pairs = zip(steps, base, strict=True)
+    return round(statistics.median(step[place] / other[place] for step, other in pairs), 2)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,6 +13,7 @@ from typing import Literal, TypedDict, get_args
 
 import torch
 
+from benchmarks.options import at_least
 from benchmarks.resident import peak_rss_bytes
 
 Dtype = Literal["fp32", "bf16"]
@@ -23,10 +24,7 @@ Step = Callable[[int], float]
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A GPT-2 shape, a batch, a precision.
-
-    With `micro_batch` 0 the system chooses; the run trains on `rotate` batches in turn.
-    """
+    """A GPT-2 shape, a batch and a precision; the run trains on `rotate` batches in turn."""
 
     layers: int = 12
     width: int = 768
@@ -52,10 +50,11 @@ class Workload:
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one option for each field of `Workload`."""
     for field in dataclasses.fields(Workload):
-        choices = get_args(Dtype) if field.name == "dtype" else None
-        parser.add_argument(
-            f"--{field.name}", type=type(field.default), default=field.default, choices=choices
-        )
+        if field.name == "dtype":
+            parser.add_argument("--dtype", default=field.default, choices=get_args(Dtype))
+        else:
+            least = 0 if field.name == "warmup" else 1
+            parser.add_argument(f"--{field.name}", type=at_least(least), default=field.default)
 
 
 def workload_of(args: argparse.Namespace) -> Workload:

@@ -4,12 +4,19 @@ import importlib
 import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 
+import psutil
 import pytest
-from benchmarks import curves, plan_truth, runner
-from benchmarks.runner import Results, System, interleave, reason_of, table
+from benchmarks import curves, large, memory, options, plan_truth, ranks, runner
+from benchmarks.runner import FailedRunError, Results, System, interleave, reason_of, table
 from benchmarks.systems import deepspeed_
+from benchmarks.transformers_walk.pool import ChildError, run_isolated
 from benchmarks.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,3 +168,107 @@ def test_a_folder_that_does_not_exist_is_made(tmp_path):
     with pytest.raises(runner.FailedRunError, match="no_such_system"):
         runner.run(System("none", "no_such_system"), _TINY, missing)
     assert missing.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "error"),
+    [
+        ("large", ["--shapes", "111M,13B"], "found '13B'; did you mean '1.3B'"),
+        ("large", ["--memory", "much"], "'much' is not a size in bytes"),
+        ("tiers", ["--shares", "0.5", "2"], "expected a number from 0 to 1, found '2'"),
+        ("ranks", ["--rounds", "0"], "expected a whole number of at least 1, found '0'"),
+        ("speed", ["--layers", "-1"], "expected a whole number of at least 1, found '-1'"),
+        ("hosts", ["--hosts", "1"], "expected a whole number of at least 2, found '1'"),
+        ("architectures.__main__", ["--plans", "memory,dsk"], "found 'dsk'; did you mean 'disk'"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused(module, words, error, capsys):
+    with pytest.raises(SystemExit):
+        parser_of(f"benchmarks.{module}").parse_args(words)
+    assert error in capsys.readouterr().err
+
+
+def test_names_and_files_that_do_not_exist_are_refused(tmp_path, capsys):
+    parser = memory.make_parser()
+    assert options.matching(parser, "--only", ["DISK"], ["in memory", "on disk"]) == ["on disk"]
+    (tmp_path / "a.txt").touch()
+    options.require_files(parser, "--books", tmp_path, "*.txt")
+    for refused, error in [
+        (lambda: options.matching(parser, "--only", ["tape"], ["in memory", "on disk"]), "contains 'tape'"),
+        (lambda: options.require_files(parser, "--books", tmp_path, "*.txt", "*.gz"), "has no *.gz"),
+        (lambda: options.require_files(parser, "--books", tmp_path / "b", "*.txt"), "expected a folder"),
+        (lambda: options.require_place(parser, "--page", tmp_path / "b" / "page.md"), "a folder that exists"),
+    ]:
+        with pytest.raises(SystemExit):
+            refused()
+        assert error in capsys.readouterr().err
+
+
+def test_a_shape_that_fails_is_a_row_and_the_next_one_has_no_ratio(monkeypatch, capsys):
+    saved = {}
+
+    def fail(system, workload, folder):
+        raise FailedRunError(system.name, "", "no memory")
+
+    monkeypatch.setattr(large, "run", fail)
+    monkeypatch.setattr(large, "save", lambda name, rows: saved.update({name: rows}))
+    monkeypatch.setattr(sys, "argv", ["large"])
+    assert large.main() == 1
+    assert saved["large"] == [{"model": name, "failed": "no memory"} for name in ("111M", "1.3B")]
+    plan = dict.fromkeys(("tier", "activations", "micro_batch_size", "predicted_step_s"), None)
+    plan |= {"activations": [], "flops_per_step": 1e9, "predicted_host_bytes": 0}
+    result = {"plan": plan, "step_s": 2.0, "peak_rss_bytes": 0, "first_loss": 2.0, "last_loss": 1.0}
+    assert large.row_of("1.3B", result, None)["of_first"] == "–"
+    assert large.row_of("1.3B", result, {**result, "step_s": 1.0})["of_first"] == 0.5
+
+
+def test_ratios_of_ranks_are_those_of_each_round():
+    def runs(*speeds):
+        return [{"tokens_per_s": speed} for speed in speeds]
+
+    assert ranks.ratio("tokens_per_s", runs(4.0, 9.0, 8.0), runs(1.0, 3.0, 4.0), 2) == 1.5
+    assert ranks.ratio("tokens_per_s", runs(4.0), []) == "–"
+
+
+def _start_and_wait(item):
+    """Start a process, write its number to a temporary folder, and wait."""
+    if item == "short":
+        return tempfile.gettempdir()
+    started = subprocess.Popen(["sleep", "1000"])
+    Path(item).write_text(f"{started.pid} {tempfile.mkdtemp()}")
+    if item.endswith("busy"):
+        while True:
+            pass
+    time.sleep(1000)
+    return None
+
+
+def test_items_that_take_too_long_leave_no_process_and_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.transformers_walk.pool._WALL_OF_CPU", 5)
+    busy, idle = str(tmp_path / "busy"), str(tmp_path / "idle")
+    folder, *errors = run_isolated(_start_and_wait, ["short", busy, idle], workers=3, limit_s=1)
+    assert [type(error) for error in errors] == [ChildError, ChildError]
+    assert str(errors[0]) == "took more than 1 s of CPU time" and str(errors[1]) == "took more than 5 s"
+    assert not Path(folder).exists()
+    for file in (busy, idle):
+        process, left = Path(file).read_text().split()
+        assert not Path(left).exists()
+        assert not psutil.pid_exists(int(process)) or psutil.Process(int(process)).status() == "zombie"
+
+
+@pytest.mark.real_start
+def test_a_program_that_gets_sigterm_removes_its_files(tmp_path):
+    script = (
+        "import tempfile, time\n"
+        "from benchmarks.options import end_on_sigterm\n"
+        "end_on_sigterm()\n"
+        f"with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(1000)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert len([*tmp_path.iterdir()]) == 1
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert [*tmp_path.iterdir()] == []
