@@ -105,7 +105,7 @@ class Hosts:
         return subprocess.Popen(words, text=True, start_new_session=True, **options)
 
     def kill(self) -> None:
-        """Kill all processes of all hosts, also those in sessions of their own."""
+        """Kill all processes of all hosts, also those in separate sessions."""
         for host in range(self.count):
             for process in self.processes(host):
                 with contextlib.suppress(ProcessLookupError):
