@@ -76,3 +76,13 @@ def test_a_stage_takes_over_the_costs_of_another_one():
     costs.add(RELU, (), {}, torch.zeros(4))
     costs.take_over(1, 0)
     assert cost_of(costs, 1) == cost_of(costs, 0)
+
+
+def test_a_saved_view_counts_as_its_whole_storage_and_a_view_of_a_buffer_does_not():
+    costs = StageCosts(1, inference=False)
+    table, projected = torch.zeros(1000), torch.zeros(8, 3 * 4)
+    costs.leave_out([], [table])
+    for part in projected.chunk(3, -1):  # query, key and value
+        costs.save(part, set())
+    costs.save(table[:10], set())
+    assert cost_of(costs).saved_bytes == 4 * projected.numel()

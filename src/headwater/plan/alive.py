@@ -34,6 +34,11 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return 0  # a layout that is opaque to Python
 
 
+def held_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor keeps alive: those of its whole storage, if it has one."""
+    return tensor.untyped_storage().nbytes() if has_storage(tensor) else num_bytes(tensor)
+
+
 def memory_key(tensor: torch.Tensor) -> int:
     """Return a key that is equal for tensors with the same storage, valid while one of them exists."""
     # Not `data_ptr`: fake tensors have no data.

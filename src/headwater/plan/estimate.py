@@ -13,7 +13,10 @@ _COUNTS = [field.name for field in dataclasses.fields(StageCost) if field.name !
 
 
 def estimated_traces(trace_for: TraceFor, *, made: Collection[int] = ()) -> TraceFor:
-    """Return dry runs of any size, extrapolated from those of one and two samples.
+    """Return dry runs of any size, extrapolated from those of two and four samples.
+
+    A batch of one sample is no base for an estimate: torch does without some copies there, because a
+    transposed tensor of one sample is contiguous.
 
     Args:
         trace_for: number of samples -> its dry run.
@@ -22,21 +25,24 @@ def estimated_traces(trace_for: TraceFor, *, made: Collection[int] = ()) -> Trac
 
     @functools.cache
     def estimate(size: int) -> Trace:
-        if size in made:
+        if size in made or size in (1, _SMALLER):
             return trace_for(size)
-        one = trace_for(1)
-        if size == 1:
-            return one
-        # Only now: a batch of one sample needs no second dry run.
-        two = trace_for(2)
-        costs = tuple(_at(size, first, second) for first, second in zip(one.costs, two.costs, strict=True))
-        return dataclasses.replace(one, costs=costs, micro_batch_size=size)
+        two, four = trace_for(_SMALLER), trace_for(_LARGER)
+        if size == _LARGER:
+            return four
+        costs = tuple(_at(size, first, second) for first, second in zip(two.costs, four.costs, strict=True))
+        return dataclasses.replace(two, costs=costs, micro_batch_size=size)
 
     return estimate
 
 
-def _at(size: int, one: StageCost, two: StageCost) -> StageCost:
-    counts = {name: (getattr(one, name), getattr(two, name)) for name in _COUNTS}
-    # Not below 0: two samples may need less scratch memory than one, if torch takes another kernel.
-    grown = {name: max(0, first + (size - 1) * (second - first)) for name, (first, second) in counts.items()}
-    return dataclasses.replace(one, **grown)
+_SMALLER, _LARGER = 2, 4
+
+
+def _at(size: int, smaller: StageCost, larger: StageCost) -> StageCost:
+    def at(name: str) -> int:
+        first, second = getattr(smaller, name), getattr(larger, name)
+        # Not below 0: more samples may need less scratch memory, if torch takes another kernel.
+        return max(0, first + (size - _SMALLER) * (second - first) // (_LARGER - _SMALLER))
+
+    return dataclasses.replace(smaller, **{name: at(name) for name in _COUNTS})

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Measured on CPU: memory of the allocator, as a share of the bytes of tensors, and if it keeps pages, of
 # activations alone.
-_ALLOCATOR_SHARE, _SHARE_OF_KEPT_PAGES = 0.2, 0.35
+_ALLOCATOR_SHARE, _SHARE_OF_KEPT_PAGES = 0.2, 0.18
 
 
 @dataclasses.dataclass(frozen=True)

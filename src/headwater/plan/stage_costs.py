@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from headwater.plan.alive import AliveTensors, memory_key, num_bytes
+from headwater.plan.alive import AliveTensors, held_bytes, memory_key, num_bytes
 from headwater.plan.operator_flops import operator_flops, temporary_bytes
 from headwater.plan.recipes import Recipes
 from headwater.plan.types import StageCost
@@ -53,6 +53,7 @@ class StageCosts:
         self._costs = [_Cost() for _ in range(num_stages)]
         self._alive = AliveTensors()
         self._not_saved: set[int] = set()
+        self._state: set[int] = set()
         self._saved: dict[int, torch.Tensor] = {}
         self._recipes = Recipes(self._weight, lambda weight: weight)
         self._depth = 0  # forwards of stages that run now, one inside the other
@@ -65,10 +66,12 @@ class StageCosts:
 
         Args:
             params: parameters, which are not counted if autograd saves them.
-            state: parameters and buffers, which are not counted among the living tensors.
+            state: parameters and buffers. Neither their memory nor that of their views is counted.
         """
         self._not_saved = {memory_key(param) for param in params}
-        self._alive = AliveTensors(ignored=state)
+        everything = list(state)
+        self._state = {memory_key(tensor) for tensor in everything}
+        self._alive = AliveTensors(ignored=everything)
 
     def enter(self, stage: int, inputs: Iterable[torch.Tensor]) -> None:
         """Begin the forward of a stage with these inputs."""
@@ -92,7 +95,7 @@ class StageCosts:
                 tensor.register_hook(functools.partial(_set_current, weakref.ref(self), stage))
 
     def save(self, tensor: torch.Tensor, inputs: set[int]) -> None:
-        """Count the bytes of a tensor that autograd saves. Tensors that share a storage are counted once.
+        """Count the bytes of a tensor that autograd saves: those of its storage, and of each storage once.
 
         Args:
             tensor: the tensor.
@@ -106,12 +109,12 @@ class StageCosts:
             is_cheap = self._recipes.function_for(tensor) is not None
             if not is_cheap:
                 self._recipes.keep(tensor)
-        if key not in self._saved and key not in inputs:
+        if key not in self._saved and key not in inputs and key not in self._state:
             self._saved[key] = tensor  # kept: new memory could get the address of freed memory
             cost = self._costs[self.current]
-            cost.saved_bytes += num_bytes(tensor)
+            cost.saved_bytes += held_bytes(tensor)
             if is_cheap:
-                cost.cheap_bytes += num_bytes(tensor)
+                cost.cheap_bytes += held_bytes(tensor)
                 cost.again_bytes += self._recipes.num_bytes - before
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
