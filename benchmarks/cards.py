@@ -137,7 +137,7 @@ ADAPTERS = {"lora_params": "{r: 16, alpha: 32, dropout: 0.0}"}
 
 
 def dry_runs(overrides: dict[str, object], tokens: int) -> TraceFor:
-    """Return the dry runs of a Llama with other values of some keys; sizes beside 1, 2 and 4 are estimated."""
+    """Return the dry runs of a Llama with other values of some keys; sizes above 4 are estimated."""
     file = shipped_params()["llama/llama3p1_8b"]
     init = load_params(file, [f"--trainer.init.model.{key}={value}" for key, value in overrides.items()]).init
     trainable = zoo_trainable(init, tokens)

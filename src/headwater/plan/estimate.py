@@ -10,6 +10,7 @@ from headwater.plan.options import TraceFor
 from headwater.plan.types import StageCost, Trace
 
 _COUNTS = [field.name for field in dataclasses.fields(StageCost) if field.name != "recomputable"]
+_SMALLER, _LARGER = 2, 4
 
 
 def estimated_traces(trace_for: TraceFor, *, made: Collection[int] = ()) -> TraceFor:
@@ -36,13 +37,11 @@ def estimated_traces(trace_for: TraceFor, *, made: Collection[int] = ()) -> Trac
     return estimate
 
 
-_SMALLER, _LARGER = 2, 4
-
-
 def _at(size: int, smaller: StageCost, larger: StageCost) -> StageCost:
-    def at(name: str) -> int:
-        first, second = getattr(smaller, name), getattr(larger, name)
-        # Not below 0: more samples may need less scratch memory, if torch takes another kernel.
-        return max(0, first + (size - _SMALLER) * (second - first) // (_LARGER - _SMALLER))
-
-    return dataclasses.replace(smaller, **{name: at(name) for name in _COUNTS})
+    pairs = {name: (getattr(smaller, name), getattr(larger, name)) for name in _COUNTS}
+    # Not below 0: more samples may need less scratch memory, if torch takes another kernel.
+    grown = {
+        name: max(0, first + (size - _SMALLER) * (second - first) // (_LARGER - _SMALLER))
+        for name, (first, second) in pairs.items()
+    }
+    return dataclasses.replace(smaller, **grown)
