@@ -20,12 +20,12 @@ def check_alike(fabric: Fabric, told: Mapping[str, str]) -> None:
 
     Args:
         fabric: the ranks.
-        told: what this rank was started with, by name. Ranks compare these texts.
+        told: name -> text, for everything that this rank was started with. Ranks compare these texts.
 
     Raises:
         ConfigError: if a text differs between rank 0 and another rank.
     """
-    # Every rank compares all, so that all of them raise, and none waits for another.
+    # Every rank compares the texts of all ranks. So all ranks raise the error, and no rank waits for another.
     first, *others = fabric.gather_objects(dict(told), dict[str, str])
     for rank, other in enumerate(others, start=1):
         for name in sorted({*first, *other}):

@@ -47,7 +47,7 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
     """
     if is_watched():
         end_with_parent()
-    # Once: a second rendezvous would wait for ranks that have left the first.
+    # Only at the first call: in a second rendezvous this rank would wait for ranks that are in the first.
     if joined.value is ALONE and is_rank():
         joined.value = join_ranks(timeout_s, num_memx)
     return joined.value
@@ -67,13 +67,15 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabri
         ConfigError: if all ranks would be store ranks.
         RankError: if ranks cannot be reached, or the ranks of a host are not numbered consecutively.
     """
-    patience_s = max(timeout_s, DEFAULT_TIMEOUT_S)  # another rank may still be measuring the machine
+    # Even with a short timeout: another rank may still be measuring the machine.
+    patience_s = max(timeout_s, DEFAULT_TIMEOUT_S)
     own = Process(host_name(), os.getpid(), os.memfd_create("headwater"))
     switchboard, processes = meet(own, patience_s)
-    with on_failure(switchboard.close):  # checked here, after the rendezvous, so that all ranks raise
+    with on_failure(switchboard.close):
+        # These checks come after the rendezvous, so that all ranks raise the same error.
         placement = _placement(len(processes), num_memx)
         _check_order([process.host for process in processes])
-        # A script that has made a group itself keeps it.
+        # If the script has made a process group, it keeps this group.
         if not torch.distributed.is_initialized():
             start_group(switchboard, placement.size, patience_s)
         return ProcessFabric(switchboard, Roster(switchboard.rank, placement, tuple(processes)), timeout_s)

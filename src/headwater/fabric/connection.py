@@ -45,7 +45,7 @@ class Connection:
         # A Python timeout would make the socket non-blocking; the system's timeouts below do not.
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
-            # A message often waits for the answer to it, so it must not be held back.
+            # The sender often waits for an answer, so the system must send a short message at once.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         patience = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6) + 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
@@ -54,7 +54,7 @@ class Connection:
 
     def send(self, data: memoryview) -> Future[None]:
         """Begin to send bytes. They must not change until the returned future is done."""
-        # Only without earlier sends: bytes must leave in the order of the calls.
+        # Only if no earlier send is still running, because bytes must leave in the order of the calls.
         if self._out.is_idle and len(data) <= _SMALL_BYTES:
             try:
                 data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
@@ -71,7 +71,7 @@ class Connection:
     def send_message(self, message: bytes) -> Future[None]:
         """Begin to send a message."""
         length = _LENGTH.pack(len(message))
-        # With its number, so that no message can be repeated, dropped or exchanged.
+        # The code covers the number of the message, so a repeated, lost or swapped message is noticed.
         code = _code(self._keys.sending, self._num_sent, length, message)
         self._num_sent += 1
         return self.send(memoryview(b"".join([length, code, message])))
@@ -86,7 +86,7 @@ class Connection:
         self._receive(memoryview(header))
         length, code = header[: _LENGTH.size], header[_LENGTH.size :]
         (count,) = _LENGTH.unpack(length)
-        # Checked before the code, which comes with the message: it limits the memory.
+        # The code can be checked only when the whole message has arrived. This limits its memory until then.
         if count > _MAX_MESSAGE_BYTES:
             raise self._damaged()
         message = bytearray(count)
@@ -108,9 +108,10 @@ class Connection:
     def close(self) -> None:
         """Close the connection, and end its threads. Calls that wait for the other end fail."""
         with contextlib.suppress(OSError):  # the other end has closed it already
-            # This ends a send or receive of a thread; `close` alone would not.
+            # `shutdown` ends a send or receive that a thread is blocked in; `close` would not.
             self._socket.shutdown(socket.SHUT_RDWR)
-        # Before the socket is closed: another file could get its number while a thread still uses it.
+        # The threads end before the socket is closed. Otherwise a thread could still use the descriptor of
+        # the socket when the system has given it to another file.
         self._out.close()
         self._in.close()
         self._socket.close()
@@ -126,10 +127,10 @@ class Connection:
         try:
             while len(into):
                 count = self._socket.recv_into(into, 0, socket.MSG_WAITALL)
-                # An end without an error is an error here: more bytes were expected.
+                # The other end has closed the connection, but more bytes were expected.
                 if not count:
                     raise ConnectionResetError
-                # A signal may end a receive early.
+                # A signal may end a receive before all bytes have arrived.
                 into = into[count:]
         except OSError as error:
             raise self._lost(error) from error
@@ -191,16 +192,16 @@ class _Lane:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
         future: Future[None] = Future()
-        # Before the job is queued: `is_idle` must not be true while a job waits.
+        # This comes before the job is queued, because `is_idle` must not be true while a job waits.
         self._last = future
         self._jobs.put((job, future))
         return future
 
     def close(self) -> None:
-        """Run the jobs that were submitted, and end the thread. No job may wait for the caller."""
+        """Run the submitted jobs, then end the thread. A job must not wait for the thread that calls this."""
         self._jobs.put(None)
         if self._thread is not None:
-            # Joined: a daemon thread that frees a tensor aborts a process that ends; see `_run_next`.
+            # A daemon thread that frees a tensor while the process ends would abort it; see `_run_next`.
             self._thread.join()
 
     def _work(self) -> None:
@@ -210,9 +211,10 @@ class _Lane:
     def _run_next(self) -> bool:
         """Run the next job; return false after the last one.
 
-        A job refers to tensors. It is dropped at once: the thread would keep them until the next job comes.
-        Torch frees a tensor without Python's lock, and then takes the lock again. Python ends daemon threads
-        that do so after the main thread has ended, and in torch's C++ code this aborts the process.
+        A job refers to tensors. The thread drops the job at once, and does not keep the tensors until the
+        next job. This prevents an abort: torch frees a tensor without Python's lock, and then takes the lock
+        again. After the main thread has ended, Python ends a daemon thread that takes the lock. The end of a
+        thread inside of torch's C++ code aborts the process.
         """
         entry = self._jobs.get()
         if entry is None:

@@ -93,7 +93,7 @@ class Fabric(abc.ABC):
         """Block until `condition()` is true.
 
         Args:
-            condition: becomes true by what another rank of the host does.
+            condition: returns true after another rank of the host has done something.
             what: name of the awaited event, for messages.
 
         Raises:
@@ -121,14 +121,14 @@ class Fabric(abc.ABC):
 
     @abc.abstractmethod
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Gather tensors of equal shape and dtype from the compute ranks, which alone call this."""
+        """Gather tensors of equal shape and dtype from the compute ranks. Store ranks do not call this."""
 
     @abc.abstractmethod
     def agree(self, make: Callable[[], Value], kind: Any) -> Value:
         """Return on every rank what `make` returns on rank 0, or raise what `make` raises there.
 
         Args:
-            make: called on rank 0 alone.
+            make: called only on rank 0.
             kind: the type of its value.
         """
 
@@ -180,7 +180,7 @@ ALONE = Alone()
 
 
 class Board:
-    """Counters that the ranks of a host share. One rank at a time writes a counter.
+    """Counters that the ranks of a host share. Two ranks never write the same counter at the same time.
 
     Args:
         fabric: the ranks.
@@ -189,7 +189,7 @@ class Board:
 
     def __init__(self, fabric: Fabric, slots: int) -> None:
         self._fabric = fabric
-        # 8 bytes each: a processor writes them at once, so no reader sees half of a number.
+        # A processor writes the 8 bytes of a counter at once, so a reader never sees half of a number.
         self._values = fabric.allocate(8 * max(slots, 1))[: 8 * slots].view(torch.int64).numpy()
 
     def post(self, slot: int, value: int) -> None:
@@ -209,6 +209,6 @@ class Board:
             what: name of the awaited event, for messages.
         """
         values = self._values
-        # Usually true already; then the wait costs one read.
+        # Usually the counter is high enough already. Then this read is all that the wait costs.
         if values[slot] < value:
             self._fabric.wait_until(lambda: bool(values[slot] >= value), what)

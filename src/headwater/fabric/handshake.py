@@ -32,7 +32,7 @@ class Keys:
 
     Attributes:
         sending: authenticates what this end sends.
-        receiving: authenticates what it receives.
+        receiving: authenticates what this end receives.
     """
 
     sending: bytes
@@ -100,7 +100,7 @@ def examine(connection: socket.socket, secret: bytes, own: int, within_s: float)
     _send(connection, said[_HELLO.size :] + _code(secret, b"accepts", said), end)
     if not hmac.compare_digest(_code(secret, b"connects", said), _receive(connection, _CODE_BYTES, end)):
         raise StrangerError("the process there does not know the secret of this rank")
-    # After the authentication: a stranger learns no rank numbers.
+    # This comes after the authentication, so that a stranger does not learn rank numbers.
     if wanted != own:
         raise StrangerError(f"rank {other} expected rank {wanted} here, but this is rank {own}")
     _send(connection, _ACCEPTED, end)

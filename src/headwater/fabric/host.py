@@ -43,8 +43,8 @@ class HostGroup:
 
     def barrier(self, what: str) -> None:
         """Block until every rank of the host has called this; see `Fabric.wait_until`."""
-        # The counts only grow, so a rank that is at its next barrier already still counts as arrived here.
-        # The count of this rank; it is the same on all ranks, which make the same calls.
+        # All ranks make the same calls, so this count is the number of the barrier on every rank. The counts
+        # only grow. So a rank that is already at its next barrier still counts as arrived at this one.
         self._num_barriers += 1
         count, arrived = self._num_barriers, self._numbers.arrived
         arrived[self._local_rank] = count

@@ -41,7 +41,7 @@ class HostNumbers:
         leader, own = next(iter(neighbours.values())), neighbours[roster.rank]
         self.file = own.file
         if own is not leader:
-            # Its own file is not needed: the host shares the leader's.
+            # The ranks of a host share the leader's file, so this rank does not need the file it has made.
             os.close(self.file)
             self.file = open_file_of(leader.pid, leader.file)
         sizes = [2, len(neighbours), len(neighbours), len(roster.processes), 1]
@@ -89,7 +89,8 @@ class HostMemory:
         try:
             pages = mmap.mmap(file, size)
             taken[self._local_rank] = number
-            if self._local_rank == 0:  # the others open the file by its number here, so it stays open
+            if self._local_rank == 0:
+                # The other ranks open the file by its descriptor in this process, so it must stay open.
                 self._watch.wait_until(
                     lambda: bool((taken >= number).all()), "all ranks to map shared memory"
                 )
@@ -117,7 +118,7 @@ class HostLock:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold the lock inside the context."""
-        # First the threads of this process: they would all hold the same lock of the file.
+        # The lock of the file does not separate threads of one process. So a lock of threads comes first.
         with self._threads:
             if not self._depth:
                 self._watch.wait_until(self._try_lock, "its turn")
@@ -131,7 +132,7 @@ class HostLock:
 
     def _try_lock(self) -> bool:
         try:
-            # Without blocking: a blocked rank would not notice that another one has died.
+            # This call does not block: a blocked rank would not notice that another rank has died.
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False

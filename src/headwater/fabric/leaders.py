@@ -40,7 +40,7 @@ class Leaders:
     def connect(self, purpose: str) -> Link | None:
         """Return a new link; `None` on a rank that is not a leader. See `Fabric.connect`."""
         roster = self._roster
-        # On every rank, because the number of calls names the mesh.
+        # Ranks that are not leaders make this call too: the number of calls becomes the name of the mesh.
         mesh = new_mesh(self._switchboard, roster.leaders, self._timeout_s)
         if roster.rank not in roster.leaders:
             return None
@@ -58,10 +58,10 @@ class Leaders:
         """Copy to `values` the values that the ranks of other hosts have written on their own hosts.
 
         Args:
-            values: one of each rank; the same call on each leader. Ignored on ranks that are not leaders.
+            values: one value of each rank. All leaders make this call; on other ranks it does nothing.
         """
         if self._control is not None:
-            # A copy: the ranks of this host may write meanwhile.
+            # A copy is sent, because the ranks of this host may write to `values` meanwhile.
             every = self._control.gather(torch.from_numpy(values.copy()))
             for rank, host in enumerate(self._roster.hosts):
                 values[rank] = every[host, rank]

@@ -88,7 +88,7 @@ class Link:
 
     @contextmanager
     def _calling(self, *hosts: int) -> Iterator[None]:
-        # Ranks of this host that wait for it extend their timeout.
+        # Other ranks of this host may wait for the leader. They extend their timeout during this call.
         self._note_call()
         try:
             yield

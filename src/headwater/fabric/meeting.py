@@ -91,7 +91,7 @@ def meet(own: Process, timeout_s: float) -> tuple[Switchboard, list[Process]]:
         RankError: if a rank does not connect in time, or a process answers that is not a rank.
     """
     found = _Rendezvous(os.environ, own, timeout_s).run()
-    # The descriptor is taken; a process that this rank starts must not use it.
+    # This process uses the descriptor now. A process that it starts must not find it in the environment.
     os.environ.pop(LISTENER, None)
     return found
 
@@ -163,28 +163,28 @@ class _Rendezvous:
     def _answer(self, board: Switchboard) -> list[_Hello]:
         """Wait for all other ranks, and send each of them the addresses of all."""
         others = range(1, self._size)
-        # Polled, although `take` could block: see [Note: rendezvous of ranks].
+        # `take` could block, but a waiting rank polls: see [Note: rendezvous of ranks].
         self._wait(lambda: self._missing(board), self._timeout_s)
         taken = [board.take(_PURPOSE, other, self._timeout_s) for other in others]
         connections = [connection for connection in taken if connection is not None]
         assert len(connections) == len(others), "only this thread takes connections of the rendezvous"
         hellos = [self._hello(board.address)]
         hellos += [decode(connection.receive_message(), _Hello) for connection in connections]
-        # Sent with the table, so that all ranks raise the same error.
+        # The error is sent with the table, so that all ranks raise it.
         failure = _check(hellos)
         for connection in connections:
             connection.send_message(encode((hellos, failure), _Table)).result()
-            connection.close()  # a long table was sent by a thread of the connection, which ends only now
+            connection.close()  # also ends the connection's thread, which sends long tables
         if failure is not None:
             raise failure
-        # After the check: addresses of a wrong table are never used.
+        # This comes after the check, so that addresses of a wrong table are never used.
         board.learn([hello.address for hello in hellos])
         return hellos
 
     def _listener(self) -> socket.socket:
         if self._given:
             listener = socket.socket(fileno=int(self._environment[LISTENER]))
-            # A program that rank 0 starts would keep the socket open.
+            # Otherwise a program that rank 0 starts would inherit the socket and keep it open.
             listener.set_inheritable(False)
             return listener
         if self._store is not None:
@@ -194,8 +194,8 @@ class _Rendezvous:
     def _address_to_listen_at(self) -> str:
         """Return the address that MASTER_ADDR names, or "" for all interfaces of this host.
 
-        All interfaces are needed if MASTER_ADDR is a host name that resolves to a loopback address here, for
-        it resolves to another address on other hosts.
+        All interfaces are needed if MASTER_ADDR is a host name that resolves to a loopback address here,
+        because the name resolves to another address on other hosts.
         """
         found = str(socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0][4][0])
         is_name = self._host not in (found, "localhost")
@@ -222,7 +222,8 @@ class _Rendezvous:
         board = Switchboard(self._rank, self._secret, listener)
         with on_failure(board.close):
             table = self._ask(connection, board)
-        board.learn([address, *(hello.address for hello in table[1:])])  # rank 0 is where it was found
+        # The address at which this rank has reached rank 0 is used instead of the one in the table.
+        board.learn([address, *(hello.address for hello in table[1:])])
         return board, table
 
     def _ask(self, connection: Connection, board: Switchboard) -> list[_Hello]:

@@ -53,9 +53,9 @@ class Mesh:
         sending = [self._to(other).send_message(messages[other]) for other in others]
         received: list[bytes | bytearray] = [messages[index] for index in range(self.size)]
         for other in others:
-            # One after the other: the order of arrival must not decide anything.
+            # In the order of the members, so that the order of arrival does not matter.
             received[other] = self._to(other).receive_message()
-        # After the receives: the other members may be sending to this one first.
+        # The sends end after the receives. The other way could block forever if all members wait for sends.
         _finish(sending)
         return received
 

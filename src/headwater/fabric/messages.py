@@ -39,7 +39,7 @@ class Messages:
         self._computing = self._every
         if placement.num_memx:
             self._computing = new_mesh(switchboard, range(placement.num_csx), timeout_s)
-        # A longer timeout, for `agree`: the other ranks wait in it while rank 0 works for all.
+        # `agree` has a longer timeout, because the other ranks wait in it while rank 0 works for all.
         self._patient = new_mesh(switchboard, every, max(DEFAULT_TIMEOUT_S, timeout_s))
 
     def meet(self) -> None:
@@ -57,7 +57,7 @@ class Messages:
         with self._errors():
             values = gather_values(self._computing, value, torch.Tensor)
         for rank, each in enumerate(values):
-            # Every rank compares, so all ranks raise.
+            # Every rank compares all tensors, so all ranks raise the error.
             if each.shape != value.shape or each.dtype != value.dtype:
                 raise RankError(
                     f"expected a tensor of shape {list(value.shape)} and {value.dtype} from rank {rank}, "
@@ -73,7 +73,7 @@ class Messages:
             try:
                 made = [make()], None
             except HeadwaterError as error:
-                # Sent to the other ranks, which would otherwise wait for a value.
+                # The error is sent to the other ranks. Otherwise they would wait for a value.
                 made = [], error
         with self._errors():
             values, failure = broadcast_value(

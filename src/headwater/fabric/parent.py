@@ -45,12 +45,13 @@ def end_with(parent: int) -> None:
 def find_parent() -> None:
     """Find out whether a launcher started this process. If so, end this process when the launcher ends.
 
-    A program that a rank started inherits the rank's variables, but is not a rank: they are removed.
+    A program that a rank has started inherits the rank's environment variables, but is not a rank. In such a
+    program the variables are removed.
     """
     launcher = int(os.environ.get(PARENT, "0"))
     if not launcher:
         return
-    # Its parent is a rank, not the launcher.
+    # The parent of this process is a rank, not the launcher.
     if is_alive(launcher) and os.getppid() != launcher:
         for name in _OF_RANKS:
             os.environ.pop(name, None)
@@ -60,7 +61,7 @@ def find_parent() -> None:
 
 def is_alive(process: int) -> bool:
     """True if a process of this host runs. A zombie does not."""
-    # A zombie still has a number, so a signal 0 would not tell.
+    # A zombie still has a process number, so sending signal 0 would succeed.
     return _state(process) not in (None, b"Z", b"X")
 
 
@@ -71,7 +72,7 @@ def is_stopped(process: int) -> bool:
 
 def _state(process: int) -> bytes | None:
     try:
-        # From the last bracket: the name of a program may contain spaces and brackets.
+        # The state follows the last bracket. The name of a program may itself contain spaces and brackets.
         return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except OSError:
         return None

@@ -39,11 +39,12 @@ class ProcessFabric(Fabric):
         timeout_s = timeout_s if self.computes else _STORE_TIMEOUT_S
         self._host = HostGroup(roster, timeout_s)
         self._messages = Messages(switchboard, roster, timeout_s, self._host.watch.stopped)
-        self._messages.meet()  # now every rank of the host has opened its leader's file
+        # Blocks until every rank of the host has opened the file of its leader.
+        self._messages.meet()
         self._leaders = None
         if self.num_hosts > 1:
             self._leaders = Leaders(switchboard, roster, self._host, timeout_s)
-        # A gather of one host runs as a gather of all: all hosts must make it, or none.
+        # A gather of one host's ranks runs as a gather of all ranks, so all hosts must make the same gathers.
         self._neighbours: Fabric = self
         if self._leaders is not None:
             self._neighbours = ALONE if self.num_hosts == self.size else _HostPart(self, self._host)
@@ -66,7 +67,8 @@ class ProcessFabric(Fabric):
 
     def barrier(self, what: str) -> None:
         self._host.barrier(what)
-        if self._leaders is not None:  # then all leaders, which release their hosts
+        if self._leaders is not None:
+            # The leaders wait for each other. The second barrier then releases the other ranks of each host.
             self._leaders.meet()
             self._host.barrier(what)
 
@@ -78,7 +80,8 @@ class ProcessFabric(Fabric):
             self._leaders.share(values)
             self._host.barrier("the values of all hosts")
         every: list[float] = values.tolist()
-        self._host.barrier("all ranks to read the values")  # before a rank overwrites its value
+        # Afterwards a rank may overwrite its value.
+        self._host.barrier("all ranks to read the values")
         return every
 
     def gather_objects(self, value: Value, kind: Any) -> list[Value]:
@@ -92,11 +95,11 @@ class ProcessFabric(Fabric):
 
     def close(self) -> None:
         if self._leaders is not None:
-            # Links before the switchboard, through which they connect.
+            # The links are closed before the switchboard, because they connect through it.
             self._leaders.close()
         self._messages.close()
         self._switchboard.close()
-        # At last: the watch of the host is used by all above.
+        # The host group comes last, because all objects above use its watch.
         self._host.close()
 
 

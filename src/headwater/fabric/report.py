@@ -31,15 +31,16 @@ def _write(text: str, told: dict[str, Any]) -> bool:
     now = time.time()
     message = {"message": text, "extraInfo": {"timestamp": int(now), "headwater": {**told, "time_s": now}}}
     try:
-        # The format of torchrun, whose agent reads the same file.
+        # This is torchrun's format, because torchrun's agent reads the same file.
         Path(path).write_text(json.dumps({"message": message}))
-    except OSError:  # for example no space, which may be the error itself: then the rank prints it
+    except OSError:
+        # For example, the disk is full, which may be the error to report. Then the rank prints it itself.
         return False
     return True
 
 
 def read_report(path: str) -> dict[str, Any]:
-    """Return the report that a rank has written: `traceback` or its error, and `time_s`. May be empty."""
+    """Return the report of a rank: `time_s`, and `traceback` or the error. Empty if it has not written one."""
     try:
         told: dict[str, Any] = json.loads(Path(path).read_text())["message"]["extraInfo"]["headwater"]
     except (OSError, ValueError, KeyError, TypeError):

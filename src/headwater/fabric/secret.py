@@ -72,7 +72,7 @@ def _usual_file(environment: Mapping[str, str]) -> Path:
 
 
 def _create(path: Path) -> None:
-    """Create the file unless it exists. If several processes try at once, one of them succeeds."""
+    """Create the file unless it exists. If several processes try this at once, one of them succeeds."""
     if path.exists():
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,9 +80,9 @@ def _create(path: Path) -> None:
     file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         os.write(file, new_secret().encode())
-        # A loss of power must not leave an empty secret.
+        # Without this, a loss of power could leave an empty file.
         os.fsync(file)
-        # Not a rename, which would replace the secret that another process has just made.
+        # A rename instead would replace the secret that another process has just made.
         os.link(partial, path)
     except FileExistsError:
         pass

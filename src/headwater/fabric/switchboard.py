@@ -148,7 +148,7 @@ class Switchboard:
             try:
                 return call(self._addresses[other], self._secret, purpose, self.rank, other, timeout_s)
             except OSError as error:
-                # A rank with a busy process answers late. One that has ended refuses at once.
+                # A busy rank answers late, so this rank tries again. A rank that has ended refuses at once.
                 if isinstance(error, ConnectionRefusedError) or time.monotonic() > end:
                     raise
             time.sleep(_POLL_S)
@@ -182,17 +182,17 @@ class Switchboard:
 
     @property
     def last_refused(self) -> str | None:
-        """The reason for which the last connection was refused; `None` if all were accepted."""
+        """Why the last refused connection was refused; `None` if all connections were accepted."""
         return self._refused
 
     def close(self) -> None:
         """Stop listening, and close the connections that were not taken."""
-        with contextlib.suppress(OSError):  # some systems refuse it for a listening socket
-            # This wakes the thread that accepts; `close` alone would not.
+        with contextlib.suppress(OSError):  # some systems refuse `shutdown` for a listening socket
+            # `shutdown` wakes the thread that accepts connections; `close` would not.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._changed:
-            # Under the lock: a handshake that ends now closes its connection itself.
+            # It is set under the lock, so a handshake that ends later sees it and closes its own connection.
             self._is_closed = True
             for connection, _ in self._arrived.values():
                 connection.close()
@@ -207,9 +207,9 @@ class Switchboard:
             except OSError as error:
                 if self._listener.fileno() < 0 or error.errno in _CLOSED:
                     return
-                time.sleep(_POLL_S)  # for example no file descriptors are left for now
+                time.sleep(_POLL_S)  # for example, this process has too many open files at the moment
                 continue
-            # Without a reply and without a thread: a flood of strangers costs little.
+            # These connections get neither a reply nor a thread, so a flood of strangers costs little.
             if not _is_same_user(connection) or not self._strangers.acquire(blocking=False):
                 connection.close()
                 continue
@@ -226,9 +226,10 @@ class Switchboard:
             # The handshake has ended, whatever its outcome.
             self._strangers.release()
         with self._changed:
-            # The newest connection counts: the rank has given up the older one.
+            # The newest connection replaces an older one, which the rank has given up.
             before = self._arrived.pop((purpose, other), None)
-            if self._is_closed:  # during the handshake: nothing else would close this connection
+            if self._is_closed:
+                # The switchboard was closed during the handshake, so this connection must be closed here.
                 connection.close()
             else:
                 self._arrived[purpose, other] = connection, keys

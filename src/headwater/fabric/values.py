@@ -21,7 +21,7 @@ def gather_values(mesh: Mesh, value: Value, kind: Any) -> list[Value]:
         value: of this member.
         kind: the type of the values.
     """
-    # The own value too is decoded, so that all ranks hold copies of the same kind.
+    # The value of this rank is decoded too, so that all ranks have copies of the same kind.
     return [decode(message, kind) for message in mesh.gather(encode(value, kind))]
 
 

@@ -25,10 +25,11 @@ def check_cores(num_csx: int, *, where: str) -> None:
 def cores_of_ranks(count: int) -> list[set[int]] | None:
     """Divide the cores among `count` ranks. Return `None` on a machine with one NUMA node.
 
-    Each rank gets consecutive cores of the list of all nodes' cores. Linux allocates memory on the node of
-    the thread that first writes to it, so a rank's memory is then on the node of its cores.
+    The cores of all nodes form one list, node after node, and each rank gets consecutive cores of this list.
+    Linux allocates memory on the node of the thread that first writes to it, so the memory of a rank is on
+    the node of its cores.
     """
-    # Not the number of cores: a container or `taskset` may allow fewer.
+    # `os.cpu_count` would count cores that a container or `taskset` does not allow.
     allowed = os.sched_getaffinity(0)
     nodes = [node for path in _NODES.glob("node[0-9]*/cpulist") if (node := _cores(path) & allowed)]
     if len(nodes) < 2:

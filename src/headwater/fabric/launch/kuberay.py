@@ -51,7 +51,7 @@ def manifest(
         pods: the pods of the compute ranks.
         command: the training command; it finds the params at `PARAMS`.
         params: text of the params file.
-        num_retries: how often the job is started again, on new pods, after it has failed.
+        num_retries: how many times a failed job is started again, on new pods.
 
     Returns:
         The two Kubernetes objects.

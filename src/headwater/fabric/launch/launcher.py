@@ -65,8 +65,8 @@ def launch(placement: Placement, command: Sequence[str], *, where: str, max_rest
         placement: number of compute ranks and store ranks. Store ranks share their cores.
         command: arguments of the interpreter.
         where: the place where the number of ranks is written, for errors.
-        max_restarts: how often all ranks are started again after one was lost or could not reach another. Any
-            other error would occur again.
+        max_restarts: how many times all ranks are started again after a rank was lost or could not reach
+            another rank. After other errors they are not, because such an error would occur again.
 
     Returns:
         The exit code of the command.
@@ -75,7 +75,7 @@ def launch(placement: Placement, command: Sequence[str], *, where: str, max_rest
         ConfigError: if this process may use too few cores.
         HeadwaterError: the error of the rank that failed first.
     """
-    # Before any process is started.
+    # An error must come before any process is started.
     check_cores(placement.num_csx, where=where)
     with _signals_for_ranks() as heard:
         restart = 0
@@ -93,11 +93,11 @@ def launch(placement: Placement, command: Sequence[str], *, where: str, max_rest
 
 @contextmanager
 def _signals_for_ranks() -> Iterator[list[int]]:
-    """Handle signals in the context: collect those that the launcher must pass on to its ranks in a list.
+    """Collect, while the context is open, the signals that the launcher must pass on to its ranks, in a list.
 
     Each rank has its own session, so Ctrl-C in a terminal reaches only the launcher, which passes it on once.
-    When the terminal closes, the ranks get SIGTERM, unless SIGHUP is ignored (`nohup`). They get it once,
-    because the second one ends them at once, and both the kernel and the shell send SIGHUP.
+    When the terminal closes, the ranks get SIGTERM, unless SIGHUP is ignored (`nohup`). Both the kernel and
+    the shell send SIGHUP then, but the ranks get only one SIGTERM: a second one would end them at once.
     """
     heard: list[int] = []
     handlers: dict[int, Handler] = {
@@ -137,7 +137,7 @@ def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> 
     ranks: list[_Rank] = []
     with ExitStack() as at_end:
         try:
-            # Before the first start: an error of a later one must kill the earlier ones.
+            # This comes before the first start: if a later rank cannot be started, earlier ones are killed.
             at_end.callback(_end, ranks)
             for rank in _start(placement, command, at_end):
                 ranks.append(rank)
@@ -162,7 +162,7 @@ def _start(placement: Placement, command: Sequence[str], at_end: ExitStack) -> I
     Args:
         placement: number of ranks.
         command: arguments of the interpreter.
-        at_end: closes the report files. These have no names, so nothing of them remains.
+        at_end: closes the report files. The files have no names, so closing them removes them.
     """
     threads, cores = num_cores() // placement.num_csx, cores_of_ranks(placement.num_csx) or []
     with socket.socket(socket.AF_UNIX) as listener:
@@ -212,12 +212,12 @@ def _watch(ranks: Iterable[_Rank], heard: Sequence[int]) -> list[Failure]:
     pending, failures, end = list(ranks), list[Failure](), float("inf")
     while pending:
         for rank in pending:
-            # A signal may arrive while ranks are still being started.
+            # A signal may have arrived before this rank was started.
             for number in heard[rank.num_told :]:
                 rank.process.send_signal(number)
                 rank.num_told += 1
         ended = [rank for rank in pending if rank.process.poll() is not None]
-        # By `ended`, not by a second poll: a rank that ends in between would be lost.
+        # A second poll would miss the failure of a rank that ends between the two polls.
         pending = [rank for rank in pending if rank not in ended]
         failed = [failure for rank in ended if (failure := _failure(rank)) is not None]
         if failed and not failures:

@@ -20,8 +20,8 @@ class Failure:
     Attributes:
         rank: its number.
         place: its process, and its host if there are several.
-        exit_code: of its process; negative: minus the signal that ended it; `None`: unknown, as the actor
-            that watched the process is lost too.
+        exit_code: exit code of its process. If a signal ended the process, minus the number of the signal.
+            `None` if it is unknown because the actor that watched the process is lost too.
         told: its error report; see `read_report`.
         time_s: when it ended, by the launcher's clock.
         was_killed: True if the launcher killed it because it did not end when it was asked to.
@@ -47,13 +47,14 @@ class Failure:
         Kinds of failures are compared first, since the clocks of several hosts differ.
         """
         time_s = self.told.get("time_s", self.time_s)
-        # It was killed because another rank had failed.
+        # The launcher killed this rank because another rank had failed.
         if self.was_killed and not self.told:
             return 3, time_s
         if self.told.get("kind") == RankError.__name__:
-            return 2, time_s  # it could not reach another rank, which probably failed before
+            return 2, time_s  # this rank could not reach another rank, which probably failed before
         if not self.told and self.exit_code == -signal.SIGTERM:
-            return 1 if signal.SIGTERM in passed_on else 3, time_s  # 3: the launcher has ended it
+            # 3: the launcher has ended this rank because another rank had failed.
+            return 1 if signal.SIGTERM in passed_on else 3, time_s
         return 0, time_s
 
 

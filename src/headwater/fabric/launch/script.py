@@ -57,7 +57,7 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
             started again, or ranks run different scripts.
         RankError: if the rendezvous fails.
     """
-    # First: it decides whether this process is a rank at all.
+    # This comes first, because it finds out if this process is a rank.
     find_parent()
     if current().size > 1 or is_rank():
         _check_size(num_csx, int(os.environ["WORLD_SIZE"]), where)
@@ -76,7 +76,7 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
         _speak(fabric)
         return
     check_cores(num_csx, where=where)
-    # Before `exec`: afterwards no error can name the place in the script.
+    # This comes before `exec`. After it an error cannot name the place in the script.
     _check_command(num_csx, where)
     become_launcher(Placement(num_csx), sys.orig_argv[1:], where=where, of_script=True)
 
@@ -152,11 +152,11 @@ def _speak(fabric: Fabric) -> None:
         _stderr.value = os.dup(STDERR)
         sys.excepthook = _report
         if fabric.rank > 0:
-            # A crash must not be silent: it ends the rank without an exception.
+            # A crash, such as SIGSEGV, ends the rank without an exception, and should still print something.
             faulthandler.enable(_stderr.value)
             silence(STDERR)
     silence(STDIN)
-    # The script may have drawn different numbers before, for example from the time.
+    # The random states may differ, for example because the script has used the time as its seed.
     _share_random_state(fabric)
 
 
@@ -184,5 +184,5 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if not interrupted and not report_traceback(text) and _stderr.value is not None:
         os.write(_stderr.value, text.encode())
     sys.stdout.flush()
-    # At exit Python would wait for threads that wait for other ranks.
+    # A normal exit would wait for threads, and these may wait for other ranks.
     os._exit(INTERRUPTED if interrupted else 1)
