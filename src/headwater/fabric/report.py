@@ -40,7 +40,7 @@ def _write(text: str, told: dict[str, Any]) -> bool:
 
 
 def read_report(path: str) -> dict[str, Any]:
-    """Return the report of a rank: `time_s`, and `traceback` or the error. Empty if it has not written one."""
+    """Return the report of a rank: `time_s`, and `traceback` or the error. Empty if it wrote none."""
     try:
         told: dict[str, Any] = json.loads(Path(path).read_text())["message"]["extraInfo"]["headwater"]
     except (OSError, ValueError, KeyError, TypeError):
