@@ -1,13 +1,17 @@
 """Errors for wrong options of `headwater.backend`, and for a model without values."""
 
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import headwater as hw
+from headwater.api.backend_options import config_of
+from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError, StreamError
+from headwater.utils import CSConfig
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,35 @@ def test_a_wrong_option(options, what, where, remedy):
     assert where is None or where in (error.where or "")
     printed = "".join(traceback.format_exception(error))
     assert "pydantic" not in printed, "the reader sees one error"
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [
+        ({"num_csx": 3}, {"cluster_config": {"num_csx": 3}}),
+        ({"cluster_config": CSConfig(num_csx=1)}, {"cluster_config": {"num_csx": 1}}),
+        ({"disk": "/tmp/store"}, {"disk": {"path": "/tmp/store"}}),
+        ({"disk": Path("/tmp/store"), "tier": "disk"}, {"disk": {"path": "/tmp/store"}, "tier": "disk"}),
+    ],
+)
+def test_short_forms_of_options_mean_keys_of_a_params_file(short, full):
+    before = dict(short)
+    assert config_of("CSX", short) == BackendConfig.model_validate({"backend_type": "CSX", **full})
+    assert short == before
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"cluster_config": {"num_csx": 2, "num_memx": 1}}, "backend, option cluster_config.num_memx"),
+        ({"cluster_config": {"max_restarts": 2}}, "backend, option cluster_config.max_restarts"),
+        ({"updates": "in_backward"}, "backend, option updates"),
+    ],
+)
+def test_keys_that_only_a_run_can_obey_are_refused(options, where):
+    with pytest.raises(ConfigError) as caught:
+        config_of("CSX", options)
+    assert caught.value.where == where
 
 
 def test_a_model_on_the_meta_device():

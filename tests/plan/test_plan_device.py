@@ -21,7 +21,7 @@ from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import draw_plan, render_plan
 from headwater.plan.types import Activations, Resources, StoreShare
-from headwater.stream.storage import StoreSettings
+from headwater.stream.store_settings import StoreSettings
 
 ARGUMENTS = {
     "batch_size": 4,

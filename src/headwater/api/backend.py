@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 
+from headwater.api.backend_options import config_of
 from headwater.api.building import BuildInFiles
-from headwater.api.ranks import refuse_restarts, take_accelerator
-from headwater.config.base import nearest
-from headwater.config.problems import explain
+from headwater.api.ranks import take_accelerator
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError
 from headwater.core.process_value import ProcessValue
@@ -118,34 +116,7 @@ def backend(
         ConfigError: if an option is unknown or wrong, the device is missing, or several ranks cannot be
             started.
     """
-    if "num_csx" in options:
-        options["cluster_config"] = {"num_csx": options.pop("num_csx")}
-    cluster: Any = options.get("cluster_config")
-    if hasattr(cluster, "num_csx"):  # an object of headwater.utils.CSConfig
-        options["cluster_config"] = {"num_csx": cluster.num_csx}
-    disk = options.get("disk")
-    if isinstance(disk, str | os.PathLike):
-        options["disk"] = {"path": os.fspath(disk)}
-    unknown = sorted(options.keys() - BackendConfig.attributes().keys())
-    if unknown:
-        close = nearest(unknown[0], BackendConfig.attributes())
-        raise ConfigError(
-            f"backend has no option {unknown[0]!r}", remedy=f"did you mean {close}?" if close else None
-        )
-    try:
-        config = BackendConfig.model_validate({"backend_type": backend_type, **options})
-    except ValidationError as error:
-        # `from None`: pydantic's own error says the same again, in terms of its internals.
-        raise _wrong_option(error) from None
-    if config.placement.num_memx:
-        raise ConfigError(
-            f"expected num_memx=0 in a user's loop, got {config.placement.num_memx}: all ranks compute there",
-            where="backend, option cluster_config.num_memx",
-            remedy="leave num_memx out",
-        )
-    config.refuse_loss("backend, option loss")
-    config.refuse_updates("backend, option updates")
-    refuse_restarts(config.cluster_config, where="backend, option cluster_config.max_restarts")
+    config = config_of(backend_type, options)
     made = Backend(config, Path(compile_dir), compile_only=compile_only, validate_only=validate_only)
     if made.num_csx > 1 and not (compile_only or validate_only):
         timeout_s = config.cluster_config.rank_timeout_s
@@ -179,20 +150,6 @@ def start_ranks(num_csx: int, kind: Kind, *, where: str, timeout_s: float = DEFA
         )
     use_ranks(num_csx, where=where, timeout_s=timeout_s)
     take_accelerator("cuda" if torch.cuda.is_available() else "cpu", current(), where=where)
-
-
-def _wrong_option(error: ValidationError) -> ConfigError:
-    """Return an error that describes the first problem of the options."""
-    first, *others = error.errors()
-    if not first["loc"]:
-        what, remedy = explain("backend", [first])
-        return ConfigError(what, where="backend", remedy=remedy)
-    # An option of several possible types has a problem for each type.
-    option = first["loc"][0]
-    place = ".".join(str(part) for part in first["loc"])
-    same = [first, *(each for each in others if each["loc"] and each["loc"][0] == option)]
-    what, remedy = explain(place if len(same) == 1 else str(option), same)
-    return ConfigError(what, where=f"backend, option {place}", remedy=remedy)
 
 
 def current_backend() -> Backend | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -214,17 +214,8 @@ def compile_only(
     )
     record = valid.record
     if plan is None:
-        run = _DryRuns(model, (args, kwargs or {}), record, _loss_of(loss_function), device)
-        # The graphs are those of the CPU, and the plan counts the bytes of the device.
-        trace = record.trace if device == "cpu" else run.of(record.partition)
-        plan = _plan(
-            dataclasses.replace(record, trace=trace),
-            run.divided(),
-            valid.optimizer or ASSUMED_OPTIMIZER,
-            resources or Resources(),
-            device,
-            fixed,
-        )
+        planner = _StepPlanner(model, (args, kwargs or {}), record, _loss_of(loss_function), device)
+        plan = planner.plan(valid.optimizer or ASSUMED_OPTIMIZER, resources or Resources(), fixed)
     lowering = find_lowering()
     captured = capture_stages(model, record, lowering)
     refusal = str(plan) if isinstance(plan, DoesNotFitError) else None
@@ -322,8 +313,8 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
 
 
 @dataclasses.dataclass(frozen=True)
-class _DryRuns:
-    """Dry runs of a recorded step on a device, with other stages.
+class _StepPlanner:
+    """Plans a recorded step on a device. The batch of the record is the micro-batch of the plan.
 
     Attributes:
         model: the model.
@@ -339,7 +330,39 @@ class _DryRuns:
     loss_function: LossFunction
     device: str
 
-    def of(self, partition: Partition) -> Trace:
+    def plan(self, optimizer: OptimizerSpec, resources: Resources, fixed: Fixed) -> Plan | DoesNotFitError:
+        """Plan a step with one micro-batch. Return the plan, or the error if no plan fits the limits.
+
+        Args:
+            optimizer: the optimizer of the weights.
+            resources: resource limits of the run.
+            fixed: decisions that the planner must keep.
+        """
+        # The record is that of the CPU, and the plan counts the bytes of the device.
+        trace = self.record.trace if self.device == "cpu" else self._trace(self.record.partition)
+        trace = _as_stored(trace, fixed.optimizer_state)
+        params = [param for stage in trace.stages for param in stage.params]
+        trained = sum(param.numel for param in params if param.requires_grad)
+        size = trace.micro_batch_size
+        try:
+            return make_plan(
+                PlanRequest(
+                    lambda _: trace,  # the micro-batch has only one size
+                    divided=self._divided,
+                    batch_size=size,
+                    precision=self.record.precision,
+                    # Rounded up: the planned memory must hold the whole state.
+                    optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),
+                    resources=resources,
+                    device=self.device,
+                    fixed=dataclasses.replace(fixed, micro_batch_size=size),
+                )
+            )
+        except DoesNotFitError as error:
+            # Not raised: the report of a model that is too large for this machine is still written.
+            return error
+
+    def _trace(self, partition: Partition) -> Trace:
         """Return the dry run with the stages of a partition."""
         return trace_step(
             self.model,
@@ -350,52 +373,15 @@ class _DryRuns:
             device=self.device,
         )
 
-    def divided(self) -> Iterator[TraceFor]:
+    def _divided(self) -> Iterator[TraceFor]:
         """Return the dry runs with ever smaller stages. Each is made when it is used."""
 
         def lazy(partition: Partition) -> TraceFor:
-            # The caller's batch is the micro-batch: it has one size alone.
-            return functools.cache(lambda size: self.of(partition))
+            return functools.cache(lambda size: self._trace(partition))
 
         return map(lazy, divisions(self.model, self.record.partition))
 
 
 def _as_stored(trace: Trace, optimizer_state: OptimizerState) -> Trace:
+    """Return a trace whose stages keep optimizer state as the weight store is asked to."""
     return trace.with_bf16_state() if optimizer_state == "bf16" else trace
-
-
-def _same(trace: Trace, size: int) -> Trace:
-    """Return the trace for any size, because the micro-batch has only one size."""
-    return trace
-
-
-def _plan(
-    record: StepRecord,
-    divided: Iterable[TraceFor],
-    optimizer: OptimizerSpec,
-    resources: Resources,
-    device: str,
-    fixed: Fixed,
-) -> Plan | DoesNotFitError:
-    """Plan a step with one micro-batch. Return the plan, or the error if no plan fits the limits."""
-    trace = _as_stored(record.trace, fixed.optimizer_state)
-    params = [param for stage in trace.stages for param in stage.params]
-    trained = sum(param.numel for param in params if param.requires_grad)
-    size = record.trace.micro_batch_size
-    try:
-        return make_plan(
-            PlanRequest(
-                functools.partial(_same, trace),
-                divided=lambda: divided,
-                batch_size=size,
-                precision=record.precision,
-                # Rounded up: the planned memory must hold the whole state.
-                optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),
-                resources=resources,
-                device=device,
-                fixed=dataclasses.replace(fixed, micro_batch_size=size),
-            )
-        )
-    except DoesNotFitError as error:
-        # Not raised: the report of a model that is too large for this machine is still written.
-        return error

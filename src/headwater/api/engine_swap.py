@@ -23,7 +23,7 @@ from headwater.store.takeover import take_over
 from headwater.stream.engine import Engine
 from headwater.stream.leaving import give_back, give_state_back
 from headwater.stream.options import Initial
-from headwater.stream.storage import StoreSettings
+from headwater.stream.store_settings import StoreSettings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from headwater.plan.options import (
     resources_of,
 )
 from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
-from headwater.stream.storage import StoreSettings
+from headwater.stream.store_settings import StoreSettings
 
 if TYPE_CHECKING:
     from headwater.api.engine_swap import Predecessor

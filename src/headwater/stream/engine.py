@@ -36,7 +36,8 @@ from headwater.stream.matmul import FastMatmul
 from headwater.stream.micro_batch import MicroBatches
 from headwater.stream.options import DEFAULTS, EngineOptions, Initial
 from headwater.stream.step import StepReport, TrainStep
-from headwater.stream.storage import StoreSettings, make_store, make_weights
+from headwater.stream.storage import make_store, make_weights
+from headwater.stream.store_settings import StoreSettings
 
 if TYPE_CHECKING:
     from headwater.stream.device import Device

@@ -15,9 +15,7 @@ from headwater.core.units import MIB
 PARAMS = PurePosixPath("/etc/headwater/params.yaml")
 """Path of the params file in every pod."""
 _LONGEST_NAME = 47
-_HEAD = {"cpu": "2", "memory": "8192Mi"}
 _GPU = "nvidia.com/gpu"
-_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +37,42 @@ class Pods:
     memory_bytes: int
     image: str
     volumes: Mapping[str, PurePosixPath]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    """A kind of node of a Ray cluster. Each of them is a pod with one container.
+
+    Attributes:
+        container: name of the container.
+        limits: resources that Kubernetes gives to the pod.
+        start: parameters of `ray start`, which say what Ray may use of the pod.
+        ports: ports of the container, by name.
+    """
+
+    container: str
+    limits: Mapping[str, str]
+    start: Mapping[str, str]
+    ports: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+_HEAD = _Node(
+    "ray-head",
+    limits={"cpu": "2", "memory": "8192Mi"},
+    # No CPU for Ray, so that no rank is placed beside the command.
+    start={"num-cpus": "0"},
+    ports={"gcs-server": 6379, "dashboard": 8265, "client": 10001},
+)
+
+
+def _worker(pods: Pods) -> _Node:
+    """Return the node on which a compute rank runs."""
+    limits = {"cpu": str(pods.cpus), "memory": f"{pods.memory_bytes // MIB}Mi"}
+    start = {"num-cpus": str(pods.cpus)}
+    if pods.gpus:
+        # Kubernetes and Ray must agree on the number of GPUs of a pod.
+        limits[_GPU] = start["num-gpus"] = str(pods.gpus)
+    return _Node("ray-worker", limits, start)
 
 
 def manifest(
@@ -66,15 +100,6 @@ def manifest(
             remedy=f"write at most {_LONGEST_NAME} lowercase letters, digits and hyphens, a letter first",
         )
     map_name = f"{name}-params"
-    limits = {"cpu": str(pods.cpus), "memory": f"{pods.memory_bytes // MIB}Mi"}
-    start = {"num-cpus": str(pods.cpus)}
-    if pods.gpus:
-        # Kubernetes and Ray must agree on the number of GPUs of a pod.
-        limits[_GPU] = start["num-gpus"] = str(pods.gpus)
-    head = _template("ray-head", pods, _HEAD, map_name)
-    head["spec"]["containers"][0]["ports"] = [
-        {"name": port, "containerPort": number} for port, number in _PORTS.items()
-    ]
     return [
         {
             "apiVersion": "v1",
@@ -90,43 +115,42 @@ def manifest(
                 "entrypoint": shlex.join(command),
                 "backoffLimit": num_retries,
                 "shutdownAfterJobFinishes": True,
-                "rayClusterSpec": {
-                    # The head has 0 CPUs for Ray, so that no rank is placed beside the command.
-                    "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": head},
-                    "workerGroupSpecs": [
-                        {
-                            "groupName": "ranks",
-                            "replicas": pods.count,
-                            "minReplicas": pods.count,
-                            "maxReplicas": pods.count,
-                            "rayStartParams": start,
-                            "template": _template("ray-worker", pods, limits, map_name),
-                        }
-                    ],
-                },
+                "rayClusterSpec": _cluster(pods, map_name),
             },
         },
     ]
 
 
-def _template(container: str, pods: Pods, limits: Mapping[str, str], map_name: str) -> dict[str, Any]:
+def _cluster(pods: Pods, map_name: str) -> dict[str, Any]:
+    """Return a Ray cluster of one head and a fixed number of workers."""
+    ranks = {
+        "groupName": "ranks",
+        "replicas": pods.count,
+        "minReplicas": pods.count,
+        "maxReplicas": pods.count,
+        **_group(_worker(pods), pods, map_name),
+    }
+    return {"headGroupSpec": _group(_HEAD, pods, map_name), "workerGroupSpecs": [ranks]}
+
+
+def _group(node: _Node, pods: Pods, map_name: str) -> dict[str, Any]:
+    """Return the parameters of Ray and the template of pods for a group of equal nodes."""
+    return {"rayStartParams": dict(node.start), "template": _template(node, pods, map_name)}
+
+
+def _template(node: _Node, pods: Pods, map_name: str) -> dict[str, Any]:
     """Return the template of a pod with one container that mounts the params and all volumes."""
     volumes: list[dict[str, Any]] = [{"name": "params", "configMap": {"name": map_name}}]
     mounts: list[dict[str, Any]] = [{"name": "params", "mountPath": str(PARAMS.parent), "readOnly": True}]
     for index, (claim, path) in enumerate(pods.volumes.items()):
         volumes.append({"name": f"volume-{index}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"volume-{index}", "mountPath": str(path)})
-    return {
-        "spec": {
-            "restartPolicy": "Never",
-            "containers": [
-                {
-                    "name": container,
-                    "image": pods.image,
-                    "resources": {"requests": dict(limits), "limits": dict(limits)},
-                    "volumeMounts": mounts,
-                }
-            ],
-            "volumes": volumes,
-        }
+    container: dict[str, Any] = {
+        "name": node.container,
+        "image": pods.image,
+        "resources": {"requests": dict(node.limits), "limits": dict(node.limits)},
+        "volumeMounts": mounts,
     }
+    if node.ports:
+        container["ports"] = [{"name": name, "containerPort": port} for name, port in node.ports.items()]
+    return {"spec": {"restartPolicy": "Never", "containers": [container], "volumes": volumes}}

@@ -1,0 +1,66 @@
+"""The part of a plan on which a weight store depends."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from headwater.core.stage import StageSpec
+from headwater.plan.types import Plan
+from headwater.store.in_backward import Moments
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreSettings:
+    """All that a weight store depends on in its plan. Plans with equal settings can use the same store.
+
+    Attributes:
+        stages: the stages.
+        on_device: indices of the stages in device memory.
+        in_host_memory: indices of those in host memory.
+        on_disk: indices of those on disk.
+        folder: folder of the files; `None` if nothing is on disk.
+        gradients_on_disk: true if gradients wait for the update on disk.
+        sum_dtype: dtype in which gradients are summed; `None` for their own.
+        shares_slabs: true if the ranks of a host share slabs.
+        moments: of updates in backward; `None` if stages are updated when they are fetched.
+    """
+
+    stages: tuple[StageSpec, ...]
+    on_device: tuple[int, ...]
+    in_host_memory: tuple[int, ...]
+    on_disk: tuple[int, ...]
+    folder: Path | None
+    gradients_on_disk: bool
+    sum_dtype: torch.dtype | None
+    shares_slabs: bool
+    moments: Moments | None
+
+    @classmethod
+    def of(cls, plan: Plan) -> StoreSettings:
+        """Return the settings of a plan's store."""
+        gradients_on_disk = plan.gradient_tier == "disk"
+        return cls(
+            stages=plan.trace.stages,
+            on_device=plan.on_device,
+            in_host_memory=plan.in_host_memory,
+            on_disk=plan.on_disk,
+            folder=plan.folder if plan.on_disk or gradients_on_disk else None,
+            gradients_on_disk=gradients_on_disk,
+            sum_dtype=torch.float32 if plan.precision.mixed and not plan.holds_exact_gradients else None,
+            shares_slabs=plan.shares_slabs,
+            moments=_moments(plan) if plan.updates == "in_backward" else None,
+        )
+
+
+def _moments(plan: Plan) -> Moments:
+    # A CPU reads weights in memory and updates them with the same cores; only the disk is used beside it.
+    on_cpu = plan.device == "cpu"
+    return Moments(
+        plan.trace.uses,
+        computing=frozenset(plan.in_host_memory if on_cpu else ()),
+        left_out=frozenset(plan.on_device),
+        one_core=on_cpu,
+    )
