@@ -26,7 +26,7 @@ from headwater.core.errors import HeadwaterError, StoreError
 from headwater.core.streams import REACHED
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.locks import StageLocks
-from headwater.store.stages import StageAccess
+from headwater.store.stages import ImageCopies
 from headwater.stream.engine import Engine
 from headwater.stream.host_arena import HostArena, InFlight
 from headwater.stream.options import DEFAULTS, EngineOptions
@@ -187,7 +187,7 @@ def test_a_missing_order_is_found(owner, name, fault, setting, monkeypatch, tmp_
 @pytest.mark.parametrize("held", [True, False])
 def test_a_lock_that_is_released_early_is_found(held, monkeypatch, tmp_path):
     device, queued, written = double_of(0, monkeypatch), threading.Event(), threading.Event()
-    note = StageAccess._note_copy
+    note = ImageCopies.note
 
     def note_late(self, stage, copied):
         queued.set()
@@ -208,7 +208,7 @@ def test_a_lock_that_is_released_early_is_found(held, monkeypatch, tmp_path):
             closed.enter_context(contextlib.suppress(AssertionError))
         closed.enter_context(engine)
         store, slab, stream = engine.store, device.allocate_slab(4096), device.new_stream()
-        monkeypatch.setattr(StageAccess, "_note_copy", note_late)
+        monkeypatch.setattr(ImageCopies, "note", note_late)
         if not held:
             monkeypatch.setattr(StageLocks, "whole", released_early)
         zeros = torch.zeros_like(store.parameters.read_param((0, 0)))
@@ -230,7 +230,7 @@ def test_a_lock_that_is_released_early_is_found(held, monkeypatch, tmp_path):
 def test_a_weight_is_written_after_the_copies_that_read_it(waits, monkeypatch, tmp_path):
     monkeypatch.setattr("tests.device_double.DELAYS_S", (0.01,))
     if not waits:
-        monkeypatch.setattr(StageAccess, "_before_change", lambda self, stage: None)
+        monkeypatch.setattr(ImageCopies, "wait", lambda self, stage: None)
     device = double_of(0, monkeypatch)
     with on_double(regression(layers, 8, 16), Setting(), tmp_path) as engine:
         slab, stream = device.allocate_slab(4096), device.new_stream()

@@ -15,7 +15,7 @@ def asked_to_stop(interrupt, others, meanwhile=lambda: None, failure=None):
         return [value, *others]
 
     engine = SimpleNamespace(fabric=SimpleNamespace(gather=gather))
-    trainer = SimpleNamespace(_engine=engine, _failure=failure)
+    trainer = SimpleNamespace(_engine=engine, _callbacks=SimpleNamespace(failure=failure))
     return Trainer._asked_to_stop(trainer, interrupt)
 
 

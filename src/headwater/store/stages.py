@@ -25,6 +25,36 @@ if TYPE_CHECKING:
 
 
 @final
+class ImageCopies:
+    """The copies of wire images in host memory that may still be running. The caller holds the stage.
+
+    Args:
+        fabric: the ranks. If there are several, this rank waits for each copy at once, because another rank
+            may change the image without knowing of the copy.
+    """
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._running: dict[int, Event] = {}  # by stage, when the last copy of its image is done
+
+    def note(self, stage: int, copied: Event) -> None:
+        """Record a copy of the image of a stage.
+
+        Args:
+            stage: the stage.
+            copied: reached when the copy is done.
+        """
+        if self._fabric.size > 1:
+            copied.synchronize()
+        else:
+            self._running[stage] = copied
+
+    def wait(self, stage: int) -> None:
+        """Block until no copy reads the image of a stage any more."""
+        self._running.pop(stage, REACHED).synchronize()
+
+
+@final
 class StageAccess:
     """Gives a thread access to a stage, under the stage's lock and with its pending update applied.
 
@@ -53,7 +83,7 @@ class StageAccess:
         self.locks = StageLocks([layout.stage.name for layout in tier.layouts])
         self.before_update: Callable[[int, int], None] = lambda stage, number: None
         self._versions = [0] * len(tier.layouts)
-        self._copied: dict[int, Event] = {}  # by stage, when the last copy of its image to a device is done
+        self._copies = ImageCopies(fabric)
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="headwater-update")
 
     def version(self, stage: int) -> int:
@@ -80,19 +110,7 @@ class StageAccess:
             if resident is not None and into is not None:
                 count = self._tier.layouts[stage].stage.slab_bytes
                 stream.copy(into[:count], resident[:count])
-                self._note_copy(stage, stream.record())
-
-    def _note_copy(self, stage: int, copied: Event) -> None:
-        """Record when the last copy of a resident image is done. The caller holds the stage."""
-        if self._fabric.size > 1:
-            # Another rank may change the image without knowing of the copy.
-            copied.synchronize()
-        else:
-            self._copied[stage] = copied
-
-    def _before_change(self, stage: int) -> None:
-        """Block until no copy reads the image of a stage any more. The caller holds the stage."""
-        self._copied.pop(stage, REACHED).synchronize()
+                self._copies.note(stage, stream.record())
 
     def flush(self, stage: int) -> None:
         """Apply the pending update of a stage."""
@@ -144,7 +162,7 @@ class StageAccess:
             buffer = self._buffer(stage) if updates else None
             # The change must find all committed updates applied: plain PyTorch has applied them too.
             self._catch_up(stage, buffer)
-            self._before_change(stage)
+            self._copies.wait(stage)
             # A running snapshot saves the stage as it is before this change.
             self.before_update(stage, self._ledger.num_commits + 1)
             if updates:
@@ -178,7 +196,7 @@ class StageAccess:
             buffer = self._buffer(stage)
             image = resident if buffer is None else buffer
             assert image is not None, "a stage without a buffer is resident"
-            self._before_change(stage)
+            self._copies.wait(stage)
             yield image
             if resident is None and self._ownership.updates(stage):
                 self._tier.write_wire(stage, image, self._ownership.own_bytes(stage))
@@ -261,7 +279,7 @@ class StageAccess:
         self.before_update(stage, pending.number)
         if self._fabric.num_hosts > 1:
             self._propagation.wait(stage)  # other hosts may still be receiving the update before this one
-        self._before_change(stage)
+        self._copies.wait(stage)
         with self.locks.changing(stage):
             # Before the change: from here on the commit cannot be undone.
             self._ledger.apply(stage)

@@ -11,7 +11,6 @@ from headwater.core.errors import StreamError
 from headwater.core.recorder import RECORDER, WAIT
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import Fabric
-from headwater.plan.belady import CachePolicy
 from headwater.stream.slabs import Slab, SlabDirectory, SlabPool, Want
 from headwater.stream.weights import NOTHING, WeightsInSlabs
 
@@ -47,12 +46,12 @@ class BorrowedWeights(WeightsInSlabs):
         self._pool = SlabPool(stages, slabs, fabric.allocate, in_place)
         self._directory = SlabDirectory(fabric, len(self._pool.slabs))
         self.stable = self._pool.holds_all
-        self._policy = CachePolicy([], self._pool.slab_class, self._pool.capacity)
+        self._policy = self._pool.policy([])
         self._position = 0
         self._wanted = NOTHING  # last stage of `require`; its caller may not hold a view yet
 
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
-        self._policy = CachePolicy(schedule, self._pool.slab_class, self._pool.capacity)
+        self._policy = self._pool.policy(schedule)
         self._move_to(-1)
         self.rest()
 

@@ -14,7 +14,7 @@ import torch
 from headwater.core.stage import StageSpec
 from headwater.core.streams import Event
 from headwater.fabric.fabric import Fabric
-from headwater.plan.belady import slab_capacity
+from headwater.plan.belady import CachePolicy, slab_capacity
 
 NO_VERSION = -1
 
@@ -78,6 +78,10 @@ class SlabPool:
         self.holds_all = sum(self.capacity.values()) == len(in_slabs)
         sizes = [size for size, count in self.capacity.items() for _ in range(count)]
         self.slabs = [Slab(allocate(size), index, size) for index, size in enumerate(sizes)]
+
+    def policy(self, schedule: Sequence[int]) -> CachePolicy:
+        """Return the rule by which these slabs are filled in the order of a schedule."""
+        return CachePolicy(schedule, self.slab_class, self.capacity)
 
     def close(self) -> None:
         """Free the memory."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import abc
-import atexit
 import dataclasses
 import gc
-import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, final
@@ -17,18 +15,18 @@ from headwater.core.errors import StreamError
 from headwater.core.recorder import RECORDER, WAIT
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.plan.belady import CachePolicy, slab_positions
+from headwater.plan.belady import slab_positions
 from headwater.stream.device import Device
+from headwater.stream.read_ahead import ReadAhead
 from headwater.stream.slab_loader import SlabLoader
 from headwater.stream.slabs import NO_VERSION, Slab, SlabDirectory, SlabPool, Want
+from headwater.stream.want_server import WantServer
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
 
 NOTHING = -1
 """A number that is used instead of a stage's index if there is no stage."""
-
-_SERVE_EVERY_S = 5e-4
 
 
 @dataclasses.dataclass
@@ -171,23 +169,13 @@ class SlabWeights(WeightsInSlabs):
         self._loader = SlabLoader(store, stages, self._pool, self._directory, device)
         self.stable = self._pool.holds_all
         self._resident: dict[int, Slab] = {}
-        self._policy = CachePolicy([], self._pool.slab_class, self._pool.capacity)
-        self._position = 0
-        self._fetched_to = 0  # up to this position of the schedule every stage is in a slab
-        self._repeats = False
+        self._ahead = ReadAhead(self._pool.policy([]))
         self._wanted = NOTHING  # last stage of `require`; its caller may not hold a view yet
-        self._closing = threading.Event()
-        self._server = threading.Thread(target=self._serve, name="headwater-serve", daemon=True)
-        if fabric.local_size > 1:
-            self._server.start()
-            # If Python ends while this thread frees garbage that includes a tensor, the process aborts.
-            atexit.register(self._stop_serving)
+        self._server = WantServer(self._directory, self._serve) if fabric.local_size > 1 else None
 
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
         with self._directory.exclusive():
-            self._repeats = repeats
-            self._policy = CachePolicy(schedule, self._pool.slab_class, self._pool.capacity)
-            self._position = self._fetched_to = -1
+            self._ahead = ReadAhead(self._pool.policy(schedule), repeats=repeats)
             for stage in list(self._resident):
                 self._drop_if_stale(stage)
             self._prefetch()
@@ -217,12 +205,12 @@ class SlabWeights(WeightsInSlabs):
     def _require(self, stage: int) -> torch.Tensor:
         with self._directory.exclusive():
             self._wanted = stage
-            self._position = self._policy.position_of(stage, self._position)
+            self._ahead.move_to(stage)
             if self._is_current(stage):
                 self.statistics.hits += 1
             else:
                 self.statistics.misses += 1
-                self._fetched_to = self._position  # its slab is taken from a stage that may be needed soon
+                self._ahead.restart()  # its slab is taken from a stage that may be needed soon
         slab = self._place(stage) or self._wait_for_slab(stage)
         self._arrived(slab)
         with self._directory.exclusive():
@@ -243,14 +231,10 @@ class SlabWeights(WeightsInSlabs):
 
     def _prefetch(self) -> None:
         """Start to fetch the next stages of the schedule, into slabs that are free or needed later."""
-        start = self._fetched_to = max(self._fetched_to, self._position)
-        last = len(self._policy.schedule) - 1  # the weights change at the end of the step
-        if self._repeats:
-            last += self._position + 1
-        for distance, stage in self._policy.upcoming(start):
-            if start + distance > last or not self._bring(stage, start + distance):
+        for stage, use_at in self._ahead.uses():
+            if not self._bring(stage, use_at):
                 return
-            self._fetched_to = start + distance
+            self._ahead.note_fetched(use_at)
 
     def _bring(self, stage: int, use_at: int | None) -> Slab | None:
         """Find a slab for a stage, start the fetch if needed, and return the slab; `None` if none is free."""
@@ -278,8 +262,8 @@ class SlabWeights(WeightsInSlabs):
         if empty is not None:
             return empty
         candidates = {slab.stage: slab for slab in free if slab.stage is not None}
-        victim = self._policy.choose_victim(
-            stage, self._position, candidates, use_at=use_at, others=self._directory.positions()
+        victim = self._ahead.policy.choose_victim(
+            stage, self._ahead.position, candidates, use_at=use_at, others=self._directory.positions()
         )
         return None if victim is None else candidates[victim]
 
@@ -331,25 +315,17 @@ class SlabWeights(WeightsInSlabs):
         slab.ready = self._loader.start(slab.index, Want(stage, slab.version))
 
     def _serve(self) -> None:
-        """Fetch the stages that other ranks request, until `close`. Runs on a thread."""
-        while not self._closing.wait(_SERVE_EVERY_S):
-            # Without the lock: this runs 2,000 times a second, and a missed want is seen next time.
-            if self._directory.wants():
-                with self._directory.exclusive():
-                    self._fetched_to = self._position  # a stage that was fetched ahead may be evicted below
-                    for want in self._directory.wants():
-                        if want.version == self._store.version(want.stage):  # else this rank is behind
-                            self._bring(want.stage, None)
-
-    def _stop_serving(self) -> None:
-        self._closing.set()
-        if self._server.is_alive():
-            self._server.join()
+        """Start to fetch the stages that other ranks request. Runs on the thread of the server."""
+        with self._directory.exclusive():
+            self._ahead.restart()  # a stage that was fetched ahead may be evicted below
+            for want in self._directory.wants():
+                if want.version == self._store.version(want.stage):  # else this rank is behind
+                    self._bring(want.stage, None)
 
     def close(self) -> None:
         # First the server: it starts fetches in the loader.
-        self._stop_serving()
-        atexit.unregister(self._stop_serving)
+        if self._server is not None:
+            self._server.close()
         self._loader.close()
         # After the loader, whose thread writes to slabs.
         self._pool.close()

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -24,6 +24,7 @@ from headwater.stream.step import StepReport
 from headwater.trainer.averages import MovingAverages
 from headwater.trainer.batches import equal_parts, num_tokens
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
+from headwater.trainer.callback_runner import CallbackRunner
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.interrupt import Interrupt, shielded
@@ -89,10 +90,8 @@ class Trainer:
         self.leads = engine.fabric.rank == 0
         self._job = job
         self._checkpoints = checkpoints
-        self._callbacks = callbacks
-        self._started: list[Callback] = []
+        self._callbacks = CallbackRunner(callbacks)
         self._saved_step = saved_step
-        self._failure: HeadwaterError | None = None
         if state.data is not None:
             job.train.load_state_dict(state.data)
         self.end_step = job.end_step(state.step)
@@ -116,7 +115,7 @@ class Trainer:
             HeadwaterError: the error of a step, or of the first callback that failed.
         """
         try:
-            self._start()
+            self._callbacks.start(self._start_event())
             batches = shielded(self._job.train) if self._engine.fabric.computes else itertools.repeat(None)
             said: AbstractContextManager[None] = said_if_long(
                 _first_step(self._engine.plan), self._engine.fabric
@@ -129,15 +128,14 @@ class Trainer:
                     )
                 said = nullcontext()
                 self._after_step(step, report)
-            if self._failure is not None:
-                raise self._failure
+            if self._callbacks.failure is not None:
+                raise self._callbacks.failure
             self._wait_for_checkpoint()  # inside `try`: the callbacks get its error
         except BaseException as error:
             try:
                 with ExitStack() as last:  # each of these is called, also if another one fails
                     last.callback(self._end)
-                    for callback in reversed(self._started):
-                        last.callback(callback.on_fit_error, error)
+                    last.enter_context(self._callbacks.told_of(error))
                     # Such a step is undone, unless some stages have applied it (`updates: in_backward`).
                     # After other errors the weights may be those of half a step, too.
                     if (
@@ -150,21 +148,15 @@ class Trainer:
             raise
         self._end()
 
-    def _start(self) -> None:
-        """Call `on_fit_start` of every callback. Raise the first error."""
+    def _start_event(self) -> FitStart:
         engine = self._engine
-        event = FitStart(self.state.step, self.end_step, engine.plan, engine.model, engine, self._callbacks)
-        for callback in self._callbacks:
-            callback.on_fit_start(event)
-            # Only now: a callback whose start has failed is not ended.
-            self._started.append(callback)
+        return FitStart(
+            self.state.step, self.end_step, engine.plan, engine.model, engine, self._callbacks.callbacks
+        )
 
     def _end(self) -> None:
         """Wait until the last checkpoint is written, then end all callbacks, even if one of them fails."""
-        with ExitStack() as ends:
-            # An exit stack calls the last one first: the first callback ends first.
-            for callback in reversed(self._started):
-                ends.callback(callback.on_fit_end)
+        with self._callbacks.ended():
             self._wait_for_checkpoint()
 
     def _wait_for_checkpoint(self) -> None:
@@ -185,7 +177,7 @@ class Trainer:
 
     def _asked_to_stop(self, interrupt: Interrupt) -> bool:
         """True if any rank was asked to stop, or a callback failed. All ranks return the same answer."""
-        asked = interrupt.requested or self._failure is not None
+        asked = interrupt.requested or self._callbacks.failure is not None
         agreed = any(self._engine.fabric.gather(float(asked)))
         interrupt.requested |= agreed
         return agreed
@@ -235,9 +227,9 @@ class Trainer:
             bound_s=times.bound_s,
         )
         metrics: dict[str, float] = {}
-        self._tell(lambda callback: metrics.update(callback.measure(event)))
+        self._callbacks.tell(lambda callback: metrics.update(callback.measure(event)))
         measured = dataclasses.replace(event, metrics=metrics)
-        self._tell(lambda callback: callback.on_step_end(measured))
+        self._callbacks.tell(lambda callback: callback.on_step_end(measured))
 
     def _times(self, begin: int) -> BusyTimes:
         """Return the seconds since `begin` by kind of work."""
@@ -302,7 +294,7 @@ class Trainer:
         self.validation = events
         self.state = dataclasses.replace(self.state, validated_step=self.state.step)
         for event in events:
-            self._tell(lambda callback, event=event: callback.on_validate_end(event))  # type: ignore[misc]
+            self._callbacks.tell(lambda callback, event=event: callback.on_validate_end(event))  # type: ignore[misc]
 
     # checkpoints
 
@@ -329,15 +321,7 @@ class Trainer:
             self._engine.store, self.state.step, self.state.to_dict(), buffers=buffers
         )
         self._saved_step = self.state.step
-        self._tell(lambda callback: callback.on_checkpoint(self.state.step, path))
-
-    def _tell(self, call: Callable[[Callback], None]) -> None:
-        """Run `call` for every callback. Keep the first error, which is raised after a checkpoint."""
-        for callback in self._callbacks:
-            try:
-                call(callback)
-            except HeadwaterError as error:
-                self._failure = self._failure or error
+        self._callbacks.tell(lambda callback: callback.on_checkpoint(self.state.step, path))
 
 
 def _first_step(plan: Plan) -> str:
