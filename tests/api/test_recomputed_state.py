@@ -5,8 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from any_loop import check
+from any_loop import Place, check
 from torch import nn
+
+from headwater.core.errors import StreamError
 
 RECOMPUTED = ["recompute", "recompute on disk"]
 
@@ -204,3 +206,78 @@ def test_numbers_from_a_random_generator(plan, kind, tmp_path):
         return train(place, Drawing(*GENERATORS[kind]()), lambda model, step, x: (model(x), model(x)))
 
     check(script, plan, tmp_path)
+
+
+class Growing(nn.Module):
+    """A stage whose buffer gets another row in each forward, by `resize_`, so in the same tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("means", torch.zeros(1, 6))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.means.resize_(len(self.means) + 1, 6)[-1] = x.mean(0)
+        return torch.tanh(self.layer(x) + self.means.mean(0))
+
+
+@pytest.mark.parametrize("plan", RECOMPUTED)
+def test_a_buffer_that_grows_in_place(plan, tmp_path):
+    check(lambda place: train(place, Growing(), lambda model, step, x: (model(x), model(x))), plan, tmp_path)
+
+
+class Patched(nn.Linear):
+    """A layer whose class gets another forward."""
+
+
+@pytest.mark.parametrize("plan", ["memory", *RECOMPUTED])
+def test_the_forward_of_a_class_is_patched_between_steps(plan, tmp_path, monkeypatch):
+    def call(model, step, x):
+        if step == 1:
+            monkeypatch.setattr(Patched, "forward", lambda self, x: 2 * nn.functional.linear(x, self.weight))
+        return (model(x),)
+
+    def script(place):
+        with monkeypatch.context():
+            monkeypatch.setattr(Patched, "forward", nn.Linear.forward)
+            return train(place, Patched(6, 6), call)
+
+    check(script, plan, tmp_path)
+
+
+def halve(model, optimizer):
+    with torch.no_grad():
+        model[1].layer.weight.mul_(0.5)
+
+
+def halve_data(model, optimizer):
+    model[1].layer.weight.data.mul_(0.5)
+
+
+def load(model, optimizer):
+    model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
+
+
+def take_step(model, optimizer):
+    model(torch.ones(4, 6)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("plan", RECOMPUTED)
+@pytest.mark.parametrize("change", [halve, halve_data, load, take_step], ids=lambda change: change.__name__)
+def test_weights_that_change_before_backward_are_refused(plan, change, tmp_path):
+    """The second run of a forward would use the new weights. Plain PyTorch raises for most of the changes."""
+    (tmp_path / "streamed").mkdir()
+    place = Place(plan, tmp_path / "streamed")
+    model = place.compile(network(Block()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    take_step(model, optimizer)
+    loss = model(torch.ones(4, 6).cumsum(1)).square().mean()
+    change(model, optimizer)
+    with pytest.raises(StreamError, match=r"changed between this forward and its backward|changed in place"):
+        loss.backward()
+    optimizer.zero_grad()
+    take_step(model, optimizer)
+    place.release()

@@ -93,6 +93,24 @@ def failed(capsys, *words):
     return capsys.readouterr().err
 
 
+@pytest.mark.parametrize("token", ["", "secret", "tokén of more than 16"])
+@pytest.mark.parametrize("place", ["HEADWATER_TOKEN", "--token_file"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_bad_token_is_refused_where_it_was_set(token, place, host, tmp_path, monkeypatch, capsys):
+    """An empty variable is refused too: otherwise the server would need no token, which the user wanted."""
+    words = ["--host", host, "--port", 0]
+    if place == "--token_file":
+        (tmp_path / "token").write_text(token)
+        words += [place, tmp_path / "token"]
+    else:
+        monkeypatch.setenv(place, token)
+    error = failed(capsys, tmp_path, *words)
+    found = f"one of {len(token)}" if token.isascii() else "other characters"
+    assert f"expected a token of at least 16 ASCII characters, got {found}" in error
+    assert f"where: {place}" in error
+    assert "remedy: make one with: openssl rand -hex 32" in error
+
+
 def test_a_port_in_use_is_an_error_before_the_model_is_opened(server, folders, capsys):
     port = server.url.rpartition(":")[2]
     error = failed(capsys, folders["small"], "--port", port)

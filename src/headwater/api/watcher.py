@@ -48,6 +48,7 @@ class Structure:
         self._empty = [registry for registry in self._registries if not registry]
         self._filled = [registry for registry in self._registries if registry]
         self._forwards = self._own_forwards()
+        self._classes: list[type[nn.Module]] = list(dict.fromkeys(map(type, self._modules)))
         self._identities = self._look()
         self._paths: dict[str, object] = dict(model.named_modules())
         self._paths.update(model.named_parameters(remove_duplicate=False))
@@ -69,6 +70,8 @@ class Structure:
             list(map(id, chain.from_iterable([registry.values() for registry in self._filled]))),
             list(map(id, self._own_forwards())),
             list(map(type, self._modules)),
+            # A forward that is recomputed holds the function that its class had, which may be patched.
+            [cls.forward for cls in self._classes],
         )
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 from headwater.cli.arguments import add_checkpoint_arguments, add_override_options, read_folder
 from headwater.core.errors import ConfigError
 from headwater.serving.filling import FillWorker, ServedFiller
-from headwater.serving.process import Address, listen, serve
+from headwater.serving.process import TOKEN, Address, listen, serve
 from headwater.serving.service import Service
 from headwater.serving.worker import Worker
 from headwater.serving.writing import ServedModel
@@ -23,8 +23,6 @@ from headwater.trainer.zoo_job import masked_model
 
 _MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk"})
 _OWN = frozenset({"model_dir", "model", "batch_size", "checkpoint_path"})
-TOKEN = "HEADWATER_TOKEN"
-"""Environment variable with the token of a server."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +90,7 @@ def add_served_models(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT arrives; return the exit code."""
     check_packages()
-    address = Address(args.host, args.port, _token(args.token_file))
+    address = Address(args.host, args.port, *_token(args.token_file))
     with listen(address) as listener:
         host = f"[{address.host}]" if ":" in address.host else address.host
         place = f"http://{host}:{listener.getsockname()[1]}"
@@ -179,11 +177,13 @@ def models_by_name(words: list[str]) -> dict[str, Path]:
     return found
 
 
-def _token(path: Path | None) -> str | None:
+def _token(path: Path | None) -> tuple[str | None, str]:
+    """Return the token, or `None`, and the option or variable that it comes from."""
     if path is None:
-        return os.environ.get(TOKEN) or None
+        # An empty variable is returned too: the user wanted a token, so a server without one is no answer.
+        return os.environ.get(TOKEN), TOKEN
     try:
-        return path.expanduser().read_text(encoding="utf-8").strip()
+        return path.expanduser().read_text(encoding="utf-8").strip(), "--token_file"
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the token cannot be read: {error}", where=str(path), remedy="write a token into this file"

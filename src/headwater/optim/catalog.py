@@ -119,12 +119,12 @@ def constructor_of(kind: OptimizerClass) -> dict[str, inspect.Parameter]:
     taken: dict[str, inspect.Parameter] = {}
     for base in kind.__mro__:
         if "__init__" in vars(base):
-            parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+            # Without the first, which is the object itself, whatever its name is.
+            _, *parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
             named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
             taken = {parameter.name: parameter for parameter in named} | taken
             if len(named) == len(parameters):
                 break
-    del taken["self"]
     return taken
 
 

@@ -15,6 +15,11 @@ from headwater.core.errors import ConfigError
 if TYPE_CHECKING:
     from headwater.serving.service import Service
 
+TOKEN = "HEADWATER_TOKEN"
+"""Environment variable with the token of a server."""
+
+_SHORTEST_TOKEN = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Address:
@@ -24,6 +29,7 @@ class Address:
         host: address or name of this machine.
         port: port; 0: a free one.
         token: what requests must send; needed unless the address is a loopback address.
+        token_place: the option or variable that the token comes from, for errors.
 
     Raises:
         ConfigError: if a token is missing, or too short to be a secret.
@@ -32,6 +38,7 @@ class Address:
     host: str
     port: int
     token: str | None = None
+    token_place: str = "--token_file"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -44,13 +51,14 @@ class Address:
             raise ConfigError(
                 f"anybody who reaches {self.host} could use the server",
                 where="--host",
-                remedy="set a token with --token_file, or listen on 127.0.0.1",
+                remedy=f"set a token with --token_file or the variable {TOKEN}, or listen on 127.0.0.1",
             )
-        if self.token is not None and (len(self.token) < 16 or not self.token.isascii()):
+        if self.token is not None and (len(self.token) < _SHORTEST_TOKEN or not self.token.isascii()):
+            found = f"one of {len(self.token)}" if self.token.isascii() else "other characters"
             raise ConfigError(
-                "expected a token of at least 16 ASCII characters",
-                where="--token_file",
-                remedy="write one with: openssl rand -hex 32",
+                f"expected a token of at least {_SHORTEST_TOKEN} ASCII characters, got {found}",
+                where=self.token_place,
+                remedy="make one with: openssl rand -hex 32",
             )
 
 

@@ -22,7 +22,7 @@ from headwater.stream.gradient_hooks import GradientHooks
 from headwater.stream.host_arena import HostArena
 from headwater.stream.offload import make_offload
 from headwater.stream.packing import make_packing
-from headwater.stream.recompute import RecomputedForwards
+from headwater.stream.recompute import RecomputedForwards, WeightVersions
 from headwater.stream.saved_tensors import WeightHandle
 from headwater.stream.sites import Sites, Stages
 from headwater.stream.transforms import refuse_moving_weights
@@ -93,6 +93,7 @@ class Executor:
             _recomputed_modules(model, plan),
             lambda stage: self._heir._forwards.enter(_bound_again(plan.trace, stage)),
             lambda stage: self._heir._forwards.leave(_bound_again(plan.trace, stage)),
+            lambda stage: self._heir._versions(_bound_again(plan.trace, stage)),
         )
         self._forwards_expected = 0  # of the step that `begin` has announced
         self._successor: Executor | None = None
@@ -149,6 +150,12 @@ class Executor:
         if heir._backward.is_running:  # from here on it computes the gradients of this stage
             RECORDER.lane().switch(heir._work[handle.stage])
         return handle.resolve(image)
+
+    def _versions(self, stages: Stages) -> WeightVersions:
+        """Return the present versions of the weights of some stages."""
+        if self._store.in_backward is not None:  # the store checks each use, and knows the update
+            return self._store, []
+        return self._store, [self._store.version(stage) for stage in stages]
 
     def _end_backward(self) -> None:
         self._let_go()

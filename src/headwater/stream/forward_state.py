@@ -83,5 +83,7 @@ def _put(values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for tensor, value in values:
         if not torch.equal(tensor, value):
             version = tensor._version
+            if tensor.shape != value.shape:
+                tensor.resize_(value.shape)  # the forward has resized it in place
             tensor.copy_(value)
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -6,7 +6,7 @@ import contextvars
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,10 +15,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from headwater.core.copies import apart
+from headwater.core.errors import StreamError
 from headwater.core.uncompiled import uncompiled
 from headwater.stream.forward_state import ForwardState
 from headwater.stream.saved_tensors import own_checkpoints
 from headwater.stream.transforms import in_transform
+
+if TYPE_CHECKING:
+    from headwater.store.store import WeightStore
+
+WeightVersions = tuple["WeightStore", list[int]]
+"""A store, and the version of each stage whose weights a forward reads. Other stores count differently."""
 
 
 class RecomputedForwards:
@@ -28,6 +35,7 @@ class RecomputedForwards:
         modules: the module of each of these stages.
         enter: called with a stage before each run of its forward; binds the weights.
         leave: called with the stage afterwards.
+        versions: returns the present versions of the weights that the stage's forward reads.
     """
 
     def __init__(
@@ -35,10 +43,12 @@ class RecomputedForwards:
         modules: Mapping[int, nn.Module],
         enter: Callable[[int], None],
         leave: Callable[[int], None],
+        versions: Callable[[int], WeightVersions],
     ) -> None:
         self._modules = modules
         self._enter = enter
         self._leave = leave
+        self._versions = versions
         self._hooked = ExitStack()
         self.hook()
 
@@ -46,7 +56,8 @@ class RecomputedForwards:
         """Replace the forwards of these modules by recomputed ones, until `unhook`."""
         for stage, module in self._modules.items():
             enter, leave = functools.partial(self._enter, stage), functools.partial(self._leave, stage)
-            self._hooked.callback(_recompute_forward(module, enter, leave))
+            versions = functools.partial(self._versions, stage)
+            self._hooked.callback(_recompute_forward(module, enter, leave, versions))
 
     def unhook(self) -> None:
         """Restore the original forwards of the modules."""
@@ -54,7 +65,10 @@ class RecomputedForwards:
 
 
 def _recompute_forward(
-    module: nn.Module, enter: Callable[[], None], leave: Callable[[], None]
+    module: nn.Module,
+    enter: Callable[[], None],
+    leave: Callable[[], None],
+    versions: Callable[[], WeightVersions],
 ) -> Callable[[], None]:
     """Replace the forward of a module by one that keeps only its inputs and runs again in backward.
 
@@ -62,6 +76,7 @@ def _recompute_forward(
         module: the module.
         enter: called before each run of the forward; binds the weights.
         leave: called after each run.
+        versions: returns the present versions of the weights.
 
     Returns:
         A function that restores the original forward.
@@ -89,7 +104,8 @@ def _recompute_forward(
         if others or kept or not torch.is_grad_enabled():
             return bound_forward(*args, **kwargs)
         # The state is taken before the first run changes it.
-        call = _RepeatedCall(bound_forward, args, kwargs, ForwardState(module))
+        state, weights = ForwardState(module), _UnchangedWeights(module, versions)
+        call = _RepeatedCall(bound_forward, args, kwargs, state, weights)
         tensors = call.tensors()
         has_nested = any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors)
         return checkpoint(
@@ -117,6 +133,37 @@ class _Tensor:
     """A mark that stands for a tensor among the arguments of a call."""
 
 
+class _UnchangedWeights:
+    """Checks that the second run of a forward reads the same weights as the first.
+
+    Args:
+        module: the module whose forward is about to run.
+        versions: returns the present versions of its weights.
+    """
+
+    def __init__(self, module: nn.Module, versions: Callable[[], WeightVersions]) -> None:
+        self._name = type(module).__name__
+        self._versions = versions
+        self._first = versions()
+
+    def check(self) -> None:
+        """Raise if the weights were changed since the first run.
+
+        Autograd does not notice this: it has saved only the inputs of the forward.
+
+        Raises:
+            StreamError: if a weight was updated or written to since then.
+        """
+        (store, first), (present_store, present) = self._first, self._versions()
+        if store is present_store and first != present:
+            raise StreamError(
+                "weights were changed between this forward and its backward, which runs the forward again",
+                where=self._name,
+                remedy="run the backward before optimizer.step() and before other changes of weights; or "
+                "keep the activations: headwater.backend(..., activations='keep')",
+            )
+
+
 class _RepeatedCall:
     """A call that can be repeated with the original arguments, even if the function changes them.
 
@@ -131,9 +178,11 @@ class _RepeatedCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         state: ForwardState,
+        weights: _UnchangedWeights,
     ) -> None:
         self._function = function
         self._state = state
+        self._weights = weights
         # On a GPU, backward runs on a thread of autograd, whose context variables have their defaults.
         self._context = contextvars.copy_context()
         self._first: tuple[Any, ...] | None = (args, kwargs)
@@ -157,6 +206,7 @@ class _RepeatedCall:
             (args, kwargs), self._first = self._first, None
             with own_checkpoints.entered():
                 return self._function(*args, **kwargs)
+        self._weights.check()
         own = iter([tensors[place] for place in self._places])
         leaves = [next(own) if leaf is _Tensor else leaf for leaf in apart(self._others)]
         args, kwargs = tree_unflatten(leaves, self._structure)
