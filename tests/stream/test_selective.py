@@ -29,6 +29,8 @@ class Block(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
         self.run = run
 
     def forward(self, x):
@@ -92,6 +94,14 @@ def change_saved_bits(block, x):
     output = block.second(value)
     value.data.view(torch.int32).bitwise_and_(-(1 << 20))
     return output + squares
+
+
+def change_statistics(block, x):
+    """A value needs running statistics that batch normalization changes, which its schema does not say."""
+    h = block.first(x)
+    value = h + block.mean
+    normed = nn.functional.batch_norm(h, block.mean, block.variance, training=True, momentum=0.5)
+    return h * h + block.second(value) + normed
 
 
 class SumWithGradient(torch.autograd.Function):
@@ -177,7 +187,8 @@ def twice(block, x):
 FORWARDS = [
     *(plain, change_after_use, change_value, change_data, change_input_data, own_hooks, gated, twice),
     *(own_hooks_around_a_part, own_checkpoint, with_dropout, with_views, gradient_of_a_gradient),
-    *(change_saved_data, change_saved_bits, kernel_that_replaces_its_input, kernel_that_changes_a_copy),
+    *(change_statistics, change_saved_data, change_saved_bits),
+    *(kernel_that_replaces_its_input, kernel_that_changes_a_copy),
 ]
 
 

@@ -272,11 +272,10 @@ class Recipes:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record an operator of the forward that has run."""
-        if func._schema.is_mutable:
-            for tensor in filter(_is_plain, changed_by(func, args, kwargs)):
-                self._forget(memory_key(tensor))
-            return
-        if not torch.is_grad_enabled():  # see [Note: memory that kernels write]
+        for tensor in filter(_is_plain, changed_by(func, args, kwargs)):
+            self._forget(memory_key(tensor))
+        # Without gradients: see [Note: memory that kernels write].
+        if func._schema.is_mutable or not torch.is_grad_enabled():
             return
         value = _first(out) if _is_cheap(func) else None
         if not isinstance(value, torch.Tensor) or not _is_plain(value) or value.storage_offset() != 0:

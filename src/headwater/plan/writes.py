@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,15 +16,34 @@ from headwater.plan.alive import has_storage
 _DATA: Any = torch.Tensor.data
 
 
+_UPDATES_STATISTICS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats"),
+        *("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
+    )
+)
+"""Operators that change running statistics in place, although their schemas do not say so."""
+
+
 def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the arguments that an operator changes in place."""
-    if not func._schema.is_mutable:
+    changed = _changed_arguments(func)
+    if not changed:
         return []
     # Not strict: arguments at the end may be left out, or given by name.
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-    changed = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     leaves = tree_leaves([given.get(name) for name in changed])
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+@functools.cache
+def _changed_arguments(func: Any) -> tuple[str, ...]:
+    """Return the names of the arguments that an operator changes in place."""
+    if func._schema.name in _UPDATES_STATISTICS:
+        return "running_mean", "running_var"
+    arguments = func._schema.arguments
+    return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 class ParameterWrites(TorchFunctionMode):

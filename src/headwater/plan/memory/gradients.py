@@ -127,9 +127,8 @@ class GradientBytes:
         found = []
         for position, (stage, begun) in enumerate(zip(trace.uses, self._begun, strict=True)):
             held, complete = self._stages[stage], 0
-            if (
-                trace.first_use[stage] == position
-            ):  # with the copy that is written, or the old sum and the new
+            if trace.first_use[stage] == position:
+                # Exact: the copy that is written. Otherwise: the old sum and the new one.
                 complete = held.gradient if exact else 2 * held.gradient_sum
             found.append((self._ranks + self._share.store_ranks) * (begun + complete))
         return found
