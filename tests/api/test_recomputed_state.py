@@ -1,5 +1,6 @@
 """Stages that are recomputed in backward find the state of their forward, whatever has changed since."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -206,6 +207,31 @@ def test_numbers_from_a_random_generator(plan, kind, tmp_path):
         return train(place, Drawing(*GENERATORS[kind]()), lambda model, step, x: (model(x), model(x)))
 
     check(script, plan, tmp_path)
+
+
+@dataclasses.dataclass(slots=True)
+class Count:
+    """An object that keeps its attribute in a slot, without a dictionary."""
+
+    calls: int = 0
+
+
+class Counting(nn.Module):
+    """A stage whose output depends on the number of its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.count = Count()
+
+    def forward(self, x):
+        self.count.calls += 1
+        return torch.tanh(self.layer(x) * self.count.calls)
+
+
+@pytest.mark.parametrize("plan", ["memory", *RECOMPUTED])
+def test_an_object_with_slots_counts_each_forward_once(plan, tmp_path):
+    check(lambda place: train(place, Counting(), lambda model, step, x: (model(x),)), plan, tmp_path)
 
 
 class Growing(nn.Module):

@@ -1,5 +1,6 @@
 """Python state that functions reach is as before after a run that does not count."""
 
+import dataclasses
 from collections import deque
 from functools import partial
 
@@ -43,6 +44,40 @@ def test_cells_containers_attributes_and_globals_are_restored():
         assert (calls, count, seen, owner.names) == (1, 1, [1], {"a": 1, "b": 2})
     assert (calls, count, seen, list(last), owner.names) == (0, 0, [], [1], {"a": 1})
     assert not hasattr(owner, "new")
+
+
+def test_attributes_in_slots_are_restored():
+    class Base:
+        __slots__ = ("names", "total")
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Frozen:
+        count: int = 0
+
+    class Owner(Base):
+        __slots__ = ("__dict__", "__hidden", "new")
+
+        def __init__(self):
+            self.total, self.names, self.other, self.__hidden = 0, ["a"], 1, 2
+
+        def change(self):
+            self.total += 1
+            self.names.append("b")
+            self.other = self.__hidden = self.new = 5
+
+        def state(self):
+            return self.total, self.names, self.other, self.__hidden, hasattr(self, "new")
+
+    owner, frozen = Owner(), Frozen()
+
+    def function():
+        owner.change()
+        object.__setattr__(frozen, "count", frozen.count + 1)
+
+    with effects_undone(hooked(function)):
+        function()
+        assert (owner.state(), frozen.count) == ((1, ["a", "b"], 5, 5, True), 1)
+    assert (owner.state(), frozen.count) == ((0, ["a"], 1, 2, False), 0)
 
 
 def test_state_is_restored_after_an_error_too():

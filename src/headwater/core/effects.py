@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ class PythonState:
         self._cells: list[tuple[CellType, object]] = []
         self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._slots: list[tuple[MemberDescriptorType, Any, object]] = []  # with the object and its value
         self._modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []
 
@@ -122,9 +123,10 @@ class PythonState:
             self._visit_container(value, depth)
         elif isinstance(value, GENERATORS):
             self._generators.append((value, state_of(value)))
-        elif hasattr(value, "__dict__") and not _is_foreign(type(value)):
-            visit = self._visit_module if isinstance(value, nn.Module) else self._visit_object
-            visit(value, depth)
+        elif isinstance(value, nn.Module) and not _is_foreign(type(value)):
+            self._visit_module(value, depth)
+        elif not _is_foreign(type(value)):
+            self._visit_object(value, depth)
 
     def _visit_function(self, function: FunctionType, depth: int) -> None:
         for cell in function.__closure__ or ():
@@ -153,10 +155,17 @@ class PythonState:
                 self.visit(item, depth - 1)
 
     def _visit_object(self, value: Any, depth: int) -> None:
-        attributes = dict(vars(value))
-        self._objects.append((vars(value), attributes))
-        for attribute in attributes.values():
-            self.visit(attribute, depth - 1)
+        parts: list[Any] = []
+        if hasattr(value, "__dict__"):
+            attributes = dict(vars(value))
+            self._objects.append((vars(value), attributes))
+            parts += attributes.values()
+        for slot in _slots_of(type(value)):
+            content = _content(slot, value)
+            self._slots.append((slot, value, content))
+            parts.append(content)
+        for part in parts:
+            self.visit(part, depth - 1)
 
     def _visit_module(self, module: nn.Module, depth: int) -> None:
         attributes = vars(module)
@@ -175,6 +184,7 @@ class PythonState:
         for space, used in other._globals:
             self._globals.append((space, {name: space[name] for name in used if name in space}))
         self._objects += [(attributes, dict(attributes)) for attributes, _ in other._objects]
+        self._slots += [(slot, value, _content(slot, value)) for slot, value, _ in other._slots]
         self._modules += [(attributes, _own_attributes(attributes)) for attributes, _ in other._modules]
         self._generators += [(generator, state_of(generator)) for generator, _ in other._generators]
 
@@ -185,6 +195,7 @@ class PythonState:
             and all(cell.cell_contents is content for cell, content in self._cells)
             and all(_has(space, used) for space, used in self._globals)
             and all(has_items(attributes, before) for attributes, before in self._objects)
+            and all(_content(slot, value) is content for slot, value, content in self._slots)
             and all(has_items(_own_attributes(attributes), before) for attributes, before in self._modules)
             and all(state_of(generator) == state for generator, state in self._generators)
         )
@@ -197,6 +208,8 @@ class PythonState:
             _set_changed(space, used)
         for attributes, before in self._objects:
             restore(attributes, before)
+        for slot, value, content in self._slots:
+            _set_content(slot, value, content)
         for attributes, before in self._modules:
             now = _own_attributes(attributes)
             if not has_items(now, before):
@@ -218,6 +231,35 @@ def _set_changed(space: dict[str, Any], before: dict[str, Any]) -> None:
     for name, value in before.items():
         if name not in space or space[name] is not value:
             space[name] = value
+
+
+def _slots_of(cls: type) -> list[MemberDescriptorType]:
+    """Return the descriptors of the attributes that a class and its bases keep in `__slots__`."""
+    bases = [base for base in cls.__mro__ if "__slots__" in vars(base) and not _is_foreign(base)]
+    return [slot for base in bases for slot in vars(base).values() if isinstance(slot, MemberDescriptorType)]
+
+
+_EMPTY = object()
+"""A mark that stands for a slot without a value."""
+
+
+def _content(slot: MemberDescriptorType, value: Any) -> object:
+    """Return the attribute of an object that is in a slot. A property or `__getattr__` is not called."""
+    try:
+        content: object = slot.__get__(value)
+    except AttributeError:
+        return _EMPTY
+    return content
+
+
+def _set_content(slot: MemberDescriptorType, value: Any, content: object) -> None:
+    """Set the attribute of an object that is in a slot, also of a frozen dataclass, or empty the slot."""
+    if _content(slot, value) is content:
+        return
+    if content is _EMPTY:
+        slot.__delete__(value)
+    else:
+        slot.__set__(value, content)
 
 
 def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
