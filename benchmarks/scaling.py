@@ -20,12 +20,14 @@ VOCABULARY, LENGTH = 512, 64
 WIDTHS, DEPTH = (16, 32, 48, 64, 80, 96), 2
 QUICK_WIDTHS = (16, 24, 32, 40, 48)
 """Widths with a tenth of the FLOPs; five sizes are the fewest that determine a law and test it."""
+HEADS, QUICK_HEADS = 2, 4
+"""Heads at width 32. Widths are multiples of the size of a head."""
 PARAMS = """\
 # The base of the family: the size whose learning rate was chosen.
 extends: gpt/tiny
 trainer:
   init:
-    model: {{vocab_size: {vocabulary}, hidden_size: 32, num_hidden_layers: {depth}, num_heads: 2,
+    model: {{vocab_size: {vocabulary}, hidden_size: 32, num_hidden_layers: {depth}, num_heads: {heads},
              max_position_embeddings: {length}}}
     schedulers:
     - CosineDecayLR: {{initial_learning_rate: {rate}, end_learning_rate: {final_rate}, total_iters: 100}}
@@ -81,12 +83,13 @@ def main() -> None:
         sizes = ("--vocab_size", VOCABULARY, "--sequence_length", LENGTH)
         headwater("data", *sorted(args.books.glob("*.txt*")), *sizes, "--out", data)
     if not family.exists():
-        base = folder / "base.yaml"
+        base = folder / f"base_{name}.yaml"
         rates = {"rate": args.learning_rate, "final_rate": args.learning_rate / 10}
-        base.write_text(PARAMS.format(data=data, vocabulary=VOCABULARY, length=LENGTH, depth=DEPTH, **rates))
-        widths = QUICK_WIDTHS if args.quick else WIDTHS
-        shape = ("--widths", *widths, "--depths", DEPTH, "--parametrization", args.parametrization)
-        headwater("scaling", "write", base, "--out", family, *shape)
+        widths, heads = (QUICK_WIDTHS, QUICK_HEADS) if args.quick else (WIDTHS, HEADS)
+        shape = {"vocabulary": VOCABULARY, "length": LENGTH, "depth": DEPTH, "heads": heads}
+        base.write_text(PARAMS.format(data=data, **shape, **rates))
+        family_of = ("--widths", *widths, "--depths", DEPTH, "--parametrization", args.parametrization)
+        headwater("scaling", "write", base, "--out", family, *family_of)
     begin = time.monotonic()
     headwater("scaling", "run", family)
     seconds = time.monotonic() - begin
