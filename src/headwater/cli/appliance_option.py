@@ -52,7 +52,7 @@ def refuse_other_commands(command: str, words: Sequence[str]) -> None:
         words: the command line.
 
     Raises:
-        ConfigError: if it does. The variable HEADWATER_APPLIANCE alone has no effect on such commands.
+        ConfigError: if it does. But the variable HEADWATER_APPLIANCE has no effect on such commands.
     """
     end = words.index("--") if "--" in words else len(words)
     known = (*REMOTE, *REMOTE_IF_ASKED)
@@ -66,7 +66,7 @@ def refuse_other_commands(command: str, words: Sequence[str]) -> None:
 
 
 def is_asked(words: Sequence[str]) -> bool:
-    """Return true if the words have the option."""
+    """True if the words contain the option."""
     return any(word.partition("=")[0] in _NAMES for word in words)
 
 

@@ -40,7 +40,7 @@ def add_params_arguments(
     Args:
         parser: parser of the command.
         shown: options that the help lists. The others are accepted too: they set keys of the same file.
-        without: options that are not added, because the command has its own ones of these names.
+        without: options that are not added, because the command itself has options with these names.
         optional: PARAMS may be left out.
     """
     parser.add_argument(
@@ -174,7 +174,7 @@ class _Flag(argparse.Action):
         assert option_string is not None, "_Flag is only used for options"
         if isinstance(values, list):
             values = json.dumps(values)
-        # A new list: argparse passes the default itself, so that an append would change the default.
+        # argparse passes the default list itself, and an append would change it. So a new list is made.
         namespace.flags = [*namespace.flags, f"{option_string.removeprefix('--')}={values}"]
 
 

@@ -95,7 +95,7 @@ def _results(
         return evaluation.run(files, None)
     if config is None:
         raise ConfigError(
-            "there is no model to write programs",
+            "expected a model that writes programs, but the command does not name one",
             where=_PLACE,
             remedy="name a run or a params file, or written programs with --load_generations_path",
         )
@@ -118,7 +118,7 @@ def _arguments(args: argparse.Namespace, config: RunConfig | None) -> BigCodeArg
     arguments = read_options(BigCodeArguments, "bigcode_args", _OPTIONS, args, given)
     if not arguments.names:
         raise ConfigError(
-            "there are no tasks",
+            "expected at least one task, but the command and the params do not name any",
             where=_PLACE,
             remedy="add --tasks, such as --tasks humaneval --include_path FOLDER",
         )

@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         port = listener.getsockname()[1]
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"board of {args.folder}: http://{host}:{port}/#token={token}", flush=True)
-        with suppress(KeyboardInterrupt):  # uvicorn raises it once more after it has closed all connections
+        # After a Ctrl-C uvicorn closes all connections, and then raises the interrupt again.
+        with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
     return 0
 

@@ -197,7 +197,7 @@ def run_import(args: argparse.Namespace) -> int:
         run_dir = RunDir(args.model_dir)
         run_dir.keep_files_of(args.folder)
         keep_generation_tokens(read_config(args.folder), run_dir.path)
-        # At last: a folder without params is not yet the model_dir of a run.
+        # The params are written last: only then is the folder the model_dir of a run.
         run_dir.write_params(config)
     print(f"{args.folder} imported to {path}; params in {run_dir.params}")
     return 0

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 def _write_valid(file: Path, text: str) -> None:
     """Write a params file if its text is valid. Otherwise an existing file is not changed."""
     try:
-        # Beside the file: a rename stays in one file system.
+        # The temporary folder is beside the file, because a rename must stay in one file system.
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}-") as folder:
             written = Path(folder) / file.name
             written.write_text(text, encoding="utf-8")

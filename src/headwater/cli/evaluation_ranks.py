@@ -57,7 +57,7 @@ def _launch(config: RunConfig, args: argparse.Namespace) -> int | None:
         args: the arguments of the command.
     """
     num_csx = config.init.backend.cluster_config.num_csx
-    # A rank has the same command line: if it launched ranks too, this would never end.
+    # A rank has the same command line, so without this check each rank would launch ranks without end.
     if num_csx == 1 or is_watched():
         return None
     # For `-P` see [Note: planted modules].
@@ -103,7 +103,7 @@ def refuse_ranks(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _first_rank_speaks(fabric: Fabric) -> Iterator[None]:
-    """Drop the output of all ranks but rank 0 in the context. All compute the same, and would print the same.
+    """Drop the output of all ranks but rank 0 in the context, because all ranks would print the same.
 
     Errors are not lost: the launcher prints them.
     """

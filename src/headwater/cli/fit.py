@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
         if key in config.init.backend.cluster_config.model_fields_set and JOB not in os.environ:
             print(f"note: {key} has no effect without {_SUBMIT}", file=sys.stderr)
     with nullcontext(False) if early.asked_for(config) else input_workers(config) as has_workers:
-        # The launcher must not replace this process, which starts lost workers again.
+        # This process must continue, because it starts lost input workers again. So the launcher of the ranks
+        # must not replace it.
         code = launch_ranks(config, args.words, in_place=args.is_process and not has_workers)
         return train(config) if code is None else code
 
@@ -95,7 +96,7 @@ def launch_ranks(config: RunConfig, words: Sequence[str], *, in_place: bool) -> 
     """
     placement = config.init.backend.placement
     restarts = config.init.backend.cluster_config.max_restarts
-    # A rank has the same command line: if it launched ranks too, this would never end.
+    # A rank has the same command line, so without this check each rank would launch ranks without end.
     if (placement.size > 1 or restarts) and not is_watched() and not early.asked_for(config):
         # For `-P` see [Note: planted modules].
         command = ("-P", "-m", "headwater", *words)
@@ -168,7 +169,7 @@ def submit(config: RunConfig, words: Sequence[str]) -> int:
     open_console(config)
     return submit_job(
         Submission(
-            # Without `--submit`: otherwise the job would submit itself again.
+            # `--submit` is left out, because the job would otherwise submit itself again.
             command=(sys.executable, "-P", "-m", "headwater", *(word for word in words if word != _SUBMIT)),
             folder=Path.cwd(),
             environment=dict(os.environ),
@@ -203,7 +204,8 @@ def finish(config: RunConfig | UserConfig, result: FitResult, console: Console |
         console: where to print; `None` to print nothing.
     """
     if current().rank != 0:
-        # Also if the run was interrupted: the launcher kills all ranks when one of them returns an error.
+        # This is 0 even if the run was interrupted: if a rank returned an error, the launcher would end all
+        # ranks.
         return 0
     if console is not None:
         for line in summary(config, result):

@@ -175,7 +175,7 @@ def continued(config: RunConfig, args: argparse.Namespace) -> str:
     with open_batcher(config, inference) as (_, batcher):
         most = args.max_new_tokens
         if most is None:
-            # Without room for a token, `add` refuses the prompt.
+            # If the model has no room for a further token, `add` raises an error that explains this.
             most = min(NEW_TOKENS, batcher.room(len(prompt)) or NEW_TOKENS)
         ends = frozenset(codec.ends)
         generation = batcher.add(GenerationRequest(tuple(prompt), most, sampling, ends, beams=beams))

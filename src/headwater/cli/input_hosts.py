@@ -30,7 +30,7 @@ def input_workers(config: RunConfig) -> Iterator[bool]:
         config: the run.
 
     Yields:
-        True if workers were started. A rank of a launcher starts none: the launcher has.
+        True if workers were started. A rank does not start workers, because its launcher has started them.
 
     Raises:
         HeadwaterError: if a worker does not start.

@@ -85,7 +85,7 @@ def _serve_run() -> int:
         params = Path(folder, "params.yaml")
         params.write_text(order["params"])
         data = data_of_run(load_params(params))
-    # SSH says at which address of this host the run has reached it.
+    # SSH_CONNECTION contains the address of this host that the run has used to reach it.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     host = connection[2] if len(connection) == 4 else "127.0.0.1"
     with _serving(data, (host, order["port"]), order["secret"].encode()) as worker:

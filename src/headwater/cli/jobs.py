@@ -345,7 +345,7 @@ def run_stdio(args: argparse.Namespace) -> int:
             "expected requests of a program on stdin, got a terminal",
             remedy="run on the other machine: headwater --appliance ssh://host jobs list",
         )
-    # Anything that is printed would be taken for a part of a reply.
+    # The client would read anything that this process prints as a part of a reply. So prints go to stderr.
     target = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     serve(sys.stdin.fileno(), target)

@@ -118,9 +118,10 @@ def harness_arguments(args: argparse.Namespace, config: RunConfig) -> HarnessArg
 def _problems(arguments: HarnessArguments, num_csx: int) -> Iterator[tuple[str, str]]:
     """Yield what is missing or does not fit together, each with its remedy."""
     if not arguments.names:
-        yield "there are no tasks", "add --tasks, such as --tasks lambada_openai,hellaswag"
+        problem = "expected at least one task, but the command and the params do not name any"
+        yield problem, "add --tasks, such as --tasks lambada_openai,hellaswag"
     if (arguments.log_samples or arguments.predict_only) and arguments.output_path is None:
-        yield "samples have no place", "add --output_path with a folder"
+        yield "samples cannot be written without an output path", "add --output_path with a folder"
     caches = {"use_cache": arguments.use_cache, "cache_requests": arguments.cache_requests}
     for name in (name for name, value in caches.items() if value is not None and num_csx > 1):
         # Each rank would read and write the same database.

@@ -105,7 +105,7 @@ def errors_printed() -> Iterator[Outcome]:
     try:
         yield outcome
     except HeadwaterError as error:
-        # With a launcher, the launcher prints the error, once for all ranks.
+        # If a launcher has started this process, the launcher prints the error, once for all ranks.
         outcome.exit_code = 1 if report(error) else print_error(error)
     except KeyboardInterrupt:
         if speaks_for_all():

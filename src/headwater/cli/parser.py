@@ -37,8 +37,8 @@ class Parser(argparse.ArgumentParser):
     def _joined(self, words: Sequence[str]) -> list[str]:
         """Return the words with `--option=value` for each value that begins with a minus and a digit.
 
-        argparse takes `-5GiB` for another option, and says that the value is missing. Joined, the value gets
-        as far as its check, which says what is expected.
+        argparse would take `-5GiB` for another option, and would report that the value is missing. After the
+        join, the check of the value reports what is expected.
         """
         joined: list[str] = []
         for word in words:

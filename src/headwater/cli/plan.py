@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     config = read_params(args)
     if config.fit is None:
         raise ConfigError(
-            "trainer.fit.train_dataloader is missing, which defines the batch size",
+            "a plan needs the batch size, but trainer.fit.train_dataloader is missing",
             where=str(config.source),
-            remedy="add it; its data need not exist",
+            remedy="add this section; its data need not exist",
         )
     if args.appliance is not None:
         return plan_there(config, args, args.appliance)
@@ -77,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
     if placement.num_csx > num_cores():
         ranks = num_cores()
         print(
-            f"note: {placement.num_csx} CSXs need several hosts; the plan is for a host with {ranks} of them",
+            f"note: {placement.num_csx} CSXs need several hosts; the plan is for one host with {ranks} CSXs",
             file=sys.stderr,
         )
     if ranks > 1 and device_of(init.backend) == "cpu":
-        # A rank has as many threads in a run, so measure with this number.
+        # The machine is measured with the number of threads that each rank has in a run.
         torch.set_num_threads(num_cores() // min(placement.num_csx, num_cores()))
     patient = args.recalibrate or args.write_cluster is not None  # the user asks for a measurement
     rates = calibrate(
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.write_cluster is not None:
         if rates is None:
             raise PlanError(
-                "the speed of this machine could not be measured, which a cluster file needs",
+                "a cluster file needs the speed of this machine, which could not be measured",
                 remedy="run the command again when the machine is idle",
             )
         assert plan.budget is not None, "a new plan has budgets"

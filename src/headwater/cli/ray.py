@@ -136,7 +136,8 @@ def run_manifest(args: argparse.Namespace, config: RunConfig) -> int:
     """Print a manifest; return the exit code."""
     volumes = dict(map(_volume, args.volume))
     if len(volumes) < len(args.volume):
-        raise ConfigError("a claim is mounted twice", where="--volume", remedy="name each claim once")
+        problem = "expected different volume claims, but a claim is named twice"
+        raise ConfigError(problem, where="--volume", remedy="name each claim once")
     params = resolved_params(config)
     model_dir = str(config.init.model_dir.absolute())
     outside = [path for path in {model_dir: None, **_paths(params)} if not _is_below(path, volumes)]

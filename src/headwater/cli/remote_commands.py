@@ -80,7 +80,7 @@ def plan_there(config: RunConfig, args: argparse.Namespace, address: Address) ->
     words: tuple[str, ...] = ("--recalibrate",) if args.recalibrate else ()
     if args.sequence_length is not None:
         words += ("--sequence_length", str(args.sequence_length))
-    # As many CSXs as the run needs: the plan is for the cores and devices that the job has.
+    # The job gets as many CSXs as the run needs, because a plan is for the cores and devices of its job.
     num_csx = config.init.backend.cluster_config.num_csx
     return _run(config, args, address, ("plan", PARAMS_FILE, *words), _DATA, num_csx=num_csx)
 

@@ -66,7 +66,7 @@ def fit_params(args: argparse.Namespace, params: bytes, order: RemoteSubmission,
         path = Path(folder, order.command[1])
         path.write_bytes(params)
         order.bundle.add(path, path.name)
-        # Before the model_dir is touched: the machine may be down.
+        # This comes before the first write to the model_dir, because the other machine may be down.
         connection.open()
         named = RemoteSubmission(**{**vars(order), "run": run_name(order.model_dir, address)})
         return _submit(connection, named, args, follows=not args.submit)
@@ -112,7 +112,7 @@ def add_command_files(bundle: Bundle, command: Sequence[str], uploads: Sequence[
     here = Path.cwd()
     for word in command:
         path = Path(word)
-        # Programs and data outside of the working folder are those of the appliance.
+        # A path outside of the working folder is a path on the appliance, so its file is not sent.
         if _is_file(path) and path.resolve().is_relative_to(here):
             bundle.add(path, _relative(path, here))
             if path.suffix == ".py":

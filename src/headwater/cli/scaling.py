@@ -151,7 +151,7 @@ def run_run(args: argparse.Namespace) -> int:
             exit_code = train(config)
         if exit_code:
             return exit_code
-        read_loss(size)  # an error if the params of this size lead to no evaluation
+        read_loss(size)  # raises an error if this run was not evaluated
     print(f"all sizes have ended; to fit the law, run: headwater scaling fit {args.family}")
     return 0
 
@@ -159,7 +159,7 @@ def run_run(args: argparse.Namespace) -> int:
 def run_submit(args: argparse.Namespace) -> int:
     """Put the sizes that have not ended into the queue and print the jobs' names; return the exit code.
 
-    It is 1 if the queue has refused all of them.
+    The exit code is 1 if the queue has refused all sizes.
     """
     submitted, refused = 0, 0
     queue = open_queue(args.queue, args.queue_dir)
@@ -181,7 +181,7 @@ def run_submit(args: argparse.Namespace) -> int:
             print(f"{queue.submit(submission, new_token()).name} {size.name}")
             submitted += 1
         except QueueError as error:
-            # A size whose job has not ended yet: its model_dir is in use. The others can still be queued.
+            # The queue refuses a size whose model_dir is in use by an earlier job. Other sizes can be queued.
             print(f"not submitted: {size.name}: {error.what}", file=sys.stderr)
             refused += 1
     return 1 if refused and not submitted else 0

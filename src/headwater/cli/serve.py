@@ -146,7 +146,7 @@ def open_service(args: argparse.Namespace) -> Iterator[Service]:
             codec = model_codec(config, args.tokenizer, args.eos_id)
             model, batcher = opened.enter_context(open_batcher(config, inference, args.pass_tokens))
             worker = Worker(batcher, f"headwater-serve-{name}")
-            # Before the engine closes: the thread uses it.
+            # The worker is closed before the engine, because its thread uses the engine.
             opened.callback(worker.close)
             models[name] = ServedModel(name, codec, model.vocab_size, worker, int(time.time()), source)
         service = Service(models)
