@@ -148,7 +148,7 @@ class CheckedSamples:
             DataError: if the sample cannot be read, or does not match its checksum.
         """
         value = self.read_unchecked(name, index)
-        # An array of objects, as when the checksum was written: numpy would make texts of fixed width.
+        # The checksum was computed from an array of objects. By default numpy makes texts of fixed width.
         values = np.empty(1, dtype=object) if isinstance(value, bytes | str) else np.asarray(value)[None]
         if isinstance(value, bytes | str):
             values[0] = value

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _LONG = 10_000
-"""Characters or tokens that take the tokenizer some milliseconds."""
+"""Number of characters or tokens that take the tokenizer a few milliseconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Codec:
             special = not text.startswith(str(self.tokenizer.id_to_token(self.prefix)))
         if len(text) < _LONG:
             return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
-        # `encode` would hold the lock of the interpreter, and all other threads would stop.
+        # `encode` holds the lock of the interpreter, so all other threads would wait. This call releases it.
         return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def decode(self, tokens: list[int]) -> str:

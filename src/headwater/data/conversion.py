@@ -64,7 +64,7 @@ def convert_dataset_to_HDF5(
         dataset if indexed else _Stream(dataset),  # type: ignore[arg-type]
         batch_size=batch_size,
         collate_fn=data_collator or _stacked,
-        # Each worker would go through the whole iterable: its samples would occur once per worker.
+        # Each worker would read the whole iterable, so each sample would occur once per worker.
         num_workers=num_workers if indexed else 0,
     )
     total = 0

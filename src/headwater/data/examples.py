@@ -89,7 +89,7 @@ class MakeExamples:
             else:
                 raise made
         if mode.in_rows:
-            # The first token of a text is the label of no position.
+            # The first token of a text is never a label.
             context.counts["loss_tokens"] += sum(int(mask[1:].sum()) for _, mask in examples)
         rows = [row for example in examples for row in example]
         tokens = [row for example in examples for row in example[: mode.token_columns]]
@@ -99,7 +99,7 @@ class MakeExamples:
             np.bincount(np.concatenate(tokens), minlength=self._vocab_size)
             if tokens
             else np.zeros(self._vocab_size, dtype=np.int64),
-            # A copy: the next task clears these counters, and without workers in this process.
+            # A copy, because the next task clears these counters: without workers it runs in this process.
             collections.Counter(context.counts),
         )
 

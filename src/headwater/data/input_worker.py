@@ -24,7 +24,7 @@ from headwater.fabric.handshake import StrangerError, examine, purpose_digest
 logger = logging.getLogger(__name__)
 
 BATCH, FACTS, PROBLEM = b"b", b"f", b"p"
-"""First byte of a reply: a batch, facts of the data set in JSON, or an error in JSON."""
+"""First byte of a reply, which says what follows: a batch, facts of the data in JSON, or an error in JSON."""
 NUMBER = 0
 """Number of every input worker in the handshake, and of every rank that connects to one."""
 _HANDSHAKE_S = 10.0

@@ -63,7 +63,7 @@ class Inputs:
 
 
 def _record_chars(record: Record) -> int:
-    # + 1: otherwise records without text would never fill a task, and would pile up in memory.
+    # Without the + 1, records without text would never fill a task, and would pile up in memory.
     return sum(len(text) for text in _strings(record.fields)) + 1
 
 

@@ -60,7 +60,8 @@ class Corpus:
             self.progress = Progress(**found)
         self._files = [path.open("ab") for path in (self.values_path, self._lengths_path)]
         for file, count in zip(self._files, self._sizes(), strict=True):
-            # A killed process may have written more than its last save counts. Those tasks run again.
+            # A killed process may have written examples after its last save. They are cut off here, and their
+            # tasks run again.
             file.truncate(count * np.dtype(np.int32).itemsize)
         self._saved = time.monotonic()
 

@@ -86,10 +86,10 @@ class BatchLoader:
             batch_sampler=self._batches,
             collate_fn=_as_is,
             num_workers=workers.count,
-            # Without workers, torch raises for these two settings.
+            # torch raises an error if these two settings are given without workers.
             prefetch_factor=workers.prefetch_factor if workers.count else None,
             persistent_workers=workers.persistent and workers.count > 0,
-            # Not "fork": it would copy the locks of the engine's threads and the context of the device.
+            # "fork" would copy the locks of the engine's threads and the context of the device.
             multiprocessing_context=multiprocessing.get_context("spawn") if workers.count else None,
             worker_init_fn=_leave_at_once,
         )
@@ -110,7 +110,7 @@ class BatchLoader:
                     del batch
             position = self.order.next_position(self._consumed)
             assert position is not None, "every batch has a position"
-            # Before the yield: the caller may save the position while it has this batch.
+            # The position changes before the yield, because the caller may save it while it has this batch.
             self._consumed = position
             yield batch
 
@@ -185,6 +185,6 @@ def _leave_at_once(worker: int) -> None:
     multiprocessing.util.Finalize(None, os._exit, args=(0,), exitpriority=-1000)
 
 
-# Not a lambda: spawned workers import the function by its name.
+# Spawned workers import this function by its name, so it cannot be a lambda.
 def _as_is(batch: Any) -> Any:
     return batch

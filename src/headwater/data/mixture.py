@@ -39,7 +39,7 @@ class Mixture:
                 remedy="prepare all data with the same --sequence_length",
             )
         total = sum(map(len, sources))
-        # The ends are rounded, not the counts: otherwise the counts might not add up to `total`.
+        # The ends are rounded instead of the counts. Otherwise the counts might not add up to `total`.
         ends = np.rint(np.cumsum(weights) / sum(weights) * total).astype(np.int64)
         self._counts = np.diff(ends, prepend=0)
         self._starts = ends - self._counts
@@ -97,7 +97,7 @@ class Mixture:
         passes, places = np.divmod(draws, len(self))
         turns = self._turns[places]
         numbers = np.searchsorted(self._starts + self._counts, turns, side="right")
-        # Counted on from pass to pass: a source with a small weight is read to its end in several passes.
+        # The count continues from pass to pass, so that even a source with a small weight is read to its end.
         return numbers, passes * self._counts[numbers] + turns - self._starts[numbers]
 
     @functools.cached_property
@@ -107,5 +107,5 @@ class Mixture:
         Sample numbers count through the first source, then the second, and so on.
         """
         spread = [(np.arange(count) + 0.5) / count for count in self._counts if count]
-        # Stable: sources of equal size have equal places, whose order must not depend on numpy.
+        # The sort is stable: sources of equal size have equal keys, and their order must not depend on numpy.
         return np.argsort(np.concatenate(spread), kind="stable")

@@ -28,7 +28,7 @@ from headwater.data.words import TextEncoder
 
 Item = TypeVar("Item")
 
-# Not derived from the number of workers: modes seed their random choices by the number of the task.
+# This must not depend on the number of workers, because modes seed random choices by the number of the task.
 _TASK_CHARS = 1 << 20
 """Characters or bytes at which a task is complete."""
 
@@ -131,7 +131,7 @@ def pack(sizes: Indices, capacity: int) -> tuple[Indices, Indices]:
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []
     count = 0
-    # Stable: the order of equal sizes, and with it every file, must not depend on the sorting algorithm.
+    # The sort is stable: the order of equal sizes, and so every file, must not depend on the algorithm.
     for example in np.argsort(-sizes, kind="stable"):
         size = int(sizes[example])
         at = bisect.bisect_left(rooms, size)

@@ -68,11 +68,11 @@ def prepare(
         ConfigError: if a setting does not apply to the mode.
         DataError: if an input, the tokenizer or the output folder cannot be used.
     """
-    # First: the key must change with the template in the tokenizer's folder.
+    # This comes first, because the key must change with the template in the tokenizer's folder.
     settings = settings.with_chat_template()
     files = find_inputs(inputs)
     mode = find_mode(settings.mode, settings.options)
-    # `--overwrite` replaces a folder of prepared data alone; any other folder that is not empty is refused.
+    # `--overwrite` replaces only folders of prepared data. Any other folder that is not empty is refused.
     replace = overwrite and (output_dir / FILE_NAME).exists()
     key = _key(settings, files)
     try:
@@ -122,7 +122,7 @@ class _Preparation:
         folder, skip_bad = self.output.folder, self.settings.skip_bad_records
         tokenizer = save_tokenizer(folder, self.settings, self.mode, self.inputs.texts(BadRecords(skip_bad)))
         end = end_of_text_id(tokenizer, self.settings.end_of_text)
-        # A second counter: training a tokenizer has met the same bad records already.
+        # A second counter, because the training of a tokenizer has already counted the same bad records.
         bad = BadRecords(skip_bad)
         with contextlib.closing(Corpus(folder, vocabulary_size(tokenizer))) as corpus:
             if self._is_stream:

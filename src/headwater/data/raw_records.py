@@ -277,7 +277,7 @@ def _json_values(path: Path, stream: IO[bytes]) -> Iterator[Any]:
             except (ValueError, RecursionError) as error:
                 if len(held) - place > MAX_RECORD_BYTES:
                     raise _too_long("record", f"{path}, record {number + 1}") from error
-                # The element is not complete: read on. The amount doubles, so that the total cost of decoding
+                # The element is incomplete: read more. The amount doubles, so that the total cost of decoding
                 # a long element again and again stays proportional to its length.
                 more = reader.read(max(_BLOCK_CHARS, len(held) - place))
                 if not more:

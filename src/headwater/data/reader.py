@@ -195,7 +195,7 @@ class GptSamples(Dataset[Any]):
             self._check_tokens(samples[..., sinks:], places)
         except DataError as error:
             return error
-        # Copies: with a view, a worker would send the memory of all channels for each channel.
+        # The channels are copied: for a view, a worker would send the memory of all channels.
         return {
             name: torch.from_numpy(samples[:, channel].copy()) for channel, name in enumerate(self.channels)
         }
@@ -245,7 +245,7 @@ class GptSamples(Dataset[Any]):
 
 def _prepared_vocabulary(path: Path) -> int:
     """Return the vocabulary with which `headwater data` wrote the file at `path`; 0 if that is unknown."""
-    # One bad token id says little: a later sample may have a larger one, and fail again.
+    # The remedy names the whole vocabulary, because a later sample may have a larger token id.
     try:
         return read_statistics(path.parent.parent).vocab_size
     except (DataError, OSError):

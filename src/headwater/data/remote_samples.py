@@ -82,7 +82,7 @@ class InputWorkers:
                 if self._is_closing.is_set() or time.monotonic() > end:
                     raise self._unreachable(error) from error
                 logger.info("input worker %s:%d: %s; trying again", *address, error)
-            # After all workers were tried once: one of them is probably being restarted.
+            # All workers were tried once. One of them is probably being restarted, so wait.
             if (attempt + 1 - first) % len(self.addresses) == 0:
                 self._is_closing.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

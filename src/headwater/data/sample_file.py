@@ -102,7 +102,7 @@ def write_datasets(
                     kind = h5py.string_dtype() if values.dtype == object else dtype or values.dtype
                     file.create_dataset(name, (num_samples, *shape), kind, chunks=chunks, **packed)
                     checksums[name] = np.zeros(num_samples, dtype=np.uint64)
-                # In the dtype of the file: checksums are compared with the values that are read back.
+                # Checksums are of the file's dtype, because they are compared with values that are read back.
                 stored, end = values.astype(file[name].dtype, copy=False), start + len(values)
                 file[name][start:end] = stored
                 checksums[name][start:end] = sample_checksums(name, range(start, end), stored)

@@ -48,7 +48,7 @@ def save_tokenizer(folder: Path, settings: PrepareSettings, mode: Mode, texts: I
         tokenizer.add_special_tokens([t for t in added if tokenizer.token_to_id(t) is None])
     if isinstance(source, Path):
         copy_side_files(source if source.is_dir() else source.parent, folder, but=(TOKENIZER_FILE,))
-    # After the side files, which may include another template.
+    # The template is written after the side files, because these may include another template.
     template = settings.options.chat_template or (PLAIN_TEMPLATE if settings.mode == "chat" else None)
     if template is not None:
         (folder / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")

@@ -183,7 +183,7 @@ def _merges(pieces: Sequence[_Piece]) -> list[tuple[str, str]]:
 
 def _normalizer(model: _Model) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
-    # In this order: the rules turn other whitespace into spaces, and the space in front must not be removed.
+    # The order matters: the rules turn other whitespace into spaces, and must not remove the space in front.
     if model.rules:
         steps.append(normalizers.Precompiled(model.rules))
     if model.single_spaces:

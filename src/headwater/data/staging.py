@@ -80,7 +80,7 @@ def _empty(folder: Path) -> None:
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
-        # This process holds the lock on that file; another would lock a new one.
+        # This process has locked that file. If it were replaced, another process could lock the new file.
         elif entry.name != _LOCK:
             entry.unlink()
 

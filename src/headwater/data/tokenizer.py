@@ -21,7 +21,7 @@ Built = TypeVar("Built")
 
 END_OF_TEXT = "<|endoftext|>"
 
-# In this order: a tokenizer may have several of these, and Llama 3 ends turns, not texts, with <|eot_id|>.
+# The order matters: a tokenizer may have several of these, and Llama 3 ends turns with <|eot_id|>, not texts.
 _END_OF_TEXT_NAMES = (
     END_OF_TEXT,
     "<|end_of_text|>",
@@ -76,7 +76,7 @@ class TrainBPE:
             vocab_size=self.vocab_size,
             min_frequency=2,
             special_tokens=list(self.special_tokens),
-            # Sorted: the library returns the alphabet in another order in each process.
+            # Sorted, because the library returns the alphabet in a different order in each process.
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )

@@ -44,7 +44,8 @@ def read_image(path: Path, mode: str | None = None) -> Image.Image:
     """
     try:
         with Image.open(path) as image:
-            # Both load the pixels now: Pillow reads them late, and the file is closed after this block.
+            # Pillow reads pixels when they are needed, but the file is closed after this block. Both calls
+            # read them now.
             return image.convert(mode) if mode is not None else image.copy()
     # Pillow raises a SyntaxError for a broken PNG file.
     except (OSError, UnidentifiedImageError, ValueError, SyntaxError) as error:

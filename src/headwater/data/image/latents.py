@@ -74,7 +74,7 @@ class Latents:
 
     def _distribution(self, path: Path) -> npt.NDArray[np.float32]:
         try:
-            # Opened here: if the archive is damaged, `np.load` does not close a file that it has opened.
+            # If `np.load` opened the file itself, it would not close a damaged archive.
             with path.open("rb") as content, np.load(content) as file:
                 stored = np.asarray(file["vae_output"], dtype=np.float32)
         except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:

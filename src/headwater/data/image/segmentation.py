@@ -95,7 +95,7 @@ class SegmentedImages:
                 remedy="correct or remove one of them",
             )
         change = self._change(image_file, labels.shape, draw)
-        # Before the crop: `standard_score` takes mean and deviation of the whole image.
+        # This comes before the crop, because `standard_score` uses mean and deviation of the whole image.
         return change.of(self._normalized(image)), change.of(labels)
 
     def _change(self, file: Path, shape: Sequence[int], draw: int) -> _Change:
@@ -112,7 +112,7 @@ class SegmentedImages:
         generator = random_generator(self._config.shuffle_seed or 0, "image", draw)
         top, left = (int(generator.integers(pixels + 1)) for pixels in free)
         turns, flip = int(generator.integers(4)), bool(generator.integers(2))
-        # A crop that is not square is only turned by two quarters: a single quarter would swap its sides.
+        # A crop that is not square is only turned by 180 degrees: a turn by 90 degrees would swap its sides.
         return _Change(top, left, height, width, turns if height == width else turns // 2 * 2, flip)
 
     def _normalized(self, image: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class SegmentedImages:
 
     def _labels(self, path: Path) -> npt.NDArray[np.int64]:
         """Return the classes [h, w]: 0 and 1 for a black and white image, otherwise the pixel values."""
-        # In the mode of the file: a conversion would replace the indices of a palette by its colours.
+        # The pixels are not converted: a conversion would replace the indices of a palette by its colours.
         image = read_image(path)
         if image.mode not in ("1", "L", "P"):
             raise DataError(

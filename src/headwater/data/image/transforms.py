@@ -174,7 +174,7 @@ def _random_box(image: Image.Image, config: RandomResizedCropConfig, generator: 
         width, height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < width <= image.width and 0 < height <= image.height:
             return _anywhere(image, height, width, 0, generator)
-    # No attempt has fitted: take the largest centred box with an allowed aspect ratio.
+    # No random box has fitted into the image, so take the largest centred one with an allowed aspect ratio.
     width = min(image.width, max(1, round(image.height * high)))
     height = min(image.height, max(1, round(image.width / low)))
     return _centre(image, height, width)

@@ -57,7 +57,7 @@ def fill_in_the_middle(context: Context, pieces: Sequence[Piece], task: int) -> 
                     parts = ([prefix_id], prefix, [suffix_id], suffix, [middle_id], middle)
                 joined = np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
                 tokens = context.ended(joined)
-            # A word that is cut in two may need more tokens than the margin has.
+            # If a word is cut in two, its parts may have more tokens than the margin allows.
             tokens = tokens[-(context.length + 1) :]
             yield tokens, np.ones_like(tokens)
 
@@ -72,7 +72,7 @@ def _parts(context: Context, piece: Piece) -> Iterator[tuple[str, Tokens]]:
     places = [encoding.offsets[start][0] for start in starts[1:]] + [len(piece.text)]
     place = 0
     for start, stop in zip(starts, places, strict=True):
-        # The tokens of one character have the same offset, so that a part may have no text.
+        # Several tokens of one character have the same offset, so a part may be without text.
         if stop > place:
             yield piece.text[place:stop], tokens[start : start + room]
         place = stop

@@ -29,7 +29,7 @@ def image_texts(
     for record in records:
         try:
             fields = renamed(record, context.options).fields
-            # All before the first yield: a record with an error in a later caption is left out as a whole.
+            # All examples are made before the first yield, so an error in one caption leaves out the record.
             made = [_example(context, each) for each in conversations(fields, VICUNA, where=record.where)]
         except DataError as error:
             yield error

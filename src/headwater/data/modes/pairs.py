@@ -51,7 +51,8 @@ def preference(context: Context, record: Record) -> Example:
     tokens = context.encode(prompt)
     if not len(tokens):
         raise Unusable("empty")
-    # Not `length + 1` as elsewhere: these labels are not shifted, so that every token takes a position.
+    # The limit is not `length + 1` as in other modes: these labels are not shifted, so every token takes a
+    # position.
     excess = len(tokens) + max(map(len, ends)) - context.length
     return shortened(context, tokens, excess, keep_end=True), *ends
 

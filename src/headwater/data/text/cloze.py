@@ -111,7 +111,7 @@ def passages(paragraph: str, settings: ClozeSettings) -> Iterator[str]:
 def cloze_questions(passage: str, settings: ClozeSettings) -> list[Question]:
     """Return questions about a passage; the same passage and settings produce the same questions."""
     generator = random.Random(derive_seed(settings.seed, "cloze", passage))
-    # Spans are drawn with replacement: a passage with few spans has several questions about the same one.
+    # Spans are drawn with replacement, so a passage with few spans has several questions about the same span.
     choices = [
         (words, run)
         for start, stop in sentences(passage)

@@ -67,7 +67,7 @@ def read_translations(config: TranslationDataConfig, model: Seq2SeqConfig) -> Tr
     kept = [
         pair
         for pair in zip(sources, targets, strict=True)
-        # A target takes one position more: for the start token in the input, for the end token in the labels.
+        # A target takes one more position: the start token in the input, and the end token in the labels.
         if 0 < len(pair[0]) <= config.src_max_sequence_length
         and 0 < len(pair[1]) < config.tgt_max_sequence_length
     ]

@@ -53,7 +53,7 @@ def read_vocabulary(vocab_file: Path, vocab_size: int, *, needed: Collection[str
         DataError: if the file is missing, lacks a needed token, or has more tokens than the model.
     """
     try:
-        # Not `splitlines`: it also splits at line separators of Unicode, which may be tokens.
+        # `splitlines` would also split at Unicode's line separators, which may be tokens.
         tokens = vocab_file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
