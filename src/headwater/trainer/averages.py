@@ -23,7 +23,7 @@ class MovingAverages:
 
     Args:
         store: holds the weights.
-        averages: which weights are averages of which other weights.
+        averages: the pairs of weights and their moving averages.
 
     Raises:
         ConfigError: if an average is trained too, or the weights that it averages do not exist.
@@ -53,7 +53,7 @@ class MovingAverages:
 
     def _move(self, stage: int, followers: Mapping[int, _Follower], step: int) -> None:
         """Update the moving averages in a stage."""
-        # All sources in one call: the next call reuses the memory of these tensors.
+        # All sources are read in one call, because another call would reuse the memory of these tensors.
         sources = self._gathering.bring(
             [follower.source for follower in followers.values()], to=[(stage, index) for index in followers]
         )
@@ -73,7 +73,7 @@ class _Follower:
 
     Attributes:
         source: the weight that it averages.
-        momentum: returns the share of the average that is kept in a step, by the step's number.
+        momentum: returns, for the number of a step, the share of the average that this step keeps.
     """
 
     source: ParamKey

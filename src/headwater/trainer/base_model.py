@@ -87,7 +87,7 @@ def build_base_model(
             f"{name} has no loss", where=name, remedy="define __call__(self, data), which returns the loss"
         )
     with torch.device("meta" if without_values else "cpu"):
-        # A copy: a class that changes its params must not change those that the run writes.
+        # The class gets a copy: if it changes its params, the params that the run writes must not change.
         base = make(copy.deepcopy(params))
     if not {"params", "model"} <= vars(base).keys() or not isinstance(base.model, nn.Module):
         raise ConfigError(
@@ -97,7 +97,7 @@ def build_base_model(
         )
     _check_parameters(base, name)
     if without_values:
-        for module in _apart(base):  # `to_empty`, which metrics do not have
+        for module in _apart(base):  # metrics have no method `to_empty`
             module._apply(lambda tensor: torch.empty_like(tensor, device="cpu"))
     return base
 

@@ -13,7 +13,7 @@ from headwater.trainer.callback import Callback, FitStart, StepEnd
 logger = logging.getLogger(__name__)
 
 _LEAST_STEPS = 3
-"""Shorter runs get no summary: without the first step, one or two steps say little."""
+"""Runs with fewer steps get no summary. The first step does not count, and one or two more say little."""
 _LEAST_SHARE = 0.05
 """A setting that would save a smaller share of the time is not named."""
 
@@ -32,7 +32,7 @@ class Advice:
 
 
 class BoundSummary(Callback):
-    """Logs one line at the end of the run: what it was bound by, and what would help most."""
+    """Logs one line at the end of the run: what limited its speed, and which setting would help most."""
 
     def __init__(self) -> None:
         self._plan: Plan | None = None

@@ -106,7 +106,7 @@ def _difference(tensor: Tensor, other: Tensor) -> str | None:
     """
     if other.shape != tensor.shape:
         return f"shapes {list(tensor.shape)} and {list(other.shape)}"
-    # Bits, not values: NaN is not equal to itself, and 0 is equal to -0.
+    # Bits are compared instead of values, because NaN is not equal to itself, and 0 is equal to -0.
     if tensor.dtype == other.dtype and torch.equal(_bits(tensor), _bits(other)):
         return None
     wide, other_wide = _wide(tensor), _wide(other)

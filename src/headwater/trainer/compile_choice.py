@@ -57,7 +57,7 @@ _PLAIN = (bool, int, float, str, type(None))
 def block_choice(
     init: SetupConfig, trainable: Trainable, plan: Plan, work: Workload, *, measure: bool
 ) -> Blocks:
-    """Return whether the blocks of a run are compiled.
+    """Return the choice for a run: compiled or eager blocks.
 
     Args:
         init: the params.
@@ -115,7 +115,7 @@ class _Run:
     def name(self, group: Sequence[int]) -> str:
         """Return the name of the block that is measured for a group.
 
-        It is the second one: inputs of the first may need no gradients, which is another computation.
+        This is the second block. Inputs of the first block may need no gradients, and then it computes less.
         """
         return self.plan.trace.stages[group[min(1, len(group) - 1)]].name
 

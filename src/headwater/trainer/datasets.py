@@ -173,7 +173,7 @@ def _gpt(config: GptDataConfig, model: DecoderConfig) -> Samples:
     from headwater.data.reader import open_samples
 
     sinks = [(each.sink_token_id, each.num_sink_tokens) for each in config.data_transforms]
-    # The smaller limit holds: the data may promise fewer ids than the model has.
+    # The smaller limit is used, because the data may have fewer ids than the model.
     sizes = [size for size in (config.vocab_size, model.vocab_size) if size is not None]
     found = [
         open_samples(
@@ -382,7 +382,7 @@ def _noised(images: Samples, config: LoaderSection, model: DiTConfig) -> Samples
     )
 
 
-# Each function imports its reader when it is called: readers of images need packages that others do not.
+# Each function imports its reader when it is called, because readers of images need further packages.
 _OPENERS: dict[type, tuple[type | tuple[type, ...], Callable[[Any, Any], Samples]]] = {
     GptDataConfig: (DecoderConfig, _gpt),
     TextClassificationDataConfig: (ClassifierConfig, _labelled_texts),

@@ -11,7 +11,7 @@ from headwater.trainer.job import Trainable
 from headwater.trainer.planning import plan_run, training_workload
 
 _FEW_SAMPLES = 2
-"""The batch size for checking shapes. With one sample, wrong broadcasts would go unnoticed."""
+"""The batch size for checking shapes. With a single sample, a wrong broadcast would not raise an error."""
 
 
 def validate_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> ValidateReport:

@@ -59,7 +59,7 @@ def open_engine(
         return calibrate(device, disk, budget=resources_of(init.backend).host_memory)
 
     def plan_steps() -> Plan:
-        # Without `said_if_long`: measuring and planning print what they are doing, for every command.
+        # `said_if_long` is not needed: measuring and planning print what they are doing, in every command.
         plan = plan_run(
             init,
             trainable,
@@ -72,7 +72,7 @@ def open_engine(
         )
         return dataclasses.replace(plan, blocks=block_choice(init, trainable, plan, work, measure=measured))
 
-    # First: `rates` measures the accelerator of this rank.
+    # This comes first, because `rates` measures the accelerator of this rank.
     take_accelerator(device, fabric, where=NUM_CSX)
     plan = fabric.agree(plan_steps, Plan)
     show(plan)

@@ -43,7 +43,7 @@ def evaluate(
     Args:
         engine: holds the weights.
         trainable: the model.
-        batches: one pass over the data; each of several ranks has its parts of the batches.
+        batches: one pass over the data. With several ranks, each rank has a part of each batch.
         max_batches: largest number of batches to evaluate.
         stop: called before each batch; the evaluation ends if it returns True.
 
@@ -74,7 +74,7 @@ def evaluate(
             count += 1
     finally:
         engine.model.train(training)
-    # All ranks gather, also those that stopped: ranks with data would wait for them.
+    # All ranks gather, even those that have stopped. Otherwise ranks with data would wait for them forever.
     if any(engine.fabric.gather(stopped)):
         return None
     # A rank has counted fewer batches if its part of the last one was empty.

@@ -28,7 +28,7 @@ def load_tasks(arguments: HarnessArguments) -> Tasks:
     try:
         from headwater.evaluation.tasks import Tasks
     except ModuleNotFoundError as error:
-        # Another module is missing: the advice below would not help.
+        # If another module is missing, the advice below would not help.
         if error.name is None or error.name.partition(".")[0] != "lm_eval":
             raise
         raise ConfigError(

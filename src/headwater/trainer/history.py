@@ -22,7 +22,7 @@ _MAX_LINE_BYTES = 4096
 
 _STEP_FIELDS = dataclasses.fields(StepEnd)
 
-# At most 15 digits: a damaged line must not turn into a number that floats cannot hold exactly.
+# At most 15 digits, so that a damaged line is never read as a number that floats cannot represent exactly.
 _STEP_LINE = re.compile(
     rb'\{"kind": "train", "step": (\d{1,15}), "loss": ([^,]+), "learning_rate": ([^,]+), '
     rb'"gradient_norm": ([^,]+), "applied": \w+, "loss_scale": [^,]+, "tokens": (\d{1,15}), '
@@ -178,7 +178,7 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
         record = record_of(line)
         if record is not None:
             yield record
-        # A line of zeros: the file had its new length on disk before its bytes.
+        # After a loss of power a line may be zeros: the disk had the file's new length, but not its bytes.
         elif line.endswith(b"\n") or b"\0" in line:
             damaged += 1
     if damaged:

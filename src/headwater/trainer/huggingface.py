@@ -72,7 +72,7 @@ def _pretrained(model: HuggingFaceModel) -> dict[str, Tensor]:
         return {}
     report = record_pretrained(model.hf, folder, strict=False)
     prefix = f"{model.hf.base_model_prefix}."
-    # Only a head may be missing: training for another task begins with a random one.
+    # Only a head may be missing, because training for another task begins with a random head.
     if lacking := [name for name in report.missing if name.startswith(prefix)]:
         raise CheckpointError(
             f"{len(lacking)} tensors of the model are missing: {_listed(lacking)}",

@@ -191,11 +191,11 @@ def _opened(
     length = check_length(model.max_position_embeddings, inference.max_length)
     init = config.init.model_copy(update={"model": model})
     trainable = dataclasses.replace(zoo_trainable(init, length), loss=largest)
-    # Rounded up: each rank plans memory for the largest part of a batch that any rank gets.
+    # Rounded up, because each rank plans memory for the largest part of a batch that any rank gets.
     batch_size = math.ceil(inference.batch_size / fabric.num_csx)
     work = Workload(batch_size, micro_batch_size=config.init.backend.micro_batch_size)
     if _has_library_weights(config, inference.checkpoint):
-        # Before the plan, which may be refused: an error about the weights says more.
+        # This comes before the plan, because an error about the weights says more than one about the plan.
         trainable.check_initial()
         opened = open_engine(init, trainable, work, disk_folder(init.backend), blank=False, fabric=fabric)
     else:

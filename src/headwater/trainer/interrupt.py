@@ -37,7 +37,7 @@ class Interrupt:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: request a stop; the second time, exit at once."""
-        # Not `requested`, which other ranks and the memory watch set too: this may be the first signal here.
+        # `requested` does not count signals: other ranks and the memory watch set it too.
         if self._heard:
             _say("stopped; the last complete checkpoint is intact")
             os._exit(EXIT_CODE)
@@ -45,7 +45,7 @@ class Interrupt:
         _say("stopping after this step; repeat the signal to stop at once")
 
     def handle_hangup(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGHUP: request a stop, however often the signal comes.
+        """Handle SIGHUP: request a stop. A second SIGHUP has no further effect.
 
         When a terminal closes, both the kernel and the shell send the signal.
         """
@@ -56,7 +56,8 @@ def _say(text: str) -> None:
     """Print a message on rank 0 only."""
     if not speaks_for_all():
         return
-    # A handler may interrupt a write to stderr, and a buffered stream must not be entered twice.
+    # A signal may interrupt a write to stderr, and a buffered stream cannot begin a write within a write. So
+    # this writes to the descriptor.
     with suppress(OSError):  # the terminal may be closed
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{text}\n".encode())
 

@@ -47,7 +47,7 @@ def make_callbacks(
     Raises:
         ConfigError: if the params name TensorBoard, but it is not installed.
     """
-    # The profiler first: the time of other callbacks does not belong to a step.
+    # The profiler comes first, because the time of other callbacks does not belong to a step.
     callbacks = make_op_profilers(init.profiles, run_dir.profile, console, fabric)
     if fabric.rank != 0:
         return callbacks
@@ -72,7 +72,7 @@ def make_callbacks(
             remedy="pip install 'headwater[plot]', or remove the logger",
         )
     callbacks += make_trackers(init, run_dir)
-    # After `History`, which completes its file when the run ends: the curve is drawn from this file.
+    # The curve comes after `History`: it is drawn from the file that `History` completes when the run ends.
     if _is_installed("matplotlib"):
         callbacks.append(LossCurve(run_dir.history, run_dir.loss_curve))
     return callbacks

@@ -207,7 +207,7 @@ class Trainer:
         )
         fabric = self._engine.fabric
         times = self._times(step.start_ns)
-        # On every rank, even without callbacks: all ranks take part in the exchange of `tokens`.
+        # Ranks without callbacks need this too, because all ranks take part in the exchange of `tokens`.
         event = StepEnd(
             step=update.step,
             loss=report.loss,
@@ -290,7 +290,7 @@ class Trainer:
             if found is None:
                 return
             events.append(ValidateEnd(self.state.step, index, found.loss, found.batches, norm, found.metrics))
-        # Only now: an evaluation that was stopped is made again when the run continues.
+        # An evaluation that was stopped is not recorded, so it is made again when the run continues.
         self.validation = events
         self.state = dataclasses.replace(self.state, validated_step=self.state.step)
         for event in events:

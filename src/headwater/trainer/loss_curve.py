@@ -33,7 +33,7 @@ class LossCurve(Callback):
     def on_fit_end(self) -> None:
         try:
             draw_loss_curve(self._history, self._path)
-        # All that matplotlib may raise: a picture must not turn a finished training into a failure.
+        # Any error of matplotlib is only a warning: a missing picture must not make a finished run fail.
         except (HeadwaterError, ImportError, ValueError, ArithmeticError) as error:
             logger.warning("the loss curve was not drawn; the checkpoints are complete: %s", error)
 
@@ -55,7 +55,7 @@ def draw_loss_curve(history: Path, path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    # In memory first: a reader of the file never sees half a picture.
+    # The picture is drawn in memory first, so that a reader of the file never sees half of it.
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     replace_file(path, picture.getvalue())

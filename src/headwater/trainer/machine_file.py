@@ -29,7 +29,7 @@ def write_machine(path: Path, rates: Calibration, free: Resources, device: str) 
         ConfigError: if the file exists or cannot be written.
     """
     try:
-        # "x": a cluster file may have been extended by hand, and is never overwritten.
+        # Mode "x" never overwrites a cluster file, because a user may have extended it by hand.
         with path.open("x", encoding="utf-8") as file:
             yaml.safe_dump(machine_document(rates, free, device), file, sort_keys=False)
     except OSError as error:

@@ -17,11 +17,11 @@ from headwater.plan.machine import held_bytes
 from headwater.trainer.interrupt import Interrupt
 
 _INTERVAL_S = 0.25
-"""Seconds between two looks. Memory can fill up within a second."""
+"""Seconds between two checks. Memory can fill up within a second."""
 _LEAST_SHARE, _LEAST_BYTES, _MOST_BYTES = 0.03, 16 * MIB, 256 * MIB
-"""Memory is short below this share of the limit, but at least and at most below these bytes."""
+"""Memory is short if less than this share of the limit is free; the smallest and largest such threshold."""
 _TOLERANCE = 1.03
-"""A warning is given if a run takes more than this many times its memory budget."""
+"""A run that takes more than this many times its memory budget gets a warning."""
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ def find_metrics(owner: object) -> dict[str, Metric]:
     found: dict[str, Metric] = {}
     for attribute, value in vars(owner).items():
         for metric in _metrics_in(value):
-            # Not `in`: torchmetrics defines `==` as a new metric.
+            # `in` would use `==`, for which torchmetrics returns a new metric.
             if any(metric is known for known in found.values()):
                 continue
             name = str(vars(metric).get("name") or attribute)
@@ -64,7 +64,7 @@ def metric_values(metrics: Mapping[str, Metric], fabric: Fabric = ALONE) -> dict
     """
     values: dict[str, float] = {}
     for name, metric in metrics.items():
-        # All ranks compute the value or none does: torchmetrics then exchanges the states of all ranks.
+        # All ranks must make the same choice: in `compute` torchmetrics exchanges the states of all ranks.
         if any(fabric.gather(metric.update_count)):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The ``compute`` method")  # this rank may have no batch

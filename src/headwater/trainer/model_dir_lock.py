@@ -40,9 +40,9 @@ class ModelDirLock:
         check_place(self._path, expected="a file")
         with disk_errors(self._path):
             make_folder(self._model_dir)
-            # Not truncated: the file names the run that holds the lock.
+            # The file is not truncated, because it names the run that holds the lock.
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        # Also if the disk is full: a process that lives on would hold the lock until its end.
+        # This is also needed if the disk is full: otherwise this process would hold the lock until it ends.
         with on_failure(lambda: os.close(self._fd)):
             self._take()
             recover(self._model_dir)
@@ -64,7 +64,7 @@ class ModelDirLock:
             os.pwrite(self._fd, _this_process().encode(), 0)
 
     def __exit__(self, *exception: object) -> None:
-        # The file stays: if it were removed, a run that has opened it would lock a file without a name.
+        # The file is not removed: a run that has already opened it would then lock a file without a name.
         os.close(self._fd)
 
 

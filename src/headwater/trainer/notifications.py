@@ -220,7 +220,7 @@ def url_of(config: NotificationConfig) -> str:
             remedy=_remedy(config, variable),
         )
     if not found.startswith(("http://", "https://")):
-        # Without the text: it may be a secret.
+        # The error does not show the text, because it may be a secret.
         raise ConfigError("expected a URL that begins with http:// or https://", where=variable)
     return found
 

@@ -28,7 +28,7 @@ _WHERE = "OpProfiler"
 class OpProfiler(Callback):
     """Profiles the steps from `start_step` to `end_step`, both included, and writes the profile to a folder.
 
-    Modules are timed during these steps alone. The results of the training do not change. This callback
+    Modules are timed only during these steps. The results of the training do not change. This callback
     runs before all others, because their time does not belong to a step. All ranks have this callback; after
     the last profiled step they send their times to rank 0, which prints and writes them.
 
@@ -97,7 +97,7 @@ class OpProfiler(Callback):
             )
 
     def on_step_end(self, event: StepEnd) -> None:
-        # First: the work of this callback does not belong to the step.
+        # This comes first, because the work of this callback does not belong to the step.
         end = perf_counter_ns()
         if self._taken is not None:
             self._taken.add_step(event.step, end - int(1e9 * event.step_s), end)
@@ -108,12 +108,12 @@ class OpProfiler(Callback):
     def on_fit_end(self) -> None:
         if self._taken is None:
             return
-        # The run was stopped or has failed. Other ranks may have ended, so none is asked for its times.
+        # The run was stopped or has failed. Other ranks may have ended, so their times are not requested.
         if self._fabric.rank != 0 or not self._taken.has_steps:
             self._taken.close()
             return
         if self._fabric.size > 1:
-            logger.warning("the run ends before the last profiled step: the profile is that of rank 0 alone")
+            logger.warning("the run ends before the last profiled step: the profile contains only rank 0")
         self._finish(ALONE)
 
     def _finish(self, fabric: Fabric) -> None:
@@ -139,7 +139,7 @@ def make_op_profilers(
             depth=config.depth,
             operators=config.operators,
         )
-        # In this order: a profile that ends with a step makes way for one that begins with the next.
+        # Sorted by steps, so that a profile ends with a step before another one begins with the next step.
         for config in sorted(configs, key=lambda config: config.start_step)
     ]
 

@@ -31,7 +31,7 @@ def options_by_name(job: Job) -> Callable[[int], Options] | None:
         ConfigError: if a trained parameter has no learning rate.
     """
     init = job.init
-    # The usual case: one rate for all costs no call for each parameter.
+    # Usually all parameters have the same rate. Then no function is called for each parameter.
     if all(entry.option == "lr" and not entry.tags for entry in init.schedulers):
         return None
     rate = init.optimizer.arguments.learning_rate

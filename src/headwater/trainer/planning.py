@@ -52,7 +52,7 @@ class Workload:
         micro_batch_size: samples computed at once; the plan chooses it if not given.
         data_workers: processes of a rank that read data.
         steps: steps of the run; `None` if unknown.
-        compiled: whether blocks are compiled in the run that is continued; `None` if it does not say.
+        compiled: True if the continued run has compiled blocks; `None` if its checkpoint does not say.
     """
 
     batch_size: int
@@ -81,10 +81,10 @@ def training_workload(
         data_workers: processes of a rank that read data.
     """
     size = fixed_micro_batch_size(init, batch_size)
-    # Such a loss cannot be put together from those of micro-batches.
+    # Such a loss cannot be computed from the losses of micro-batches.
     if size is None and not trainable.divisible:
         size = batch_size
-    # Another size would sum gradients in another order, and the results would differ.
+    # With another size gradients would be summed in another order, and the results would differ.
     if size is None and resumed_micro_batch_size and batch_size % resumed_micro_batch_size == 0:
         size = resumed_micro_batch_size
     return Workload(batch_size, optimizer_of(init, trainable), size, data_workers)
@@ -325,5 +325,5 @@ def _blank(trainable: Trainable, spec: ParamSpec) -> torch.Tensor:
     """Return zeros, or the initial value of a parameter that a checkpoint may lack."""
     if trainable.initial is not None and MAY_BE_MISSING in trainable.pretrained_names(spec.name):
         return trainable.initial(spec)
-    # One element in memory, whatever the size of the parameter.
+    # This takes the memory of one element, whatever the size of the parameter.
     return torch.zeros(()).expand(spec.shape)

@@ -55,7 +55,7 @@ def import_weights(config: RunConfig, readers: Mapping[str, Callable[[], torch.T
             )
         return value
 
-    # Not from a plan: a checkpoint does not depend on it, and another machine may train the model.
+    # No plan is needed: a checkpoint does not depend on it, and another machine may train the model.
     stages = find_stages(trainable.model, init.precision.precision).stages
     state = RunState(0, LossScale.of(init.precision.precision))
     rule = UpdateRule(optimizer_of(init, trainable))

@@ -11,7 +11,7 @@ from headwater.trainer.bars import make_bar
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 
 _RATE_SMOOTHING = 0.9
-"""Weight of earlier steps in the rate that is shown: one slow step must not change the time left much."""
+"""Weight of earlier steps in the rate that is shown, so that one slow step hardly changes the time left."""
 
 
 class ProgressBar(Callback):

@@ -27,7 +27,7 @@ def launch(placement: Placement, command: Sequence[str], *, max_restarts: int, i
     Args:
         placement: number of compute ranks and store ranks.
         command: arguments of the interpreter.
-        max_restarts: how often all ranks are started again after one was lost.
+        max_restarts: how many times all ranks are started again after a rank was lost.
         in_place: replace this process by the launcher, instead of returning.
 
     Returns:
@@ -48,7 +48,7 @@ def program_and_params(config: RunConfig) -> dict[str, str]:
 
 def keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield every key and value. Paths are replaced by one text, because they may differ between hosts."""
-    # An empty one is a value too: ranks that differ in it alone differ.
+    # An empty mapping or list is yielded too, because ranks may differ only in such a value.
     if isinstance(tree, dict | list | tuple) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from keys_of(value, f"{name}.{key}" if name else str(key))

@@ -104,7 +104,7 @@ class RunDir:
         Raises:
             RunError: if a folder has the name of a file.
         """
-        # All of them now: a run that has trained for days must not fail when it writes the last one.
+        # All files are checked now: a run of days must not fail when it writes its last file.
         for path in (
             self.params,
             self.plan,
@@ -133,7 +133,7 @@ class RunDir:
     def write_plan(self, plan: Plan) -> None:
         """Write the plan as `headwater plan` prints it."""
         text = io.StringIO()
-        # A file has no width; in fewer columns the tables would break names.
+        # A file has no width. With few columns the tables would break names into several lines.
         Console(file=text, width=120).print(render_plan(plan))
         replace_file(self.plan, text.getvalue().encode())
 
@@ -173,7 +173,7 @@ class RunDir:
             A model section that names the copies.
         """
         source = model.hf / CONFIG_FILE
-        # A run that continues names its own copy, which must not be copied onto itself.
+        # A run that continues uses its copy of the model. Such a copy must not be copied onto itself.
         if source.resolve() != self.model_config.resolve():
             copy_file(source, self.model_config)
             self.keep_files_of(model.hf)

@@ -82,8 +82,8 @@ def fit(
     """
     cluster = config.init.backend.cluster_config
     fabric = join(cluster.rank_timeout_s, cluster.num_memx)
-    # Before the data: ranks with different params would fail in a later comparison, which names a consequence
-    # and not the cause.
+    # This comes before the data: with different params a later comparison would fail too, but its error would
+    # name a consequence instead of the cause.
     if fabric.size > 1:
         check_alike(fabric, program_and_params(config))
     job = zoo_job(config, fabric)
@@ -138,10 +138,10 @@ def fit_job(
                 start.run_state(engine),
                 checkpoints=checkpoints,
                 callbacks=[*make_callbacks(init, run_dir, console, fabric), *job.callbacks],
-                # Another run's checkpoint is written again, so that this model_dir has the step too.
+                # A checkpoint of another run is written again, so that this model_dir has it too.
                 saved_step=start.step if start.own and start.state else None,
             )
-            # After the start has been loaded: a run that cannot start leaves the files of the run before.
+            # The start is loaded now. A run that cannot start must not change files of an earlier run.
             if leads:
                 job.write(run_dir)
             first_step = trainer.state.step
@@ -168,7 +168,7 @@ def _started(
     strict = not init.checkpoint.disable_strict_checkpoint_loading
 
     def check_and_show(plan: Plan, start: Start) -> None:
-        # Before the plan is shown, and before memory is allocated for weights that would be refused.
+        # Weights of another model are refused before the plan is shown and memory is allocated.
         start.check(
             trainable.model,
             plan.trace.stages,
@@ -222,7 +222,7 @@ def _announce(trainer: Trainer, start: Start, checkpoints: CheckpointManager) ->
             if trainer.leads:
                 start.warn_of_other_attention(trainer.plan)
     first_step = trainer.state.step
-    # A run with no step to do computes none again, so later checkpoints keep their names.
+    # A run that has already reached its end does not repeat a step, so later checkpoints keep their names.
     if first_step < trainer.end_step and trainer.leads:
         for path in checkpoints.set_aside(first_step, start.path):
             logger.warning("this run starts at an earlier step, so a later one was set aside: %s", path)

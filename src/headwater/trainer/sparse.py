@@ -57,7 +57,7 @@ class SparseTraining:
             step: number of the step, from 1.
         """
         gradients = self._store.gradients
-        # First: before that, gradients of other ranks are missing in the sums.
+        # This comes first: without it, the sums lack the gradients of other ranks.
         gradients.complete()
         changing = self._sparsifier.changing(step)
         if changing:

@@ -100,7 +100,7 @@ class Start:
         Raises:
             CheckpointError: if it is.
         """
-        # Damage is left to `load`, after which another checkpoint of the run may be chosen.
+        # `load` reports damage, because another checkpoint of the run may be chosen after it.
         with contextlib.suppress(CorruptError):
             if self.path is not None:
                 checkpoints.check_model(
