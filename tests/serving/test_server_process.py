@@ -37,7 +37,8 @@ def test_sigterm_finishes_requests_that_have_begun(folders):
         thread.join()
         with pytest.raises(httpx.ConnectError):
             ask(server.url)
-    assert (code, error) == (0, "")
+    progress = [line for line in error.splitlines() if line.endswith(" s so far)")]  # of a busy machine
+    assert (code, error.splitlines()) == (0, progress)
     assert answers[0].status_code == 200
     assert answers[0].json()["usage"]["completion_tokens"] > 0
 
