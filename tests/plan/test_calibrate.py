@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import torch
 
 from headwater.core.attention import attention_kernel_available
 from headwater.core.errors import ConfigError
+from headwater.core.units import MIB
 from headwater.plan import calibrate as module
 from headwater.plan import machine_cache, measuring, probes
 from headwater.plan.calibrate import Known
@@ -265,6 +267,7 @@ measuring.main()
 """
 
 MEASURES_ENDLESSLY = """
+import resource
 import subprocess
 from headwater.plan import measuring
 
@@ -386,3 +389,15 @@ def test_rates_with_and_without_the_kernel_of_attention_are_apart(tmp_path, mach
 def test_the_rate_of_the_kernel_is_measured_if_it_is_used():
     rates = measure("cpu", None).rates
     assert (rates.kernel_attention_flops_per_s is not None) == attention_kernel_available()
+
+
+def test_the_probe_of_new_pages_gets_new_ones_in_each_run():
+    found = {}
+    for name, probe in probes._new_pages().items():
+        probe.run()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        probe.run()
+        found[name] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    huge_page_bytes = 2 * MIB  # with them, there are fewer faults
+    assert found["new pages"] >= 64 * MIB // huge_page_bytes
+    assert found["old pages"] < found["new pages"] / 2

@@ -10,7 +10,7 @@ from headwater.core.units import MIB
 from headwater.plan.footprint import Footprint
 from headwater.plan.memory.activations import recomputable
 from headwater.plan.memory.slabs import minimum_slabs
-from headwater.plan.predict import USE_OVERHEAD_S, Predictor
+from headwater.plan.predict import OPERATOR_S, USE_OVERHEAD_S, Predictor
 from headwater.plan.types import Activations, Calibration, Plan, Resources
 
 RATES = Calibration(
@@ -119,6 +119,42 @@ def test_recomputing_trades_bytes_for_time():
     assert kept.host_parts["activations"] - recomputed.host_parts["activations"] >= 10 * saved
     again = sum(cost.flops for cost in trace.costs[1:]) / RATES.bf16_flops_per_s
     assert recomputed.step_s - kept.step_s == pytest.approx(again)
+
+
+def test_new_pages_take_time_where_the_allocator_returns_pages():
+    trace = gpt_trace()
+    costs = tuple(dataclasses.replace(cost, new_bytes=300, backward_new_bytes=500) for cost in trace.costs)
+    large = dataclasses.replace(trace, costs=costs)
+    rates = dataclasses.replace(RATES, new_bytes_per_s=100.0)
+    again = (Activations.RECOMPUTE,) * len(costs)
+
+    def added(plan, rates):
+        return predict(dataclasses.replace(plan, trace=large), rates).step_s - predict(plan, rates).step_s
+
+    near_budget = make(trace, budget=Resources(host_memory=1), prediction=predict(make(trace)))
+    assert added(near_budget, rates) == pytest.approx(8 * len(costs))
+    assert added(make(trace, activations=again), rates) == pytest.approx(11 * len(costs))
+    assert added(make(trace), rates) == 0  # pages are kept
+    assert added(make(trace, activations=again, device="cuda"), rates) == 0
+    assert added(near_budget, RATES) == 0  # not measured
+
+
+def test_calls_of_operators_take_time_on_a_cpu():
+    trace = gpt_trace()
+    costs = tuple(dataclasses.replace(cost, operators=7, backward_operators=11) for cost in trace.costs)
+    many = dataclasses.replace(trace, costs=costs)
+    for device, calls in (("cpu", 18 * len(costs)), ("cuda", 0)):
+        step_s = [predict(make(each, device=device)).step_parts["compute"] for each in (trace, many)]
+        assert step_s[1] - step_s[0] == pytest.approx(calls * OPERATOR_S)
+
+
+def test_sums_of_gradients_take_time_with_several_micro_batches():
+    trace = gpt_trace()
+    rates = dataclasses.replace(RATES, memory_bytes_per_s=1e3)
+    for count, moved in ((1, 0), (2, 2 * 2 + 3 * 4), (3, 3 * 2 + 5 * 4)):
+        plan = make(trace, num_micro_batches=count, in_place=True)
+        slow, fast = (predict(plan, each).step_parts["compute"] for each in (rates, RATES))
+        assert slow - fast == pytest.approx(moved * numel(trace) / 1e3)
 
 
 def test_disk_traffic_of_a_step_equals_the_sum_by_hand():

@@ -61,7 +61,7 @@ def test_a_forward_that_changes_weights_keeps_its_activations(trace):
             return y
 
     with torch.device("meta"):
-        model, x = nn.Sequential(Clamped(), Block()), torch.empty(ROWS, WIDTH)
+        model, x = nn.Sequential(Clamped(), *(Block() for _ in range(3))), torch.empty(ROWS, WIDTH)
     written = trace_step(model, x, loss_function=lambda model, x: model(x).mean())
     assert all(cost.cheap_bytes for cost in written.costs)
     assert set(planned(written, activations=Activations.SELECTIVE).activations) == {Activations.KEEP}

@@ -23,6 +23,21 @@ def test_operators_count_for_the_current_stage():
     assert cost_of(costs, 0).flops == 0
 
 
+def test_large_new_tensors_count_once_and_results_in_arguments_do_not():
+    costs, large = StageCosts(1, inference=False), torch.zeros(1 << 20)
+    add, add_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+    costs.add(add, (large, large), {}, large + large)
+    costs.add(add_, (large, large), {}, large)
+    costs.add(torch.ops.aten.add.out, (large, large), {"out": large}, large)
+    costs.add(VIEW, (large, [-1]), {}, large.view(-1))
+    costs.add(RELU, (large[:9],), {}, large[:9].relu())
+    costs.in_backward = True
+    costs.add(add, (large, large), {}, large + large)
+    cost = cost_of(costs)
+    assert (cost.new_bytes, cost.backward_new_bytes) == (large.nbytes, large.nbytes)
+    assert (cost.operators, cost.backward_operators) == (5, 1)
+
+
 def test_transient_bytes_are_those_of_the_largest_result_and_not_of_views():
     costs, tensor = StageCosts(1, inference=False), torch.zeros(6)
     costs.add(RELU, (tensor,), {}, tensor.relu())

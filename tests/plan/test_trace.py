@@ -192,6 +192,21 @@ def test_saved_bytes_of_a_block_are_its_storages_also_if_views_share_one(samples
     assert cost.saved_bytes == pytest.approx(bytes_kept_by_block(model, batch, precision), rel=0.01)
 
 
+def test_new_bytes_are_those_of_the_large_tensors_that_torch_allocates():
+    layers = [nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512), nn.ReLU(inplace=True)]
+    model, x = nn.Sequential(*layers), torch.randn(1024, 512)
+    cost = [cost for cost in trace_step(model, x, loss_function=mean).costs if cost.flops]
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
+        mean(model, x).backward()
+    events = run.profiler.kineto_results.events()
+    allocated = sum(
+        event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() >= 1 << 20
+    )
+    counted = sum(each.new_bytes + each.backward_new_bytes for each in cost)
+    assert counted == pytest.approx(allocated, rel=0.05)
+
+
 def test_stages_are_used_in_the_order_of_the_forward():
     trace = trace_gpt(layers=3)
     name = {stage.index: stage.name for stage in trace.stages}

@@ -16,7 +16,9 @@ PAGE_BYTES = 4096
 """The multiple that direct disk transfers need for buffer address, file offset and length, in bytes."""
 
 _HUGE_PAGE_BYTES = 2 << 20
-_LARGE_BLOCK_BYTES = 1 << 20
+LARGE_BLOCK_BYTES = 1 << 20
+"""Blocks of at least this size are returned to the system at once, if `tune_allocator` was told not to keep
+them."""
 _OWN_PAGES_BYTES = 32 << 20
 _MADV_DONTFORK, _MADV_DOFORK, _MADV_HUGEPAGE = 10, 11, 14
 
@@ -95,7 +97,7 @@ def tune_allocator(*, keep: bool) -> bool:
     if mallopt is None:
         return False
     # The largest value that `mallopt` takes.
-    threshold = 2**31 - 1 if keep else _LARGE_BLOCK_BYTES
+    threshold = 2**31 - 1 if keep else LARGE_BLOCK_BYTES
     trim_threshold, mmap_threshold = -1, -3
     return bool(mallopt(mmap_threshold, threshold)) and bool(mallopt(trim_threshold, threshold))
 

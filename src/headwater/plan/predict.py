@@ -29,6 +29,9 @@ _NOMINAL_LINK, _NOMINAL_READ, _NOMINAL_WRITE = 12 * GIB, 2 * GIB, 1 * GIB  # byt
 USE_OVERHEAD_S = 1e-4
 """Time of hooks and bookkeeping for each use of a stage."""
 
+OPERATOR_S = 1.5e-5
+"""Time of a CPU for each operator beside its arithmetic: Python, autograd and the call. See docs/log.md."""
+
 _DEVICE_UPDATE_PASSES = 3.5
 """Bytes that the kernels of an update on a device read and write, for each byte that the update needs."""
 
@@ -90,18 +93,26 @@ class Predictor:
             products = flops - attention - kernel
             return products / products_per_s + attention / attention_per_s + kernel / kernel_per_s
 
+        new_bytes_per_s = self._rates.new_bytes_per_s if plan.returns_pages else None
+
+        def system_s(operators: int, new_bytes: int) -> float:
+            calls = OPERATOR_S * operators if plan.device == "cpu" else 0.0
+            return calls + (0.0 if new_bytes_per_s is None else new_bytes / new_bytes_per_s)
+
         stages = []
         for cost, policy in zip(trace.costs, plan.activations, strict=True):
             others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
             forward = flops_s(cost.flops, cost.attention_flops, cost.kernel_attention_flops)
-            forward += _FORWARD_SHARE * others
+            forward += _FORWARD_SHARE * others + system_s(cost.operators, cost.new_bytes)
             backward = flops_s(
                 cost.backward_flops, cost.backward_attention_flops, cost.backward_kernel_attention_flops
             )
             backward += (1 - _FORWARD_SHARE) * others
+            backward += system_s(cost.backward_operators, cost.backward_new_bytes)
             backward += forward if policy.is_recomputed else 0.0
             if policy is Activations.SELECTIVE:
                 backward += _FORWARD_SHARE * cost.again_bytes / saved_bytes_per_s
+                backward += system_s(0, cost.again_bytes)
             stages.append(StageSeconds(forward, 0.0 if trace.inference else backward))
         return stages
 
@@ -179,7 +190,18 @@ class Predictor:
         stages, overhead = self.stage_seconds(plan), USE_OVERHEAD_S * len(self.footprint.trace.uses)
         forward = overhead + sum(stage.forward for stage in stages)
         backward = self._backward_s(plan)
-        return Phases(forward, plan.num_micro_batches * (forward + backward) - forward)
+        rest = plan.num_micro_batches * (forward + backward) - forward
+        return Phases(forward, rest + self._sums_s(plan))
+
+    def _sums_s(self, plan: Plan) -> float:
+        """Return the seconds in which CPU cores add the gradients of several micro-batches."""
+        count = plan.num_micro_batches
+        if plan.device != "cpu" or plan.trace.inference or count == 1:
+            return 0.0
+        trained = self._updated(())
+        gradients, sums = sum(s.gradient for s in trained), sum(s.gradient_sum for s in trained)
+        # The first gradients become the sums. All later additions read the sums and write them.
+        return (count * gradients + (2 * count - 1) * sums) / self._rates.memory_bytes_per_s
 
     def _backward_s(self, plan: Plan) -> float:
         """Return the seconds of the backward of one micro-batch."""

@@ -45,6 +45,7 @@ _SLOW_ATTENTION_SHAPE = (1, 2, 128, 32)
 """Small shapes, for a dtype that the processor only emulates, such as fp16 on most CPUs."""
 _SLOW_S = 1.0
 _COPY_BYTES = 64 * MIB
+_NEW_TENSORS, _NEW_TENSOR_BYTES = 16, 4 * MIB
 _ADAMW_PARAMS, _DEVICE_ADAMW_PARAMS = 4 * MIB, 32 * MIB
 """With a GPU the updates run in host memory beside it, on a server whose cache may hold 64 MiB."""
 _DISK_BYTES, _DISK_CHUNK_BYTES, _DISK_WORKERS = 64 * MIB, 4 * MIB, 4
@@ -168,8 +169,7 @@ def measure(device: str, folder: Path | None) -> Measurement:
             probes[f"attention {name}"] = _attention(device, dtype, sizes[name].attention, "torch")
         if device == "cpu" and attention_kernel_available():
             probes[_KERNEL] = _attention(device, torch.bfloat16, sizes["bf16"].attention, "auto")
-        if device != "cpu":
-            probes["link"] = _link(device)
+        probes |= _new_pages() if device == "cpu" else {"link": _link(device)}
         timing = time_probes(probes, device)
     rates = _rates(timing.best_s, blocks, sizes, updates.moved_bytes)
     return Measurement(rates, timing.best_s["quick"], timing.cpu_share)
@@ -233,12 +233,21 @@ def _rates(
         bf16_attention_flops_per_s=attention["bf16"],
         fp16_attention_flops_per_s=attention["fp16"],
         kernel_attention_flops_per_s=_kernel_rate(best_s, sizes["bf16"]),
+        new_bytes_per_s=_new_bytes_rate(best_s),
     )
 
 
 def _kernel_rate(best_s: Mapping[str, float], sizes: _Sizes) -> float | None:
     seconds = best_s.get(_KERNEL)
     return None if seconds is None else _attention_flops(sizes.attention) / seconds
+
+
+def _new_bytes_rate(best_s: Mapping[str, float]) -> float | None:
+    if "new pages" not in best_s:
+        return None
+    # If new pages take hardly longer than old ones, the difference is only noise.
+    seconds = max(best_s["new pages"] - best_s["old pages"], 0.05 * best_s["new pages"])
+    return _NEW_TENSORS * _NEW_TENSOR_BYTES / seconds
 
 
 def _flops(shape: tuple[int, int, int]) -> int:
@@ -337,6 +346,26 @@ def _copy(device: str) -> Probe:
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Probe(lambda: target.copy_(source), on_cores=device == "cpu")
+
+
+def _new_pages() -> dict[str, Probe]:
+    """Return probes that fill tensors in new pages of the system, and one old tensor as often."""
+
+    def new() -> Tensor:
+        # A mapping, as malloc makes it for a large block if it returns pages. Here it might keep them.
+        return torch.frombuffer(mmap.mmap(-1, _NEW_TENSOR_BYTES), dtype=torch.uint8)
+
+    old = new()
+
+    def fill_new() -> None:
+        for _ in range(_NEW_TENSORS):
+            new().fill_(1)
+
+    def fill_old() -> None:
+        for _ in range(_NEW_TENSORS):
+            old.fill_(1)
+
+    return {"new pages": Probe(fill_new, on_cores=False), "old pages": Probe(fill_old, on_cores=False)}
 
 
 def _link(device: str) -> Probe:

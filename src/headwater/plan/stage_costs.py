@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch.utils._pytree import tree_leaves
 
+from headwater.core.buffers import LARGE_BLOCK_BYTES
 from headwater.plan.alive import AliveTensors, held_bytes, memory_key, num_bytes
 from headwater.plan.operator_flops import operator_flops, temporary_bytes
 from headwater.plan.recipes import Recipes
@@ -31,6 +32,10 @@ class _Cost:
     backward_kernel_attention_flops: int = 0
     cheap_bytes: int = 0
     again_bytes: int = 0
+    new_bytes: int = 0
+    backward_new_bytes: int = 0
+    operators: int = 0
+    backward_operators: int = 0
 
 
 @final
@@ -122,13 +127,18 @@ class StageCosts:
         cost = self._costs[self.current]
         cost.transient_bytes = max(cost.transient_bytes, self._bytes_beside(func, args, out))
         flops = operator_flops(func, args, kwargs, out)
+        new_bytes = _new_bytes(func, (args, kwargs), out)
         if self.in_backward:
+            cost.backward_new_bytes += new_bytes
+            cost.backward_operators += 1
             cost.backward_flops += flops.whole
             cost.backward_attention_flops += flops.attention
             cost.backward_kernel_attention_flops += flops.kernel_attention
         else:
             if self._depth:
                 self._recipes.note(func, args, kwargs, out)
+            cost.new_bytes += new_bytes
+            cost.operators += 1
             cost.flops += flops.whole
             cost.attention_flops += flops.attention
             cost.kernel_attention_flops += flops.kernel_attention
@@ -165,6 +175,21 @@ class StageCosts:
 def operands(tree: Any) -> Sequence[torch.Tensor]:
     """Return the tensors among an operator's arguments or results."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _new_bytes(func: Any, given: Any, out: Any) -> int:
+    """Return the bytes of the storages that an operator allocates for its results, small ones not counted."""
+    if func.is_view:
+        return 0
+    made = {
+        memory_key(tensor): size
+        for tensor in operands(out)
+        if (size := held_bytes(tensor)) >= LARGE_BLOCK_BYTES
+    }
+    # Only for large results: a dry run has many operators.
+    for tensor in operands(given) if made else ():
+        made.pop(memory_key(tensor), None)  # the operator has written to one of its arguments
+    return sum(made.values())
 
 
 def _set_current(reference: weakref.ref[StageCosts], stage: int, gradient: torch.Tensor) -> None:

@@ -60,6 +60,11 @@ class StageCost:
         backward_kernel_attention_flops: the part of `backward_flops` in that kernel.
         cheap_bytes: the part of `saved_bytes` that cheap operators can compute again from the rest.
         again_bytes: bytes of all values that these operators compute.
+        new_bytes: bytes of the large tensors that the operators of the forward allocate. An allocator that
+            returns pages gets new ones for each of them.
+        backward_new_bytes: those of the backward, recomputation not counted.
+        operators: number of operators of the forward, views included.
+        backward_operators: those of the backward, recomputation not counted.
     """
 
     flops: int
@@ -75,6 +80,10 @@ class StageCost:
     backward_kernel_attention_flops: int = 0
     cheap_bytes: int = 0
     again_bytes: int = 0
+    new_bytes: int = 0
+    backward_new_bytes: int = 0
+    operators: int = 0
+    backward_operators: int = 0
 
 
 class Phase(enum.Enum):
@@ -209,6 +218,8 @@ class Calibration:
             `None`.
         kernel_attention_flops_per_s: the package's kernel of attention in bf16 (`core.attention`), forward
             and backward; `None` if this machine does not use it.
+        new_bytes_per_s: bytes of new pages that the cores get from the system, clear and return; `None` if it
+            was not measured. Pages then cost no time.
     """
 
     fp32_flops_per_s: float
@@ -226,6 +237,7 @@ class Calibration:
     bf16_attention_flops_per_s: float | None = None
     fp16_attention_flops_per_s: float | None = None
     kernel_attention_flops_per_s: float | None = None
+    new_bytes_per_s: float | None = None
 
     def flops_per_s(self, precision: PrecisionName) -> float:
         """Floating-point operations per second of matrix products in `precision`."""
@@ -478,6 +490,11 @@ class Plan:
     def shares_slabs(self) -> bool:
         """True if the ranks of a host share slabs; see `shares_slabs`."""
         return shares_slabs(self.tier, self.device)
+
+    @property
+    def returns_pages(self) -> bool:
+        """True if the allocator returns pages of freed tensors, so that a large tensor gets new ones."""
+        return self.device == "cpu" and not self.memory_is_ample
 
     @property
     def memory_is_ample(self) -> bool:
