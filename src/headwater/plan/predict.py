@@ -100,7 +100,8 @@ class Predictor:
             return calls + (0.0 if new_bytes_per_s is None else new_bytes / new_bytes_per_s)
 
         stages = []
-        for cost, policy in zip(trace.costs, plan.activations, strict=True):
+        costs = zip(trace.costs, plan.activations, self.footprint.stages, strict=True)
+        for cost, policy, held in costs:
             others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
             forward = flops_s(cost.flops, cost.attention_flops, cost.kernel_attention_flops)
             forward += _FORWARD_SHARE * others + system_s(cost.operators, cost.new_bytes)
@@ -113,8 +114,18 @@ class Predictor:
             if policy is Activations.SELECTIVE:
                 backward += _FORWARD_SHARE * cost.again_bytes / saved_bytes_per_s
                 backward += system_s(0, cost.again_bytes)
+            backward += self._sum_s(plan, held)
             stages.append(StageSeconds(forward, 0.0 if trace.inference else backward))
         return stages
+
+    def _sum_s(self, plan: Plan, stage: StageBytes) -> float:
+        """Return the seconds in which cores add a stage's gradients of one of several micro-batches."""
+        count = plan.num_micro_batches
+        if plan.device != "cpu" or count == 1 or self.footprint.gradients.sums_stay or not stage.trained:
+            return 0.0
+        # The first gradients become the sums. All later additions read the sums and write them.
+        moved = stage.gradient + (2 - 1 / count) * stage.gradient_sum
+        return moved / self._rates.memory_bytes_per_s
 
     def update_s(self, stage: StageBytes) -> float:
         """Return the seconds of the update of one stage; 0 if it is not trained."""
@@ -190,18 +201,7 @@ class Predictor:
         stages, overhead = self.stage_seconds(plan), USE_OVERHEAD_S * len(self.footprint.trace.uses)
         forward = overhead + sum(stage.forward for stage in stages)
         backward = self._backward_s(plan)
-        rest = plan.num_micro_batches * (forward + backward) - forward
-        return Phases(forward, rest + self._sums_s(plan))
-
-    def _sums_s(self, plan: Plan) -> float:
-        """Return the seconds in which CPU cores add the gradients of several micro-batches."""
-        count = plan.num_micro_batches
-        if plan.device != "cpu" or plan.trace.inference or count == 1:
-            return 0.0
-        trained = self._updated(())
-        gradients, sums = sum(s.gradient for s in trained), sum(s.gradient_sum for s in trained)
-        # The first gradients become the sums. All later additions read the sums and write them.
-        return (count * gradients + (2 * count - 1) * sums) / self._rates.memory_bytes_per_s
+        return Phases(forward, plan.num_micro_batches * (forward + backward) - forward)
 
     def _backward_s(self, plan: Plan) -> float:
         """Return the seconds of the backward of one micro-batch."""
