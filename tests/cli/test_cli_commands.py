@@ -80,7 +80,7 @@ def test_generate_continues_the_prompt(headwater, trained):
     assert headwater(*words, "--seed", 2)[1] != out
 
 
-def test_generate_prints_the_continuation_alone_and_repeats_nothing(headwater, trained):
+def test_generate_prints_only_the_continuation_and_repeats_no_token(headwater, trained):
     words = ("generate", "--model_dir", trained, "--prompt", "Pip", "--max_new_tokens", 12, "--no-do_sample")
     full, alone = (headwater(*words, *more)[1] for more in ((), ("--no-return_full_text",)))
     assert full == f"Pip{alone}"

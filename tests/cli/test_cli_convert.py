@@ -99,7 +99,7 @@ def test_errors_of_convert(tmp_path, llama, capsys, arguments, options, message)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unknown_tensor_is_named_with_the_nearest_known_one(tmp_path, llama, capsys):
+def test_the_error_for_an_unknown_tensor_names_the_nearest_known_tensor(tmp_path, llama, capsys):
     path = llama / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_projj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].clone()

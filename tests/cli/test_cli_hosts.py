@@ -84,7 +84,7 @@ def on_disk(folder):
     return ("--trainer.init.backend.tier=disk", f"--disk={folder}/disk")
 
 
-def test_disks_of_two_hosts_give_the_same_bits_after_a_rank_was_killed_too(
+def test_two_hosts_with_disks_give_the_same_bits_even_after_a_rank_was_killed(
     headwater, params, alone, tmp_path
 ):
     folder = tmp_path / "hosts"

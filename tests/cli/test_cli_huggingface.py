@@ -212,7 +212,7 @@ def test_run_from_pretrained_weights_continues_without_their_folder(
     assert output.strip("\n") == tokenizer.decode(written[0].tolist())
 
 
-def test_random_weights_from_a_config_alone_are_the_same_in_every_tier(
+def test_random_weights_of_a_folder_with_only_a_config_are_the_same_in_every_tier(
     headwater, library_params, pretrained, tmp_path
 ):
     folder = tmp_path / "config"

@@ -250,7 +250,7 @@ def test_a_worker_outlives_errors_of_single_connections():
     assert listener.errors == []
 
 
-def test_which_workers_a_rank_uses():
+def test_input_workers_of_each_rank():
     workers = [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
     assert workers_of_rank(workers, 0, 2, None) == (workers, 2)
     assert workers_of_rank(workers, 1, 2, None) == ([*workers[2:], *workers[:2]], 2)

@@ -36,7 +36,7 @@ def assert_same_run(run, other):
     assert_same_checkpoint(run / "checkpoint_6", other / "checkpoint_6")
 
 
-def test_a_run_that_continues_with_another_kernel_of_attention_says_so(headwater, params, tmp_path):
+def test_a_run_that_continues_with_another_attention_kernel_warns(headwater, params, tmp_path):
     whole = ("--trainer.init.model.dropout_rate=0", "--trainer.init.precision.enabled=true")
     command = ("fit", params, *whole)
     by_torch = (*command, "--trainer.init.backend.attention=torch")
@@ -121,7 +121,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(headwater, p
     assert_same_run(run, undisturbed)
 
 
-def test_two_ranks_pass_over_a_checkpoint_in_which_one_of_them_finds_damage(headwater, params, tmp_path, two):
+def test_two_ranks_skip_a_checkpoint_if_one_rank_finds_damage(headwater, params, tmp_path, two):
     run = shutil.copytree(two, tmp_path / "run")
     flip_byte(run / "checkpoint_6" / "optimizer_0001.safetensors")
     assert headwater("fit", params, "--num_csx=2")[0] == 0

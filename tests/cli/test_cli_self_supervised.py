@@ -160,7 +160,7 @@ def test_a_self_supervised_run_resumes(headwater, tmp_path, model, data):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
-def test_two_ranks_have_the_centers_and_teacher_of_one(headwater, tmp_path):
+def test_two_ranks_have_the_centers_and_the_teacher_of_a_single_rank(headwater, tmp_path):
     section = {**pictures(tmp_path / "data"), "batch_size": 4, "shuffle": True}
     disk = ("--trainer.init.backend.tier=disk", f"--disk={tmp_path / 'disk'}")
     runs = {"one": (), "two": ("--num_csx=2",), "store": ("--num_csx=2", "--num_memx=1", *disk)}

@@ -29,7 +29,7 @@ def zeros(model_dir, step):
     return {name: (value == 0) for name, value in weights.items() if "blocks" in name and value.dim() == 2}
 
 
-def test_a_resumed_run_has_the_masks_of_an_undisturbed_one(headwater, sparse_params, tmp_path):
+def test_a_resumed_run_has_the_masks_of_an_uninterrupted_run(headwater, sparse_params, tmp_path):
     assert headwater("fit", sparse_params)[0] == 0
     other = f"--trainer.init.model_dir={tmp_path / 'other'}"
     assert headwater("fit", sparse_params, other, "--trainer.init.loop.max_steps=3")[0] == 0

@@ -48,7 +48,7 @@ def not_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_a_run_says_what_it_waits_for(headwater, params, at_once, not_measured):
+def test_a_run_logs_what_it_waits_for(headwater, params, at_once, not_measured):
     code, out, _ = headwater("fit", params, "--max_steps=3")
     assert code == 0
     said = [line for line in out.splitlines() if line.endswith("…")]

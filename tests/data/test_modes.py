@@ -121,7 +121,7 @@ def test_conversation_equals_the_template_of_transformers(tokenizer, tmp_path, s
     assert row[1].tolist() == mask[1:] + [0] * (128 - count)
 
 
-def test_tokenizers_without_a_template_get_a_plain_one(tokenizer, tmp_path):
+def test_tokenizers_without_a_chat_template_get_a_plain_template(tokenizer, tmp_path):
     source = lines(tmp_path / "a.jsonl", [{"messages": CONVERSATION}])
     make(source, "chat", tokenizer, length=128)
     (row,) = samples(source, "chat")["data"]

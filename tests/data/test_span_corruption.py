@@ -129,7 +129,7 @@ def test_packing_joins_texts(data):
     assert len(packed) == -(-total // longest_text(32, 12))
 
 
-def test_meta_dat_says_which_files_are_read(data):
+def test_meta_dat_lists_the_files_that_are_read(data):
     (data / "texts" / "meta.dat").write_text("b.txt 3\n")
     assert len(read_corrupted_texts(section(data), t5())) == 1
 

@@ -39,9 +39,7 @@ def test_a_killed_rank_is_restarted(rank, tmp_path, capsys):
     assert [len((tmp_path / f"starts_{each}").read_text()) for each in (0, 1)][rank] == 2
 
 
-def test_a_rank_that_is_stopped_is_not_reported_as_ended_by_the_signal_of_the_launcher(
-    monkeypatch, capsys, tmp_path
-):
+def test_a_stopped_rank_is_not_reported_as_ended_by_the_signal_of_the_launcher(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("headwater.fabric.launch.launcher._GRACE_S", 0.5)
     command = f"""
 import os, pathlib, signal, time

@@ -16,14 +16,14 @@ def two_ranks(monkeypatch):
     monkeypatch.undo()  # before the exit of the process, which closes what was joined
 
 
-def test_a_rank_acts_as_a_single_rank_in_the_context_alone(two_ranks):
+def test_inside_alone_a_rank_acts_as_a_single_rank(two_ranks):
     assert membership.current() is two_ranks
     with membership.alone("step closure"):
         assert membership.current() is ALONE
     assert membership.current() is two_ranks
 
 
-def test_a_value_of_all_ranks_is_refused_in_the_context_alone(two_ranks):
+def test_inside_alone_a_value_of_all_ranks_is_refused(two_ranks):
     membership.require_all_ranks("a gradient")
     with membership.alone("step closure"), pytest.raises(StreamError) as error:
         membership.require_all_ranks("a gradient")
@@ -31,6 +31,6 @@ def test_a_value_of_all_ranks_is_refused_in_the_context_alone(two_ranks):
     assert error.value.where == "step closure"
 
 
-def test_a_single_rank_has_every_value_in_the_context_alone():
+def test_inside_alone_a_single_rank_has_every_value():
     with membership.alone("step closure"):
         membership.require_all_ranks("a gradient")

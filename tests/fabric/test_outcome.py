@@ -15,7 +15,7 @@ def failure(rank, code, told=None, time_s=0.0, was_killed=False):
     return Failure(rank, f"process {100 + rank}", code, told or {}, time_s, was_killed)
 
 
-def test_the_cause_comes_before_timeouts_of_other_hosts_whatever_their_clocks():
+def test_the_cause_is_chosen_before_timeouts_of_other_hosts_with_any_clocks():
     early = {**MISSED, "time_s": 5.0}
     with pytest.raises(DataError, match="a file is damaged"):
         exit_code([failure(0, 1, early), failure(1, 1, {**DATA, "time_s": 9.0})])

@@ -23,7 +23,7 @@ def test_an_error_is_the_same_after_a_report(tmp_path, monkeypatch):
     assert read_report(str(tmp_path / "error"))["traceback"] == "Traceback …"
 
 
-def test_a_rank_prints_what_it_cannot_report(tmp_path, monkeypatch):
+def test_a_rank_prints_an_error_that_it_cannot_report(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     assert not report_traceback("text")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no folder" / "error"))

@@ -15,7 +15,7 @@ TASK = {
 }
 
 
-def test_a_task_is_a_rank_and_all_tasks_of_a_step_agree_where_the_first_listens():
+def test_all_tasks_of_a_slurm_step_compute_the_same_address_of_rank_0():
     assert slurm.is_task(TASK)
     rank = slurm.as_rank(TASK)
     assert (rank["RANK"], rank["WORLD_SIZE"], rank["LOCAL_RANK"], rank["GROUP_RANK"]) == ("5", "8", "1", "1")

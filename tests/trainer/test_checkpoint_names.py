@@ -27,7 +27,7 @@ def test_other_names_are_not_those_of_checkpoints(name):
     assert not is_checkpoint(FOLDER / name)
 
 
-def test_names_of_checkpoints_that_were_set_aside_are_all_different_and_not_those_of_checkpoints():
+def test_checkpoints_that_were_set_aside_get_different_names():
     names = list(itertools.islice(set_aside_names(FOLDER / "checkpoint_3"), 20))
     assert names[0] == FOLDER / "checkpoint_3.superseded"
     assert len(set(names)) == 20 and not any(map(is_checkpoint, names))

@@ -45,7 +45,7 @@ def test_another_thread_installs_no_signal_handlers():
     assert seen == [(before, False)]
 
 
-def test_shielded_workers_have_the_signal_blocked_and_this_process_has_not():
+def test_shielded_blocks_the_signal_in_workers_but_not_in_this_process():
     loader = DataLoader(BlockedSignals(), num_workers=1, batch_size=None, multiprocessing_context="spawn")
     assert list(shielded(loader)) == [[index, True] for index in range(6)]
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -135,7 +135,7 @@ def test_performance_data_are_those_of_all_meters(tmp_path, caplog):
     assert "performance.json was not written; the training is not affected" in caplog.text
 
 
-def test_a_run_without_steps_leaves_the_performance_data_of_the_run_before(tmp_path):
+def test_a_run_without_steps_keeps_the_performance_data_of_the_previous_run(tmp_path):
     path = tmp_path / "performance.json"
     path.write_text('{"rate": 4}')
     PerformanceFile(path, [RateProfiler()]).on_fit_end()
