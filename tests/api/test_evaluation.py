@@ -38,24 +38,6 @@ def test_evaluation_between_steps_equals_plain(plan, without, first, tmp_path):
 
 
 @extreme_plans
-def test_batch_sizes_may_grow_and_shrink(plan, tmp_path):
-    def script(place):
-        model = place.compile(Net())
-        optimizer = adamw(model.parameters())
-        losses = []
-        for size in [2, 5, 1, 9, 3]:
-            ((inputs, targets),) = batches(1, size=size, seed=size)
-            optimizer.zero_grad()
-            loss = loss_of(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, model, optimizer
-
-    check(script, plan, tmp_path)
-
-
-@extreme_plans
 def test_a_larger_batch_during_gradient_accumulation(plan, tmp_path):
     """The model is planned again in the middle of a gradient accumulation."""
 

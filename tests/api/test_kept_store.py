@@ -8,12 +8,23 @@ import weakref
 
 import pytest
 import torch
-from any_loop import PLANS, Net, Place, adamw, assert_equal, batches, check, loss_of
+from any_loop import PLANS, Net, Place, adamw, assert_equal, batches, check, loss_of, odd_plans
 from torch import nn
 
 import headwater as hw
 from headwater.api.compile import streamed
 from headwater.core.buffers import aligned_empty
+from headwater.core.errors import StreamError
+
+
+def one_step(model, optimizer, size):
+    """Take a step with a batch of this size, and return its loss."""
+    ((inputs, targets),) = batches(1, size=size, seed=size)
+    optimizer.zero_grad()
+    loss = loss_of(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -23,12 +34,7 @@ def test_all_larger_batches_use_one_store_and_the_bits_are_plain(plan, tmp_path)
         optimizer = adamw(model.parameters())
         losses, stores, engines = [], set(), set()
         for size in [2, 5, 1, 9, 3, 11]:
-            ((inputs, targets),) = batches(1, size=size, seed=size)
-            optimizer.zero_grad()
-            loss = loss_of(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(one_step(model, optimizer, size))
             if place.plan is not None:
                 engine = streamed(model).engine
                 stores.add(engine.store)
@@ -73,13 +79,6 @@ class Counted:
 
     def _free(self, num_bytes):
         self.alive -= num_bytes
-
-
-def one_step(model, optimizer, size):
-    ((inputs, targets),) = batches(1, size=size, seed=size)
-    optimizer.zero_grad()
-    loss_of(model(inputs), targets).backward()
-    optimizer.step()
 
 
 def test_the_bytes_of_the_store_do_not_grow_for_a_larger_batch(monkeypatch, tmp_path):
@@ -187,3 +186,58 @@ def test_a_checkpoint_after_a_larger_batch_has_the_values_of_plain_pytorch(tmp_p
         states.append(hw.load(str(file)))
         place.release()
     assert_equal(states[1]["model"], states[0]["model"])
+
+
+def fail(*arguments, **options):
+    raise MemoryError("as if an allocation had failed")
+
+
+@odd_plans
+@pytest.mark.parametrize("part", ["make_weights", "Executor", "MicroBatches"])
+def test_values_stay_if_the_engine_of_a_larger_batch_cannot_be_built(plan, part, tmp_path, monkeypatch):
+    def script(place):
+        model = place.compile(Net(dropout=0.0))
+        optimizer = adamw(model.parameters())
+        results = [one_step(model, optimizer, 2)]
+        optimizer.zero_grad()
+        ((inputs, targets),) = batches(1)
+        loss_of(model(inputs[:2]), targets[:2]).backward()
+        if place.plan is not None:
+            with monkeypatch.context() as broken, pytest.raises(MemoryError):
+                broken.setattr(f"headwater.stream.engine.{part}", fail)
+                model(inputs)
+        results += [{name: value.clone() for name, value in model.state_dict().items()}]
+        results += [[param.grad.clone() for param in model.parameters()]]
+        optimizer.step()
+        results += [one_step(model, optimizer, size) for size in (1, 5, 7)]
+        return results, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@odd_plans
+def test_a_backward_raises_if_a_later_engine_could_not_be_built(plan, tmp_path, monkeypatch):
+    place = Place(plan, tmp_path)
+    model = place.compile(Net())
+    ((inputs, targets),) = batches(1)
+    loss = loss_of(model(inputs[:2]), targets[:2])
+    with monkeypatch.context() as broken, pytest.raises(MemoryError):
+        broken.setattr("headwater.stream.engine.make_weights", fail)
+        model(inputs)
+    with pytest.raises(RuntimeError if plan == "memory" else StreamError, match=r"in-?place|new plan failed"):
+        loss.backward()
+    place.release()
+
+
+def test_a_batch_whose_dry_run_failed_is_planned_when_it_comes_again(tmp_path):
+    place = Place("slabs", tmp_path)
+    model = place.compile(Net())
+    optimizer = adamw(model.parameters())
+    one_step(model, optimizer, 2)
+    handle = model.head.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        one_step(model, optimizer, 9)
+    handle.remove()
+    one_step(model, optimizer, 9)
+    assert streamed(model).engine.plan.trace.micro_batch_size == 9
+    place.release()

@@ -13,6 +13,7 @@ from headwater.api.engines import build_engine
 from headwater.api.updaters import Updaters
 from headwater.api.watcher import Structure, has_lent_parameters
 from headwater.config.sections import BackendConfig
+from headwater.core.cleanup import on_failure
 from headwater.core.empty import initial_values
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.fabric.fabric import ALONE, Fabric
@@ -80,11 +81,12 @@ class CurrentEngine:
 
     @property
     def has_changed(self) -> bool:
-        """True if the model's structure differs from the engine's, and neither forward nor backward runs."""
+        """True if the engine cannot run the model as it is now, and neither forward nor backward runs."""
         if self.engine is None or not self.engine.executor.is_idle:
             return False
         if self.structure.is_current:
-            return bool(self.engine.departed)
+            # It is detached if its successor could not be built.
+            return bool(self.engine.departed) or self.engine.is_detached
         return not has_lent_parameters(self.model)
 
     def old_names(self) -> dict[str, str]:
@@ -123,7 +125,8 @@ class CurrentEngine:
         """Replace the engine by one with this plan and these optimizers. Weights and optimizer state stay.
 
         The new engine uses the old store, if that is the store which its plan and optimizers need. Otherwise
-        the values move to a new store, and for this time both stores are in memory.
+        the values move to a new store, and for this time both stores are in memory. If the new engine cannot
+        be built, the old store keeps the values, and the next call of the model makes a new plan.
 
         Args:
             plan: the plan.
@@ -136,28 +139,26 @@ class CurrentEngine:
         if before is not None:
             # Only one engine at a time may stream a parameter.
             before.detach()
-        self.engine = build_engine(
-            self.model,
-            plan,
-            updaters.rule,
-            self._config,
-            initial=before.store if before and keeps_store else self._initial(before, old_names),
-            fabric=self.fabric,
-        )
-        self._note_store(self.engine.store)
-        self.engine.when_departed(self._give_back)
+        initial = before.store if before and keeps_store else self._initial(before, old_names)
+        with on_failure(_nothing if before is None else before.adopt_again):
+            engine = build_engine(
+                self.model, plan, updaters.rule, self._config, initial=initial, fabric=self.fabric
+            )
+        self.engine = engine
+        self._note_store(engine.store)
+        engine.when_departed(self._give_back)
         if before is not None:
             if not keeps_store:
-                self._succeed(before, self.engine, old_names)
+                self._succeed(before, engine, old_names)
             # Weights that earlier forwards have saved are found by the indices of their stages.
-            same_stages = _parameter_names(before) == _parameter_names(self.engine)
+            same_stages = _parameter_names(before) == _parameter_names(engine)
             # After `_succeed`: it closes an old store that is not used any more.
-            before.hand_over(self.engine, unchanged=unchanged and same_stages)
+            before.hand_over(engine, unchanged=unchanged and same_stages)
         # After `_succeed`, which gives states back to the optimizers of the old engine.
         self.updaters, self.structure = updaters, Structure(self.model)
         if before is None and self.fabric.num_hosts > 1:
             # Only for the first engine: a later one copies from stores that are equal on all hosts already.
-            take_from_first_host(self.engine.store, self.fabric)
+            take_from_first_host(engine.store, self.fabric)
 
     def _keeps_store(self, before: Engine, plan: Plan, updaters: Updaters) -> bool:
         """True on every rank if the store of the old engine serves a plan and optimizers on every rank."""
@@ -229,6 +230,10 @@ class CurrentEngine:
             self._give_back(key, param)
         self.engine.close()
         self.engine = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _parameter_names(engine: Engine) -> list[list[str]]:

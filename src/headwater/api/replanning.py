@@ -153,7 +153,7 @@ class Replanning:
         divided = engine is not None and self._current.structure.is_current and engine.plan.trace.members
         least = len(engine.plan.trace.stages) if engine is not None and divided else 0
         for each in _at_least(least, chain((partition,), divisions(model, partition))):
-            with nullcontext() if engine is None else engine.executor.paused():
+            with nullcontext() if engine is None or engine.is_detached else engine.executor.paused():
                 trace = trace_step(
                     model,
                     call,

@@ -106,8 +106,11 @@ class StreamedModel:
             return None  # the model's usual parameters are not known during this call
         refuse_first_call()
         self._check_not_alone()
-        self._largest_batch = max(news.size, self._largest_batch)
-        return self._plan((args, kwargs), only_look=fits and self.engine is not None, in_fp32=news.precision)
+        only_look = fits and self.engine is not None
+        error = self._plan((args, kwargs), only_look=only_look, in_fp32=news.precision)
+        if error is None:  # an error that is raised leaves a plan that is too small for this call
+            self._largest_batch = max(news.size, self._largest_batch)
+        return error
 
     def _news(self, call: Call, trained: frozenset[str]) -> CallNews:
         """Return the differences between a call and the calls before it, on this rank.
@@ -148,7 +151,6 @@ class StreamedModel:
         except Exception as error:
             if self.engine is not None or self.current.fabric.size > 1 or not _has_values(self.model):
                 raise
-            self._largest_batch = 0
             return error
         if is_first and transaction.is_open():
             self.steps.begin_step()

@@ -60,6 +60,9 @@ class Engine:
         loss_function: returns the loss of a batch; the model itself if not given.
         fabric: the ranks that train together, each on a part of every batch.
         options: further settings.
+
+    Attributes:
+        is_detached: true after `detach`.
     """
 
     def __init__(
@@ -106,20 +109,21 @@ class Engine:
                 share,
                 compiled=options.compile_blocks,
             )
+            made.callback(self.executor.close)
+            batches = self._micro_batches = MicroBatches(
+                model,
+                plan,
+                self.executor,
+                fabric,
+                self._device.torch_device,
+                loss_function=loss_function,
+                seed=seed,
+                matmul=_arithmetic(plan.device, fast=options.fast_matmul),
+            )
+            bound = fetch_bound(plan.device)
+            self._step = TrainStep(self.store, self.executor, self.buffers, batches, fabric, bound)
+            self.is_detached = False
             made.pop_all()
-        self._micro_batches = MicroBatches(
-            model,
-            plan,
-            self.executor,
-            fabric,
-            self._device.torch_device,
-            loss_function=loss_function,
-            seed=seed,
-            matmul=_arithmetic(plan.device, fast=options.fast_matmul),
-        )
-        bound = fetch_bound(plan.device)
-        self._step = TrainStep(self.store, self.executor, self.buffers, self._micro_batches, fabric, bound)
-        self._detached = False
         return_pages()  # initial values took more memory than a step is allowed to take
 
     def _adopt_all(self, initial: Initial | WeightStore | None) -> None:
@@ -238,7 +242,7 @@ class Engine:
 
         The store and offloaded activations stay.
         """
-        self._detached = True
+        self.is_detached = True
         try:
             # The executor first: its hooks bind the parameters that are released next.
             self.executor.leave()
@@ -246,6 +250,17 @@ class Engine:
             # After the executor, whose recomputed forwards call the compiled ones.
             self._restore_forwards()
             self._binder.release()
+
+    def adopt_again(self) -> None:
+        """Make the parameters read from the store again after `detach`. Only another engine can stream them.
+
+        Backwards of earlier forwards raise an error until then.
+        """
+        # Once more: an engine that could not be built may have adopted some of them.
+        self.detach()
+        self.executor.refuse_backwards()
+        for stage in self.store.stages:
+            self._binder.adopt(stage.index)
 
     def hand_over(self, successor: Engine, *, unchanged: bool) -> None:
         """Make `successor` provide the weights for the backward of forwards that ran before `detach`.
@@ -268,7 +283,7 @@ class Engine:
             # The store after the executor, because threads of the executor read it.
             closed.callback(self.store.close)
             closed.callback(self.executor.close)
-            if not self._detached:
+            if not self.is_detached:
                 self.detach()
 
     def __enter__(self) -> Engine:

@@ -97,7 +97,7 @@ class Executor:
         )
         self._forwards_expected = 0  # of the step that `begin` has announced
         self._successor: Executor | None = None
-        self._is_outlived = False  # by a model of another structure or precision
+        self._is_outlived = False  # nothing can provide weights for graphs made here
 
     @property
     def is_idle(self) -> bool:
@@ -246,7 +246,7 @@ class Executor:
         """The executor that has the model now.
 
         Raises:
-            StreamError: if the model has another structure or precision there.
+            StreamError: if none has it, or the model has another structure or precision there.
         """
         heir = self
         while heir._successor is not None:
@@ -254,10 +254,17 @@ class Executor:
         if heir._is_outlived:
             raise StreamError(
                 "the model got a new plan between this forward and its backward: its structure was changed, "
-                "its first forward outside of autocast has run, or a block was divided for a larger call",
+                "its first forward outside of autocast has run, or a block was divided for a larger call; or "
+                "the new plan failed",
                 remedy="run this backward before such a forward, or the very first forward without autocast",
             )
         return heir
+
+    def refuse_backwards(self) -> None:
+        """Make backwards of forwards that ran here raise, because no executor has the model after `leave`."""
+        self._is_outlived = True
+        # Their gradients would not reach the store.
+        self._binder.forget_saved()
 
     def hand_over(self, successor: Executor, *, unchanged: bool) -> None:
         """Make `successor` provide the weights for the backward of forwards that ran here.
