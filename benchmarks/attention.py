@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.options import positive
+from benchmarks.runner import Row, save
 from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 
 _TOKENS, _HEADS = 2048, 12
@@ -20,10 +22,10 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192], help="of a sequence"
+        "--lengths", type=positive, nargs="+", default=[128, 512, 2048, 8192], help="of a sequence"
     )
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="of a head")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each kernel, in turns")
+    parser.add_argument("--sizes", type=positive, nargs="+", default=[64, 128], help="of a head")
+    parser.add_argument("--rounds", type=positive, default=5, help="measurements of each kernel, in turns")
     return parser
 
 
@@ -65,7 +67,8 @@ def main() -> int:
         return 1
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"{_HEADS} heads, causal, ms of CPU time of one thread, forward + backward")
+    print(f"{_HEADS} heads, causal, ms of CPU time of one thread, forward + backward", flush=True)
+    rows: list[Row] = []
     for size in args.sizes:
         for length in args.lengths:
             times = _times(length, size, args.rounds)
@@ -77,6 +80,9 @@ def main() -> int:
                 f"ratio {torch_s / kernel_s:.2f}",
                 flush=True,
             )
+            row: Row = {"size": size, "length": length, "ratio": round(torch_s / kernel_s, 2)}
+            rows.append(row | {f"{kernel}_s": times[kernel] for kernel in _KERNELS})
+    print(save("attention", rows))
     return 0
 
 
