@@ -108,6 +108,11 @@ def test_requests_that_can_never_fit_are_refused():
         batcher.add(request(40, 12))
     with pytest.raises(DataError, match="shorten the prompt to at most 50 tokens"):
         batcher.add(request(51, 1))
+    with pytest.raises(DataError, match="shorten the prompt to at most 41 tokens"):
+        batcher.add(request(51, 10))
+    batcher.check(request(41, 10))
+    with pytest.raises(DataError, match="request fewer new tokens, together at most 51"):
+        batcher.add(request(51, 51))
     with pytest.raises(DataError, match="empty"):
         batcher.add(request(0, 1))
     with pytest.raises(DataError, match="at least 0, got -1"):

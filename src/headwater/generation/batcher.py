@@ -160,6 +160,15 @@ class Batcher:
         """Return the most new tokens that fit after a prompt."""
         return max(self.max_length - prompt_tokens + 1, 0)  # + 1: the model never reads the last new token
 
+    def _remedy(self, prompt_tokens: int, max_new_tokens: int) -> str:
+        """Return the changes with which a prompt and new tokens that do not fit would fit."""
+        if room := self.room(prompt_tokens):
+            return f"request at most {room} new tokens, or shorten the prompt"
+        # The rule is symmetric: the same number of positions is left for a prompt.
+        if longest := self.room(max_new_tokens):
+            return f"shorten the prompt to at most {longest} tokens"
+        return f"shorten the prompt and request fewer new tokens, together at most {self.max_length + 1}"
+
     def check(self, request: GenerationRequest) -> None:
         """Check that a request fits into the model.
 
@@ -178,9 +187,7 @@ class Batcher:
             raise DataError(
                 f"a prompt of {prompt} tokens and {max_new_tokens} new tokens do not fit into"
                 f" the {self.max_length} positions of the model",
-                remedy=f"request at most {room} new tokens, or shorten the prompt"
-                if room
-                else f"shorten the prompt to at most {self.max_length} tokens",
+                remedy=self._remedy(prompt, max_new_tokens),
             )
         fitting = min(self.limits.active, self.limits.cache_tokens // max(request.row_tokens, 1))
         if request.num_rows > fitting:
