@@ -49,7 +49,7 @@ COMMANDS = {
 }
 """Module and help text of each command."""
 
-_LITTLE_AT_A_TIME = frozenset({"generate", "serve", "batch"})
+_LITTLE_AT_A_TIME = frozenset({"generate", "serve", "batch", "bigcode_eval"})
 """Commands whose passes over a model compute few tokens; see `never_spin`."""
 
 
