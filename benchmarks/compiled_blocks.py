@@ -18,9 +18,9 @@ import torch
 from benchmarks.runner import Row, print_table, save
 from benchmarks.systems.headwater_ import batch_of
 from headwater.config.models.decoder import DecoderConfig
-from headwater.core.buffers import tune_allocator
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
+from headwater.core.tensor_memory import tune_allocator
 from headwater.models.registry import build_model, init_parameter
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan

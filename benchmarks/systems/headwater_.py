@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.workload import MeasuredPlan, Step, Workload, add_workload_arguments, measure, workload_of
 from headwater.config.models.decoder import DecoderConfig
-from headwater.core.buffers import tune_allocator
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
+from headwater.core.tensor_memory import tune_allocator
 from headwater.core.units import parse_bytes
 from headwater.models.registry import build_model, init_parameter
 from headwater.optim.spec import OptimizerSpec

@@ -10,7 +10,7 @@ from torch import nn
 
 import headwater
 from benchmarks.workload import Step, Workload, add_workload_arguments, measure, workload_of
-from headwater.core.buffers import tune_allocator
+from headwater.core.buffers import tune_malloc
 
 
 def build(workload: Workload) -> nn.Module:
@@ -86,7 +86,7 @@ def main() -> None:
     args = make_parser().parse_args()
     workload = workload_of(args)
     if args.tuned:
-        tune_allocator(keep=True)
+        tune_malloc(keep=True)
     model = build(workload)
     if args.fsdp2:
         shard(workload, model)

@@ -9,8 +9,8 @@ import pytest
 
 SCRIPT = """
 import sys, torch
-from headwater.core.buffers import tune_allocator
-if sys.argv[1] != "system" and not tune_allocator(keep=sys.argv[1] == "keep"):
+from headwater.core.buffers import tune_malloc
+if sys.argv[1] != "system" and not tune_malloc(keep=sys.argv[1] == "keep"):
     sys.exit("this C library has no mallopt")
 import psutil
 def resident():

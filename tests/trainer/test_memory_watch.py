@@ -15,7 +15,7 @@ def watched(monkeypatch, room, *, budget=None, held=0):
     monkeypatch.setattr(module, "tightest_room", lambda: room)
     monkeypatch.setattr(module, "held_bytes", lambda: held)
     looks = []
-    monkeypatch.setattr(module, "return_pages", lambda: looks.append(room))
+    monkeypatch.setattr(module, "return_free_memory", lambda: looks.append(room))
     interrupt = Interrupt()
     with memory_watch(interrupt, budget):
         deadline = time.monotonic() + 0.2

@@ -10,9 +10,9 @@ from pathlib import Path
 from torch import nn
 
 from headwater.config.sections import BackendConfig
-from headwater.core.buffers import tune_allocator
 from headwater.core.files import disk_errors
 from headwater.core.loss_function import LossFunction, call_model
+from headwater.core.tensor_memory import tune_allocator
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Plan

@@ -53,7 +53,7 @@ def aligned_empty(num_bytes: int) -> torch.Tensor:
 def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros. A large tensor gets a separate memory mapping, which is freed with it.
 
-    If malloc keeps freed memory (see `tune_allocator`), small blocks are placed in the hole that a large one
+    If malloc keeps freed memory (see `tune_malloc`), small blocks are placed in the hole that a large one
     leaves, and the next large tensor takes new memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -73,11 +73,11 @@ _POOLS = _Pools()
 
 
 def pools_keep() -> bool:
-    """True if a pool of scratch memory keeps idle blocks; see `tune_allocator`."""
+    """True if a pool of scratch memory keeps idle blocks; see `tune_malloc`."""
     return _POOLS.keep
 
 
-def tune_allocator(*, keep: bool) -> bool:
+def tune_malloc(*, keep: bool) -> bool:
     """Set whether glibc's malloc keeps large blocks that are freed.
 
     A newly mapped page costs a page fault and its clearing, and a training step allocates gigabytes of
@@ -131,7 +131,7 @@ def set_copied_by_fork(memory: torch.Tensor, copied: bool) -> None:
 
 
 def return_pages() -> bool:
-    """Return free memory from malloc to the operating system; see `tune_allocator`.
+    """Return free memory from malloc to the operating system; see `tune_malloc`.
 
     Returns:
         True if there was any.

@@ -1,4 +1,4 @@
-"""C sources of the package, compiled for this machine when they are first used.
+"""C and C++ sources of the package, compiled for this machine when they are first used.
 
 [Note: compiled kernels] A kernel is a speed-up that a run can do without. `native_library` returns `None`
 if it cannot be had (no compiler, a home that cannot be written to, `HEADWATER_NATIVE=0`), logs the reason
@@ -46,30 +46,52 @@ SWITCH = "HEADWATER_NATIVE"
 
 _SOURCES = Path(__file__).resolve().parents[1] / "native"
 _FLAGS = (
-    *("-std=gnu11", "-O3", "-march=native", "-fPIC", "-shared"),
-    # The compiler may not choose which products and sums to contract to one rounding, and so the bits.
-    "-ffp-contract=off",
+    *("-fPIC", "-shared"),
     # An unknown function is an error of the linker here, and not a crash of the process that calls it.
     "-Wl,-z,defs",
 )
 _MOST_COMPILE_S = 120.0
-_CHOSEN = "CC"  # environment variable: the C compiler that the user chooses
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 # Names of lines in /proc/cpuinfo, on x86 and on ARM. With -march=native the code depends on the model too.
 _FEATURES = frozenset({"flags", "Features"})
 _TYPE = _FEATURES | {"vendor_id", "cpu family", "model", "CPU implementer", "CPU variant", "CPU part"}
 _LOCK = threading.Lock()
 
+
+@dataclasses.dataclass(frozen=True)
+class _Language:
+    """A language of the sources.
+
+    Attributes:
+        title: its name.
+        variable: environment variable that names the compiler which the user chooses.
+        commands: usual commands of compilers.
+        flags: flags of each compilation.
+    """
+
+    title: str
+    variable: str
+    commands: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+# In C the compiler may not choose which products and sums to contract to one rounding, and so the bits.
+_KERNEL_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off")
+_LANGUAGES = {
+    ".c": _Language("C", "CC", ("cc", "gcc", "clang"), _KERNEL_FLAGS),
+    ".cpp": _Language("C++", "CXX", ("c++", "g++", "clang++"), ("-std=gnu++20", "-O2")),
+}
+
 logger = logging.getLogger(__name__)
 
 
 def native_library(name: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """Return the library of a C source of this package, or `None` if it cannot be had on this machine.
+    """Return the library of a source of this package, or `None` if it cannot be had on this machine.
 
     The first call for a source compiles it if no earlier process has. It takes seconds then.
 
     Args:
-        name: name of the source in `headwater/native`, without `.c`.
+        name: name of the source in `headwater/native`, without `.c` or `.cpp`.
         flags: further flags of the compiler, such as `-fno-math-errno`.
     """
     with _LOCK:
@@ -79,20 +101,25 @@ def native_library(name: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None
 @functools.cache
 def _loaded_once(name: str, flags: tuple[str, ...]) -> ctypes.CDLL | None:
     if os.environ.get(SWITCH) == "0":
-        logger.debug("%s: torch's kernels are used, because %s is 0", name, SWITCH)
+        logger.debug("the native library %s is not used, because %s is 0", name, SWITCH)
         return None
     try:
-        return load(_SOURCES / f"{name}.c", flags)
+        return load(_source(name), flags)
     except HeadwaterError as error:
-        logger.info("%s: torch's kernels are used, because the kernel cannot be built: %s", name, error.what)
+        logger.info("the native library %s is not used, because it cannot be built: %s", name, error.what)
         return None
+
+
+def _source(name: str) -> Path:
+    """Return the path of a source of this package."""
+    return next(path for language in _LANGUAGES if (path := _SOURCES / f"{name}{language}").exists())
 
 
 def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) -> ctypes.CDLL:
-    """Return the library of a C source, compiled now or by an earlier process.
+    """Return the library of a C or C++ source, compiled now or by an earlier process.
 
     Args:
-        source: the C source.
+        source: the source.
         flags: further flags of the compiler.
         folder: where libraries are stored; by default a folder in the user's cache.
 
@@ -103,7 +130,8 @@ def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) ->
     openmp = openmp_library()
     if openmp is None:
         raise RunError("torch has loaded no OpenMP library")
-    build = _Build(source, (*_FLAGS, *flags), openmp)
+    language = _LANGUAGES[source.suffix]
+    build = _Build(source, language, flags, openmp)
     path = folder or _default_folder()
     failures = []
     with _own_folder(path) as directory:
@@ -111,7 +139,7 @@ def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) ->
         if _is_stored(name, directory):
             with suppress(OSError):  # made on a host with a newer system and the same home
                 return _opened(name, directory)
-        for compiler in _compilers():
+        for compiler in _compilers(language):
             try:
                 _store(build.compile(compiler), name, directory, path)
                 return _opened(name, directory)
@@ -121,7 +149,8 @@ def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) ->
                 failures.append(f"{compiler[0]}: {reason}")
             except subprocess.SubprocessError as error:
                 failures.append(f"{compiler[0]}: {_reason(error)}")
-    raise RunError("; ".join(failures) or "no C compiler (cc, gcc, clang) was found")
+    missing = f"no {language.title} compiler ({', '.join(language.commands)}) was found"
+    raise RunError("; ".join(failures) or missing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,14 +158,21 @@ class _Build:
     """The parts that a library is made from.
 
     Attributes:
-        source: the C source.
-        flags: of the compiler.
+        source: the source.
+        language: of the source.
+        further: further flags of the compiler.
         openmp: path of the OpenMP library.
     """
 
     source: Path
-    flags: tuple[str, ...]
+    language: _Language
+    further: Sequence[str]
     openmp: Path
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of the compiler."""
+        return (*self.language.flags, *_FLAGS, *self.further)
 
     def name(self) -> str:
         """Return the name of the library's file, which has a hash of everything on which results depend.
@@ -151,7 +187,7 @@ class _Build:
             code = self.source.read_bytes()
         except OSError as error:
             raise RunError(f"{self.source}: {error.strerror}") from error
-        command = "\0".join((os.environ.get(_CHOSEN, ""), *self.flags, str(self.openmp)))
+        command = "\0".join((os.environ.get(self.language.variable, ""), *self.flags, str(self.openmp)))
         whole = hashlib.sha256()
         for part in (code, command.encode(), _processor()):
             whole.update(hashlib.sha256(part).digest())
@@ -161,7 +197,7 @@ class _Build:
         """Return the bytes of the library.
 
         Args:
-            compiler: the command of a C compiler.
+            compiler: the command of a compiler.
 
         Raises:
             OSError: if the compiler cannot be run, or temporary files cannot be written.
@@ -169,8 +205,9 @@ class _Build:
         """
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / "library.so"
-            files = (str(self.source), str(self.openmp), "-lm", "-o", str(library))
-            _run((*compiler, *self.flags, *files), _MOST_COMPILE_S)
+            # Libraries among the flags come after the source that needs them.
+            files = (str(self.source), *self.flags, str(self.openmp), "-lm", "-o", str(library))
+            _run((*compiler, *files), _MOST_COMPILE_S)
             return library.read_bytes()
 
 
@@ -236,21 +273,21 @@ def _only_this_user_writes(found: os.stat_result) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def _compilers() -> Sequence[tuple[str, ...]]:
-    """Return the commands of C compilers to try: `$CC` alone if it is set.
+def _compilers(language: _Language) -> Sequence[tuple[str, ...]]:
+    """Return the commands of compilers to try: only the user's own choice (`$CC` or `$CXX`) if there is one.
 
     Raises:
-        RunError: if `$CC` is not a command.
+        RunError: if the user's choice is not a command.
     """
-    named = os.environ.get(_CHOSEN, "")
+    named = os.environ.get(language.variable, "")
     try:
         chosen = shlex.split(named)
     except ValueError as error:
-        raise RunError(f"expected a command in the variable {_CHOSEN}, got {named!r}") from error
+        raise RunError(f"expected a command in the variable {language.variable}, got {named!r}") from error
     if chosen:
         return [tuple(chosen)]
-    found = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
-    # `cc` is usually a link to another one.
+    found = [path for name in language.commands if (path := shutil.which(name))]
+    # The first one is usually a link to another one.
     return [(path,) for path in {Path(path).resolve(): path for path in reversed(found)}.values()][::-1]
 
 
@@ -269,12 +306,12 @@ def _processor_facts() -> Iterator[tuple[str, str]]:
 
 
 def source_digest(name: str) -> str:
-    """Return a short hash of a C source of this package.
+    """Return a short hash of a source of this package.
 
     Args:
-        name: name of the source in `headwater/native`, without `.c`.
+        name: name of the source in `headwater/native`, without `.c` or `.cpp`.
     """
-    return hashlib.sha256((_SOURCES / f"{name}.c").read_bytes()).hexdigest()[:12]
+    return hashlib.sha256(_source(name).read_bytes()).hexdigest()[:12]
 
 
 def processor_flags() -> frozenset[str]:

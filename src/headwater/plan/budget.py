@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from headwater.core.errors import ConfigError
+from headwater.core.tensor_memory import tensor_ranges_available
 from headwater.core.units import MIB, counted
 from headwater.plan.estimate import estimated_traces
 from headwater.plan.machine import (
@@ -101,6 +102,7 @@ def _with_limits(asked: PlanRequest, resources: Resources) -> Request:
         ranks=asked.ranks,
         worker_bytes=asked.data_workers * WORKER_BYTES,
         device_tier=asked.device_tier,
+        ranges=tensor_ranges_available() if asked.ranges is None else asked.ranges,
     )
 
 

@@ -87,6 +87,7 @@ class Footprint:
         share: the part of the store that counts.
         ranks: number of ranks on this host. They share the host's memory.
         worker_bytes: host memory of the data workers of one rank.
+        ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class Footprint:
         share: StoreShare = WHOLE_STORE,
         ranks: int = 1,
         worker_bytes: int = 0,
+        ranges: bool = False,
     ) -> None:
+        self._ranges = ranges
         self.trace, self.share = trace, share
         self.stages = stages_of(trace, optimizer_state_bytes)
         self.slab_sizes = tuple(stage.slab for stage in self.stages)
@@ -145,7 +148,7 @@ class Footprint:
             activations = [ranks * alive for alive in activations_alive(self.trace, plan.activations)]
             peak = max(map(Peak, activations, gradients), key=lambda moment: moment.total)
             # In a search plans have no budget yet, so this depends on parts of the key alone.
-            if plan.device == "cpu" and plan.memory_is_ample:
+            if plan.device == "cpu" and plan.memory_is_ample and not self._ranges:
                 held = max(peak.gradients, self.gradients.after_backward(plan))
                 peak = Peak(max(activations), held, keeps_pages=True)
             self._peaks[key] = peak

@@ -98,6 +98,8 @@ class PlanRequest:
         divided: dry runs with smaller stages, which are planned only if no plan fits otherwise.
         device_tier: False if no stage may be stored in device memory.
         update_kind: how the optimizer updates on the device.
+        ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`; by default, if
+            this machine can build them.
     """
 
     trace_for: TraceFor
@@ -117,6 +119,7 @@ class PlanRequest:
     divided: DividedTraces = not_divided
     device_tier: bool = True
     update_kind: UpdateKind = "fused"
+    ranges: bool | None = None
 
 
 class DiskOptions(Protocol):

@@ -61,6 +61,7 @@ class Request:
         group: control groups around the process; a remedy may need larger ones.
         device_tier: False if no stage may be stored in device memory.
         update_kind: how the optimizer updates on the device.
+        ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`.
     """
 
     trace_for: TraceFor
@@ -82,6 +83,7 @@ class Request:
     group: GroupMemory = NO_GROUP
     device_tier: bool = True
     update_kind: UpdateKind = "fused"
+    ranges: bool = False
 
     @property
     def may_use_device_tier(self) -> bool:
@@ -241,6 +243,7 @@ def _footprint(trace: Trace, request: Request) -> Footprint:
         share=share,
         ranks=request.ranks,
         worker_bytes=request.worker_bytes,
+        ranges=request.ranges,
     )
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headwater.core.buffers import return_pages
 from headwater.core.busy import fetch_bound
 from headwater.core.errors import ConfigError, StreamError
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.stage import ParamKey, StageSpec
+from headwater.core.tensor_memory import return_free_memory
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Plan
@@ -124,7 +124,7 @@ class Engine:
             self._step = TrainStep(self.store, self.executor, self.buffers, batches, fabric, bound)
             self.is_detached = False
             made.pop_all()
-        return_pages()  # initial values took more memory than a step is allowed to take
+        return_free_memory()  # initial values took more memory than a step is allowed to take
 
     def _adopt_all(self, initial: Initial | WeightStore | None) -> None:
         """Put all parameters at rest. Write their values to the store first, unless it has them already."""

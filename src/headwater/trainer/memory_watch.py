@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from headwater.core.buffers import return_pages
+from headwater.core.tensor_memory import return_free_memory
 from headwater.core.units import MIB, format_bytes
 from headwater.plan.cgroups import memory_levels
 from headwater.plan.machine import held_bytes
@@ -76,7 +76,7 @@ def _watch(interrupt: Interrupt, budget: int | None, over: threading.Event) -> N
         # Once the stop is requested, nothing more can be done: the step has to end.
         if not interrupt.requested and tightest_room().is_short:
             # Memory may only seem short: malloc keeps pages that the run has freed.
-            return_pages()
+            return_free_memory()
             room = tightest_room()
             if room.is_short:
                 interrupt.requested = True

@@ -1,0 +1,183 @@
+"""Memory of CPU tensors in ranges: what they hold, and that tensors keep their values."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headwater.core.native import SWITCH
+from headwater.core.tensor_memory import range_bytes, tensor_ranges_available, tune_allocator
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
+
+START = """
+import sys, torch
+from headwater.core.tensor_memory import range_bytes, return_free_memory, tune_allocator
+tune_allocator(keep=True)
+MIB = 1 << 20
+def megabytes(count):
+    return torch.empty(int(count * MIB), dtype=torch.uint8)
+"""
+
+
+def run(script, **environment):
+    """Run a script in a new process after `START`, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", START + script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_this_machine_has_the_ranges():
+    assert tensor_ranges_available()
+
+
+@pytest.mark.real_start
+def test_a_repeated_step_needs_no_new_memory_and_holds_a_twentieth_more_than_its_tensors():
+    script = """
+def step():
+    saved, highest, alive = [], 0, 0
+    for block in range(12):
+        for size in (3, 1.3, 12, 48.1, 7):
+            temporary = megabytes(size * 2)
+            saved.append(megabytes(size + block % 3))
+            small = torch.empty(50_000)
+            highest = max(highest, range_bytes().used)
+            del temporary
+    gradients = []
+    while saved:
+        work = megabytes(30)
+        highest = max(highest, range_bytes().used)
+        gradients.append(megabytes(1.1))
+        saved.pop(), saved and saved.pop()
+    return highest
+highest = max(step(), step())
+mapped = range_bytes().mapped
+step()
+now = range_bytes()
+print(now.used + now.free <= 1.06 * highest, now.mapped == mapped, now.used)
+"""
+    assert run(script) == "True True 0"
+
+
+@pytest.mark.real_start
+def test_tensors_of_several_threads_keep_their_values():
+    script = """
+import random, threading
+wrong = []
+def work(seed):
+    chance, held = random.Random(seed), []
+    for turn in range(300):
+        size = chance.choice((0, 1, 5_000, 262_144, 300_000, 1_000_000, 3_000_000))
+        value = chance.randrange(100)
+        held.append((torch.full((size,), value, dtype=torch.int32), value, size))
+        if len(held) > 8 or chance.random() < 0.3:
+            tensor, value, size = held.pop(chance.randrange(len(held)))
+            if tensor.numel() != size or not bool((tensor == value).all()):
+                wrong.append((seed, turn))
+        if chance.random() < 0.02:
+            return_free_memory()
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+print(wrong, range_bytes().used)
+"""
+    assert run(script) == "[] 0"
+
+
+@pytest.mark.real_start
+def test_a_fork_beside_threads_that_allocate_can_allocate():
+    script = """
+import os, threading
+torch.set_num_threads(1)  # threads of OpenMP do not exist in a fork
+over = threading.Event()
+def work():
+    while not over.is_set():
+        megabytes(5), megabytes(2)
+threads = [threading.Thread(target=work) for _ in range(3)]
+[thread.start() for thread in threads]
+kept = torch.full((5 * MIB,), 3, dtype=torch.uint8)
+codes = []
+for _ in range(50):
+    child = os.fork()
+    if child == 0:
+        kept.fill_(4)
+        os._exit(int(megabytes(5).fill_(1)[7]) + int(kept[9]))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+over.set()
+[thread.join() for thread in threads]
+print(set(codes), int(kept.min()), int(kept.max()))
+"""
+    assert run(script) == "{5} 3 3"
+
+
+@pytest.mark.real_start
+def test_a_tensor_that_does_not_fit_raises_torchs_error_and_the_process_goes_on():
+    script = """
+import resource
+kept = megabytes(600)
+del kept
+limit = 1200 * MIB + sum(map(int, [open("/proc/self/statm").read().split()[0]])) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    megabytes(4000)
+except RuntimeError as error:
+    print("can't allocate memory" in str(error), end=" ")
+print(megabytes(1500).numel() // MIB)  # with the addresses of the 600 MiB
+"""
+    assert run(script) == "True 1500"
+
+
+@pytest.mark.real_start
+def test_other_ways_to_change_a_storage_work():
+    script = """
+tensor = torch.arange(1_000_000)
+tensor.resize_(3_000_000)
+assert tensor[:1_000_000].equal(torch.arange(1_000_000))
+storage = tensor.untyped_storage()
+storage.resize_(8 * 100)
+assert storage.nbytes() == 800 and tensor.untyped_storage().tolist()[:8] == [0] * 8
+clone = torch.ones(1_000_000)._lazy_clone()
+clone.add_(1)
+assert clone.eq(2).all()
+shared = torch.ones(1_000_000).share_memory_()
+with torch.profiler.profile(profile_memory=True) as profile:
+    block = torch.empty(1 << 20)
+assert profile.key_averages().self_cpu_time_total >= 0
+events = [event for event in profile.events() if event.name == "aten::empty"]
+assert events[0].cpu_memory_usage == 4 << 20, events
+outlives = torch.ones(1 << 20)
+print("whole")
+"""
+    assert run(script) == "whole"
+
+
+@pytest.mark.real_start
+def test_without_a_compiler_malloc_keeps_the_memory():
+    assert run("print(range_bytes())", **{SWITCH: "0"}) == "None"
+
+
+def test_a_second_call_takes_what_exists_as_the_highest_sum():
+    import torch
+
+    tune_allocator(keep=True)
+    held = torch.empty(64 << 20, dtype=torch.uint8)
+    first = torch.empty(256 << 20, dtype=torch.uint8)
+    del first
+    tune_allocator(keep=True)
+    last = torch.empty(300 << 20, dtype=torch.uint8)
+    now = range_bytes()
+    assert now.used + now.free <= 1.06 * now.used
+    del held, last
+
+
+def test_the_source_is_part_of_the_package():
+    import headwater
+
+    assert (Path(headwater.__file__).parent / "native" / "tensor_memory.cpp").exists()
