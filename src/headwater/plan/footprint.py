@@ -18,9 +18,9 @@ from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 if TYPE_CHECKING:
     from headwater.optim.spec import UpdateKind
 
-# Measured on CPU: memory of the allocator, as a share of the bytes of tensors, and if it keeps pages, of
-# activations alone.
-_ALLOCATOR_SHARE, _SHARE_OF_KEPT_PAGES = 0.2, 0.18
+# Measured on CPU: memory of the allocator, as a share of the bytes of tensors: malloc that returns pages, ranges
+# (see `core/tensor_memory.py`), and malloc that keeps pages, where it is a share of activations alone.
+_SHARE_OF_MALLOC, _SHARE_OF_RANGES, _SHARE_OF_KEPT_PAGES = 0.2, 0.09, 0.18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,19 +33,22 @@ class Peak:
     Attributes:
         activations: bytes of activations.
         gradients: bytes of gradients.
-        keeps_pages: True if the allocator keeps the pages of freed tensors; see `Plan.memory_is_ample`.
+        keeps_pages: True if malloc keeps the pages of freed tensors; see `Plan.memory_is_ample`.
+        ranges: True if the tensors have their memory in ranges.
     """
 
     activations: int
     gradients: int
     keeps_pages: bool = False
+    ranges: bool = False
 
     @property
     def allocator(self) -> int:
         """Bytes that the allocator holds beside the tensors: gaps, and scratch memory of kernels."""
         if self.keeps_pages:
             return int(self.activations * _SHARE_OF_KEPT_PAGES)
-        return int((self.activations + self.gradients) * _ALLOCATOR_SHARE)
+        share = _SHARE_OF_RANGES if self.ranges else _SHARE_OF_MALLOC
+        return int((self.activations + self.gradients) * share)
 
     @property
     def total(self) -> int:
@@ -146,9 +149,11 @@ class Footprint:
         if key not in self._peaks:
             ranks, gradients = self._ranks_beside(plan), self.gradients.alive(plan)
             activations = [ranks * alive for alive in activations_alive(self.trace, plan.activations)]
-            peak = max(map(Peak, activations, gradients), key=lambda moment: moment.total)
+            ranges = self._ranges and plan.device == "cpu"
+            moments = [Peak(*alive, ranges=ranges) for alive in zip(activations, gradients, strict=True)]
+            peak = max(moments, key=lambda moment: moment.total)
             # In a search plans have no budget yet, so this depends on parts of the key alone.
-            if plan.device == "cpu" and plan.memory_is_ample and not self._ranges:
+            if plan.device == "cpu" and plan.memory_is_ample and not ranges:
                 held = max(peak.gradients, self.gradients.after_backward(plan))
                 peak = Peak(max(activations), held, keeps_pages=True)
             self._peaks[key] = peak
