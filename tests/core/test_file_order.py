@@ -45,6 +45,7 @@ def begun(monkeypatch):
 
 
 def check_in_child(file, expected):
+    torch.set_num_threads(1)  # threads of OpenMP do not exist in a fork
     assert torch.equal(file.read_whole("c"), expected)
 
 

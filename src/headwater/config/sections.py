@@ -123,8 +123,8 @@ class BackendConfig(Section):
         attention: `torch` computes all attention by torch's kernels. `auto` lets models of params files use
             the package's kernel for attention in bf16 without a mask, on processors with AVX-512 BF16 and
             without AMX. Its results differ from torch's in rounding.
-        allocator: `tuned` keeps the memory of large CPU tensors for later ones; `system` uses torch's allocator
-            as it is.
+        allocator: `tuned` keeps the memory of large CPU tensors for later ones; `system` leaves torch's
+            allocator as it is.
         verify_disk: check data read from the disk tier against checksums.
         compile_only: do not train; write the plan, the graphs and a report of operators.
         validate_only: do not train; check that model, loss, optimizer and data fit together.

@@ -18,8 +18,8 @@ from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
 if TYPE_CHECKING:
     from headwater.optim.spec import UpdateKind
 
-# Measured on CPU: memory of the allocator, as a share of the bytes of tensors: malloc that returns pages, ranges
-# (see `core/tensor_memory.py`), and malloc that keeps pages, where it is a share of activations alone.
+# Measured on CPU: memory of the allocator, as a share of the bytes of tensors. The allocator is malloc that
+# returns pages, ranges, or malloc that keeps pages; the last one is a share of activations alone.
 _SHARE_OF_MALLOC, _SHARE_OF_RANGES, _SHARE_OF_KEPT_PAGES = 0.2, 0.09, 0.18
 
 
@@ -90,7 +90,6 @@ class Footprint:
         share: the part of the store that counts.
         ranks: number of ranks on this host. They share the host's memory.
         worker_bytes: host memory of the data workers of one rank.
-        ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`.
     """
 
     def __init__(
@@ -104,9 +103,7 @@ class Footprint:
         share: StoreShare = WHOLE_STORE,
         ranks: int = 1,
         worker_bytes: int = 0,
-        ranges: bool = False,
     ) -> None:
-        self._ranges = ranges
         self.trace, self.share = trace, share
         self.stages = stages_of(trace, optimizer_state_bytes)
         self.slab_sizes = tuple(stage.slab for stage in self.stages)
@@ -149,11 +146,10 @@ class Footprint:
         if key not in self._peaks:
             ranks, gradients = self._ranks_beside(plan), self.gradients.alive(plan)
             activations = [ranks * alive for alive in activations_alive(self.trace, plan.activations)]
-            ranges = self._ranges and plan.device == "cpu"
-            moments = [Peak(*alive, ranges=ranges) for alive in zip(activations, gradients, strict=True)]
+            moments = [Peak(*alive, ranges=plan.ranges) for alive in zip(activations, gradients, strict=True)]
             peak = max(moments, key=lambda moment: moment.total)
             # In a search plans have no budget yet, so this depends on parts of the key alone.
-            if plan.device == "cpu" and plan.memory_is_ample and not ranges:
+            if plan.device == "cpu" and plan.memory_is_ample and not plan.ranges:
                 held = max(peak.gradients, self.gradients.after_backward(plan))
                 peak = Peak(max(activations), held, keeps_pages=True)
             self._peaks[key] = peak

@@ -376,6 +376,7 @@ class Plan:
         blocks: whether blocks are compiled.
         updates: when stages in host memory and on disk are updated. Those in device memory are always updated
             when they are used next.
+        ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`.
     """
 
     trace: Trace
@@ -396,6 +397,7 @@ class Plan:
     on_device: tuple[int, ...] = ()
     blocks: Blocks = Blocks()
     updates: Updates = "on_fetch"
+    ranges: bool = False
 
     @property
     def on_disk(self) -> tuple[int, ...]:
