@@ -496,7 +496,7 @@ class Plan:
     @property
     def returns_pages(self) -> bool:
         """True if the allocator returns pages of freed tensors, so that a large tensor gets new ones."""
-        return self.device == "cpu" and not self.memory_is_ample
+        return self.device == "cpu" and not self.ranges and not self.memory_is_ample
 
     @property
     def memory_is_ample(self) -> bool:
