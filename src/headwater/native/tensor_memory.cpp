@@ -5,7 +5,7 @@
 // aligned block of glibc's malloc needs about 100 bytes more than the block, and small blocks use the rest of it
 // later, so an equal block does not fit into the hole. The holes then hold a quarter of the memory and more.
 //
-// Here large blocks come from ranges of their own, beside malloc. A freed block joins its free neighbours, and a
+// Here large blocks come from separate ranges, beside malloc. A freed block joins its free neighbours, and a
 // new one takes the smallest free range that it fits into. So that free ranges do not grow without limit, blocks
 // and free ranges together are at most the most bytes of blocks that ever existed at once, and a small share
 // more. If a new block needs more, free ranges go back to the system, the smallest first, because nothing fits
