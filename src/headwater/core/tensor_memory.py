@@ -1,4 +1,4 @@
-"""Where the memory of CPU tensors comes from: malloc, or the ranges of `native/tensor_memory.cpp`.
+"""Memory of CPU tensors: from malloc, or from the ranges of `native/tensor_memory.cpp`.
 
 [Note: memory of tensors] A step allocates and frees gigabytes. New pages cost page faults, so freed memory
 should be kept, but malloc then holds a quarter more than the tensors need, or more, and how much more cannot
