@@ -118,7 +118,7 @@ print(set(codes), int(kept.min()), int(kept.max()))
 
 
 @pytest.mark.real_start
-def test_a_tensor_that_does_not_fit_raises_torchs_error_and_the_process_goes_on():
+def test_a_tensor_that_does_not_fit_raises_torchs_error_and_the_process_continues():
     script = """
 import resource
 kept = megabytes(600)
