@@ -97,7 +97,9 @@ def _end(process: BaseProcess) -> None:
 def _child(
     function: Callable[[Item], Result], item: Item, sender: Connection, folder: str, limit_s: float
 ) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    # Beyond the addresses that the fork has got: its stack could not grow if these were more than the limit.
+    most = psutil.Process().memory_info().vms + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit_s), math.ceil(limit_s) + 5))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()  # so that the processes that it starts can be ended after it has crashed

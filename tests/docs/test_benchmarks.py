@@ -244,12 +244,13 @@ def _start_and_wait(item):
 
 
 def test_items_that_take_too_long_leave_no_process_and_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.transformers_walk.pool._WALL_OF_CPU", 5)
     busy, idle = str(tmp_path / "busy"), str(tmp_path / "idle")
-    folder, *errors = run_isolated(_start_and_wait, ["short", busy, idle], workers=3, limit_s=1)
-    assert [type(error) for error in errors] == [ChildError, ChildError]
-    assert str(errors[0]) == "took more than 1 s of CPU time" and str(errors[1]) == "took more than 5 s"
-    assert not Path(folder).exists()
+    # Other programs may use the cores, so the busy process gets much time by the clock.
+    for most, item, message in ((120, busy, "1 s of CPU time"), (5, idle, "5 s")):
+        monkeypatch.setattr("benchmarks.transformers_walk.pool._WALL_OF_CPU", most)
+        folder, error = run_isolated(_start_and_wait, ["short", item], workers=2, limit_s=1)
+        assert isinstance(error, ChildError) and str(error) == f"took more than {message}"
+        assert not Path(folder).exists()
     for file in (busy, idle):
         process, left = Path(file).read_text().split()
         assert not Path(left).exists()
