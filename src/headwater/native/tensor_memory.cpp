@@ -42,12 +42,12 @@ class Ranges {
   char* take(size_t bytes) {
     const std::lock_guard<std::mutex> guard(lock_);
     const size_t size = rounded(bytes);
-    highest_ = std::max(highest_, used_ + size);
     char* block = reuse(size);
     if (block == nullptr) block = map(size);
     if (block != nullptr) {
       blocks_[block] = size;
       used_ += size;
+      highest_ = std::max(highest_, used_);
     }
     return block;
   }
@@ -98,7 +98,8 @@ class Ranges {
   }
 
   char* map(size_t size) {
-    const size_t most = highest_ + highest_ / kShare, wanted = used_ + free_ + size;
+    const size_t highest = std::max(highest_, used_ + size);
+    const size_t most = highest + highest / kShare, wanted = used_ + free_ + size;
     if (wanted > most) shrink(wanted - most);
     void* range = new_range(size);
     if (range == MAP_FAILED && free_ > 0) {
