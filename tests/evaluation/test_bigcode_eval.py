@@ -136,7 +136,7 @@ def test_the_solutions_of_the_problems_pass(folder):
             "expected programs for 2 problems",
         ),
         (["--load_generations_path", "odd.json", "--allow_code_execution"], "list of programs for each"),
-        (["--n_samples", "2"], "no model to write programs"),
+        (["--n_samples", "2"], "expected a model that writes programs"),
         (["--load_data_path", "x"], "remove one of them"),
         (["--load_generations_intermediate_paths", "a", "b"], "one for each task"),
         (["--temperature", "-1"], "temperature"),
