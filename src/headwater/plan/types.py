@@ -82,7 +82,7 @@ class StageCost:
     again_bytes: int = 0
     new_bytes: int = 0
     backward_new_bytes: int = 0
-    # Not compared: calls between two stages count for one of them, and a dry run that skips parts counts fewer.
+    # Not compared: calls between stages count for either of them, and a dry run may skip equal parts.
     operators: int = dataclasses.field(default=0, compare=False)
     backward_operators: int = dataclasses.field(default=0, compare=False)
 
