@@ -87,7 +87,7 @@ def change_saved_data(block, x):
 
 
 def change_saved_bits(block, x):
-    """As `change_saved_data`, by way of another dtype."""
+    """Change a saved value through a view of another dtype, which `value.data` gives."""
     h = block.first(x)
     squares = h * h
     value = h + 1

@@ -180,7 +180,7 @@ def models_by_name(words: list[str]) -> dict[str, Path]:
 def _token(path: Path | None) -> tuple[str | None, str]:
     """Return the token, or `None`, and the option or variable that it comes from."""
     if path is None:
-        # An empty variable is returned too: the user wanted a token, so a server without one is no answer.
+        # An empty variable is returned too: the user wanted a token, so the server must not run without one.
         return os.environ.get(TOKEN), TOKEN
     try:
         return path.expanduser().read_text(encoding="utf-8").strip(), "--token_file"

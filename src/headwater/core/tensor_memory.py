@@ -65,7 +65,7 @@ def return_free_memory() -> None:
 
 
 def range_bytes() -> RangeBytes | None:
-    """Return the bytes of the ranges, or `None` if there are none."""
+    """Return the bytes of the ranges, or `None` if this machine cannot build them."""
     library = _library()
     if library is None:
         return None

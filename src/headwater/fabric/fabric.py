@@ -121,7 +121,7 @@ class Fabric(abc.ABC):
 
     @abc.abstractmethod
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Gather tensors of equal shape and dtype from the compute ranks. Store ranks do not call this."""
+        """Gather tensors of equal shape and dtype from the compute ranks. Only these ranks call it."""
 
     @abc.abstractmethod
     def agree(self, make: Callable[[], Value], kind: Any) -> Value:

@@ -102,8 +102,15 @@ def _with_limits(asked: PlanRequest, resources: Resources) -> Request:
         ranks=asked.ranks,
         worker_bytes=asked.data_workers * WORKER_BYTES,
         device_tier=asked.device_tier,
-        ranges=tensor_ranges_available() if asked.ranges is None else asked.ranges,
+        ranges=_has_ranges(asked),
     )
+
+
+def _has_ranges(asked: PlanRequest) -> bool:
+    """True if the tensors of a step have their memory in ranges. Only a plan for a CPU builds them."""
+    if asked.device != "cpu":
+        return False
+    return tensor_ranges_available() if asked.ranges is None else asked.ranges
 
 
 def _as_stored(asked: PlanRequest, trace_for: TraceFor) -> TraceFor:

@@ -16,7 +16,7 @@ _SMALLER, _LARGER = 2, 4
 def estimated_traces(trace_for: TraceFor, *, made: Collection[int] = ()) -> TraceFor:
     """Return dry runs of any size, extrapolated from those of two and four samples.
 
-    A batch of one sample is no base for an estimate: torch does without some copies there, because a
+    An estimate cannot start from a batch of one sample: torch makes fewer copies there, because a
     transposed tensor of one sample is contiguous.
 
     Args:

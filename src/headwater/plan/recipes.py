@@ -17,7 +17,7 @@ while the module runs whose operators are watched. A change after that raises an
 counts it; `tensor.data.mul_(2)` is not counted.
 
 [Note: memory that kernels write]
-A custom `autograd.Function` may write memory by a kernel that is no operator of torch, for example one in
+A custom `autograd.Function` may write memory by a kernel that torch does not know, for example one in
 Triton. Nothing sees this. So what such a function saves is kept, and values that are made without gradients,
 as inside its forward, have no recipes. A kernel outside of such a function, or one that changes an input
 without `mark_dirty`, must not write into values of cheap operators.

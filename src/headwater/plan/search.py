@@ -276,7 +276,7 @@ def _frames(request: Request, footprint: Footprint, size: int) -> Iterator[Plan]
                 in_memory=tuple(sorted(in_memory)) if tier == "disk" else (),
                 on_device=tuple(sorted(on_device)),
                 updates="on_fetch" if trace.inference else request.fixed.updates,
-                ranges=request.ranges and request.device == "cpu",
+                ranges=request.ranges,
             )
 
 
