@@ -15,7 +15,7 @@ from headwater.core.seeding import derive_seed
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.division import divide
 from headwater.plan.partition import find_stages
-from headwater.plan.trace import trace_step
+from headwater.plan.trace import Trace, trace_step
 from headwater.plan.types import Activations, Plan, Updates
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
@@ -89,14 +89,19 @@ class History:
     buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
-def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path) -> Plan:
-    """Return the plan that `setting` describes."""
+def make_trace(job: Job, model: nn.Module, setting: Setting) -> Trace:
+    """Return the dry run of a step. It depends on the precision and the stages of `setting` alone."""
     partition = find_stages(model, setting.precision, setting.patterns)
     if setting.most_stage_bytes is not None:
         partition = divide(model, partition, setting.most_stage_bytes)
-    trace = trace_step(
+    return trace_step(
         model, job.make_batch(0, 0), setting.precision, loss_function=job.loss, partition=partition
     )
+
+
+def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path, trace: Trace | None = None) -> Plan:
+    """Return the plan that `setting` describes, from a dry run that was made before if there is one."""
+    trace = make_trace(job, model, setting) if trace is None else trace
     if setting.whole_masters:
         trace = trace.with_whole_masters()
     policy = Activations(setting.activations)

@@ -14,7 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from gpt_job import gpt_job, plain_gpt
-from harness import SEED, History, Setting, assert_equal, collect, make_plan, regression, train_plain
+from harness import (
+    SEED,
+    History,
+    Setting,
+    assert_equal,
+    collect,
+    make_plan,
+    make_trace,
+    regression,
+    train_plain,
+)
 from test_own_models import DECODERS
 from test_own_models import job as own_job
 from tests.device_double import ComputeStream, CopyStream, DeviceDouble, DoubleEvent, stand_in_for_cuda
@@ -47,16 +57,16 @@ def double(device_seed, monkeypatch):
     device.end()
 
 
-def on_double(job, setting, folder, options=DEFAULTS):
+def on_double(job, setting, folder, options=DEFAULTS, trace=None):
     model = job.model()
-    plan = dataclasses.replace(make_plan(job, model, setting, folder), device="cuda")
+    plan = dataclasses.replace(make_plan(job, model, setting, folder, trace), device="cuda")
     return Engine(model, plan, job.optimizer, seed=SEED, loss_function=job.loss, options=options)
 
 
-def trained(job, setting, folder, device, steps):
+def trained(job, setting, folder, device, steps, trace=None):
     """Train on the double. The computing thread has random delays, too."""
     history, late = History(), random.Random(device.seed)
-    with device, on_double(job, setting, folder) as engine:
+    with device, on_double(job, setting, folder, trace=trace) as engine:
         for step in range(steps):
             report = engine.train_step(job.batches(step), job.update(step))
             history.losses.append(report.loss)
@@ -99,10 +109,18 @@ def plain(name):
     return train_plain(JOBS[name](), steps=2)
 
 
+@functools.cache
+def traced(make_job):
+    """Return the dry run of a job, which is the same for all seeds."""
+    job = make_job()
+    return make_trace(job, job.model(), Setting())
+
+
 def test_any_model_on_a_late_device_equals_plain_pytorch(double, device_seed, tmp_path):
     name = random.Random(f"job {device_seed}").choice(sorted(JOBS))
     setting, _ = any_setting(device_seed)
-    assert_equal(trained(JOBS[name](), setting, tmp_path, double, 2), plain(name))
+    history = trained(JOBS[name](), setting, tmp_path, double, 2, traced(JOBS[name]))
+    assert_equal(history, plain(name))
 
 
 def any_setting(seed):
@@ -110,14 +128,14 @@ def any_setting(seed):
     choose = random.Random(f"setting {seed}").choice
     tier = choose(("memory", "memory", "disk"))
     gradients = choose(("memory", "disk")) if tier == "disk" else "memory"
-    activations = choose(("keep", "recompute", "offload"))
+    activations = choose(("keep", "selective", "recompute", "offload"))
     in_memory = choose(((), (0, 2))) if tier == "disk" else ()
     return Setting(tier, choose((2, 3, 99)), activations, gradients, in_memory=in_memory), choose((1, 1, 3))
 
 
 def test_any_setting_on_a_late_device_equals_plain_pytorch(double, device_seed, tmp_path):
     setting, micro_batches = any_setting(device_seed)
-    history = trained(gpt_job(micro_batches=micro_batches), setting, tmp_path, double, 2)
+    history = trained(gpt_job(micro_batches=micro_batches), setting, tmp_path, double, 2, traced(gpt_job))
     assert_equal(history, plain_gpt(2, micro_batches=micro_batches))
 
 
@@ -130,7 +148,8 @@ def test_updates_in_backward_on_a_late_device_equal_plain_pytorch(double, device
     setting, micro_batches = any_setting(device_seed)
     on_device = random.Random(f"stages {device_seed}").choice(((), (), (1, 3)))
     setting = dataclasses.replace(setting, updates="in_backward", on_device=on_device)
-    history = trained(gpt_job(micro_batches=micro_batches, max_norm=None), setting, tmp_path, double, 2)
+    job = gpt_job(micro_batches=micro_batches, max_norm=None)
+    history = trained(job, setting, tmp_path, double, 2, traced(gpt_job))
     assert_equal(history, plain_unclipped(micro_batches))
 
 

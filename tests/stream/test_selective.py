@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from headwater.core.errors import StreamError
 from headwater.core.precision import Precision
 from headwater.plan.types import Activations
+from headwater.stream.selective import Selection
 
 SETTINGS = [
     Setting(in_place=True, activations="selective"),
@@ -215,6 +216,24 @@ def test_bf16_has_the_bits_of_kept_activations(setting, tmp_path):
         return train_streamed(gpt_job(), precise, tmp_path / activations, steps=3).losses
 
     assert losses("selective") == losses("keep")
+
+
+def test_values_that_cross_streams_are_kept(monkeypatch):
+    streams = []
+    monkeypatch.setattr("headwater.plan.recipes.current_stream_id", lambda device: streams[-1])
+    selection = Selection(lambda tensor: None, lambda handle: handle)
+    with selection.watching():
+        streams.append(1)
+        kept = torch.randn(8) * 2
+        assert selection.function_for(kept) is None
+        value, of_value = kept + 1, (kept + 1).exp()
+        function = selection.function_for(value)
+        assert torch.equal(function(), value)
+        streams.append(2)
+        assert selection.function_for(of_value) is None  # saved on another stream than it was made on
+        of_both = value * 3
+        assert selection.function_for(of_both) is None  # needs a value of another stream
+        assert selection.function_for(kept * 3) is not None
 
 
 def test_a_kept_input_that_changes_raises_as_in_plain_pytorch(tmp_path):

@@ -9,6 +9,7 @@ before it queues the second. Nothing else orders them. The device double of the 
 from __future__ import annotations
 
 import abc
+import functools
 from typing import final
 
 import torch
@@ -76,3 +77,19 @@ class ImmediateStream(Stream):
 
 
 IMMEDIATE = ImmediateStream()
+
+
+def current_stream_id(device: torch.device) -> int:
+    """Return the identity of the stream on which the calling thread runs operators of a device.
+
+    Operators of two streams have no order unless the program gives them one. A CPU has one stream, 0.
+    """
+    if device.type == "cpu" or device.type != _accelerator():
+        return 0
+    return torch.accelerator.current_stream(device).stream_id
+
+
+@functools.cache
+def _accelerator() -> str | None:
+    """Return the type of this machine's accelerator, such as `cuda`; `None` if it has none."""
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None

@@ -16,6 +16,10 @@ that is changed itself is kept from then on, so backward gets what plain PyTorch
 while the module runs whose operators are watched. A change after that raises an error if a version counter
 counts it; `tensor.data.mul_(2)` is not counted.
 
+A backward node runs on the stream on which its forward ran, and a value that is computed again stays for the
+next node that needs it. So all operators of a recipe, and the saving of its value, are on one stream: then
+the order of this stream is enough.
+
 [Note: memory that kernels write]
 A custom `autograd.Function` may write memory by a kernel that torch does not know, for example one in
 Triton. Nothing sees this. So what such a function saves is kept, and values that are made without gradients,
@@ -36,6 +40,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from headwater.core.streams import current_stream_id
 from headwater.plan.alive import has_storage, memory_key
 from headwater.plan.writes import changed_by, changed_in_place
 
@@ -124,6 +129,7 @@ class _Made:
         layout: the layout of the value.
         num_bytes: its bytes.
         storage: a weak reference.
+        stream: the identity of the stream on which the operator ran.
         recipe: the value's recipe, if it has been asked for.
     """
 
@@ -134,6 +140,7 @@ class _Made:
     layout: _Layout
     num_bytes: int
     storage: StorageWeakRef
+    stream: int
     recipe: Recipe | None = None
 
 
@@ -184,9 +191,11 @@ class Recipe:
         func: the operator.
         leaves: its arguments, flattened, with sources for tensors.
         structure: their structure.
+        stream: the identity of the stream on which the operator ran, and backward will run.
     """
 
-    def __init__(self, func: Any, leaves: list[Any], structure: TreeSpec) -> None:
+    def __init__(self, func: Any, leaves: list[Any], structure: TreeSpec, stream: int) -> None:
+        self._stream = stream
         self._func = func
         self._leaves = leaves
         self._structure = structure
@@ -212,7 +221,10 @@ class Recipe:
 
     def pin(self) -> None:
         """Compute the value now, and keep it: an input is about to change."""
-        self._value, self._is_pinned = self.value(), True
+        value = self.value()
+        if current_stream_id(value.device) != self._stream:
+            torch.accelerator.current_stream(value.device).synchronize()
+        self._value, self._is_pinned = value, True
 
     def follow(self, memory: torch.Tensor) -> None:
         """Keep the memory of the value: it is about to change."""
@@ -285,8 +297,16 @@ class Recipes:
             return
         inputs = [self._input(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         memory, storage = self._memory(value), StorageWeakRef(value.untyped_storage())
-        layout = _Layout.of(value)
-        self._made[memory.key] = _Made(func, inputs, structure, memory, layout, value.nbytes, storage)
+        self._made[memory.key] = _Made(
+            func=func,
+            leaves=inputs,
+            structure=structure,
+            memory=memory,
+            layout=_Layout.of(value),
+            num_bytes=value.nbytes,
+            storage=storage,
+            stream=current_stream_id(value.device),
+        )
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Record a tensor that autograd keeps."""
@@ -298,7 +318,7 @@ class Recipes:
         if not _is_plain(tensor) or memory_key(tensor) in self._kept or _is_saved_by_custom_function():
             return None
         memory, layout = self._memory(tensor), _Layout.of(tensor)
-        recipe = self._recipe(memory, layout.dtype, 0)
+        recipe = self._recipe(memory, layout.dtype, current_stream_id(tensor.device), 0)
         return None if recipe is None else recipe.saved(layout)
 
     def clear(self) -> None:
@@ -308,31 +328,33 @@ class Recipes:
         self._used.clear()
         self._changes.clear()
 
-    def _recipe(self, memory: _Memory, dtype: torch.dtype, depth: int) -> Recipe | None:
+    def _recipe(self, memory: _Memory, dtype: torch.dtype, stream: int, depth: int) -> Recipe | None:
         made = self._made.get(memory.key)
         if made is None or made.memory != memory or made.layout.dtype != dtype or depth > _DEEPEST:
+            return None
+        if made.stream != stream:
             return None
         if made.recipe is None:
             leaves: list[Any] = []
             for leaf in made.leaves:
-                source = self._source(leaf, depth) if isinstance(leaf, _Input) else None
+                source = self._source(leaf, stream, depth) if isinstance(leaf, _Input) else None
                 if isinstance(leaf, _Input) and source is None:
                     return None
                 leaves.append(leaf if source is None else source)
-            made.recipe = Recipe(made.func, leaves, made.structure)
+            made.recipe = Recipe(made.func, leaves, made.structure, stream)
             self.num_bytes += made.num_bytes
             for leaf in made.leaves:
                 if isinstance(leaf, _Input) and leaf.handle is None:
                     self._used.setdefault(leaf.memory.key, []).append(made.recipe)
         return made.recipe
 
-    def _source(self, given: _Input, depth: int) -> _Source | None:
+    def _source(self, given: _Input, stream: int, depth: int) -> _Source | None:
         if given.handle is not None:
             return _Weight(given.handle, self._resolve)
         kept, memory = self._kept.get(given.memory.key, (None, None))
         if kept is not None and memory == given.memory and kept.dtype == given.layout.dtype:
             return _Kept(kept, given.memory.version, given.layout)
-        recipe = self._recipe(given.memory, given.layout.dtype, depth + 1)
+        recipe = self._recipe(given.memory, given.layout.dtype, stream, depth + 1)
         return None if recipe is None else _Again(recipe, given.layout)
 
     def _input(self, tensor: torch.Tensor) -> _Input:
