@@ -307,3 +307,29 @@ def test_weights_that_change_before_backward_are_refused(plan, change, tmp_path)
     optimizer.zero_grad()
     take_step(model, optimizer)
     place.release()
+
+
+@pytest.mark.parametrize("plan", RECOMPUTED)
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_weights_that_change_before_backward_are_refused_in_another_store(plan, before, tmp_path):
+    """A bias that is trained from now on has a state, so all weights move to another store."""
+    (tmp_path / "streamed").mkdir()
+    place = Place(plan, tmp_path / "streamed")
+    plain = network(Block())
+    plain[0].bias.requires_grad_(False)
+    model = place.compile(plain)
+    optimizer = torch.optim.SGD([*model.parameters()], lr=0.1)
+    take_step(model, optimizer)
+    first, second = [model(torch.ones(4, 6).cumsum(1)).square().mean() for _ in range(2)]
+    if before:
+        halve_data(model, optimizer)
+    model[0].bias.requires_grad_(True)
+    model(torch.ones(4, 6))
+    if not before:
+        first.backward()  # the move itself changes no weights
+        halve_data(model, optimizer)
+    with pytest.raises(StreamError, match="changed between this forward and its backward"):
+        second.backward()
+    optimizer.zero_grad()
+    take_step(model, optimizer)
+    place.release()

@@ -147,7 +147,7 @@ def test_foreach_false_equals_plain(plan, tmp_path):
 @some_plan
 def test_an_optimizer_class_of_the_user_equals_plain(plan, tmp_path):
     class SignDescent(torch.optim.Optimizer):
-        def __init__(this, params, lr=0.01, decay=0.9):
+        def __init__(self, params, lr=0.01, decay=0.9):
             super().__init__(params, {"lr": lr, "decay": decay})
 
         @torch.no_grad()

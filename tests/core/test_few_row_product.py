@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from headwater.core import few_rows
 from headwater.core.few_rows import MOST_ROWS_OF_DTYPE, few_row_linear, few_row_product_available
@@ -182,6 +183,12 @@ def test_torch_computes_products_inside_of_transforms(transform):
     with torch.no_grad():
         expected = transform(lambda x: F.linear(x, weight, bias), x)
         assert torch.equal(transform(lambda x: few_row_linear(x, weight, bias), x), expected)
+
+
+def test_torch_computes_products_that_a_dispatch_mode_counts():
+    with FlopCounterMode(display=False) as counter:
+        product(*drawn(3, 32, 8))
+    assert counter.get_total_flops() == 2 * 3 * 32 * 8
 
 
 @needs_kernel

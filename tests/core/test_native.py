@@ -268,6 +268,23 @@ def test_a_folder_that_cannot_be_written_is_named(source, protected, monkeypatch
         load(source, FLAGS, protected)
 
 
+def test_a_stored_library_that_cannot_be_read(source, protected, monkeypatch):
+    if not os.geteuid():
+        os.chown(protected, 65534, -1)
+    protected.chmod(0o755)
+    code = source.read_bytes()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: code)  # which another user could not read
+    monkeypatch.setattr(native._Build, "compile", lambda *_: b"not a library")
+    flags = ("-DNUMBER=-2",)  # which this process has not loaded from elsewhere
+    with another_user():
+        with pytest.raises(RunError):
+            load(source, flags, protected)
+        (stored,) = protected.iterdir()
+        stored.chmod(0)
+        with pytest.raises(RunError, match=rf"^{stored.name}: Permission denied"):
+            load(source, flags, protected)
+
+
 def test_a_folder_whose_files_cannot_be_executed(source, folder, monkeypatch):
     monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NOSUID))
     with pytest.raises(RunError, match="noexec"):

@@ -66,8 +66,14 @@ def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def _sees_operators() -> bool:
-    """True if torch must see the operators of a call: for gradients, transforms or `torch.jit.trace`."""
-    return torch.is_grad_enabled() or is_transformed() or torch._C._get_tracing_state() is not None
+    """True if torch must see the operators: for gradients, transforms, `torch.jit.trace`, dispatch modes."""
+    return (
+        torch.is_grad_enabled()
+        or is_transformed()
+        or torch._C._get_tracing_state() is not None
+        # For example a counter of FLOPs, or a mode that returns tensors without memory.
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 def _is_supported(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None) -> bool:

@@ -341,16 +341,18 @@ def _is_stored(name: str, directory: int) -> bool:
     """True if the library exists, and has the bytes with which it was stored.
 
     Raises:
-        RunError: if others could have written it.
+        RunError: if others could have written it, or it cannot be read.
     """
     try:
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode) or not _only_this_user_writes(found):
+            raise RunError(f"{name}: expected a file that only this user can write")
+        with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory), "rb") as file:
+            content = file.read()
     except FileNotFoundError:
         return False
-    if not stat.S_ISREG(found.st_mode) or not _only_this_user_writes(found):
-        raise RunError(f"{name}: expected a file that only this user can write")
-    with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory), "rb") as file:
-        content = file.read()
+    except OSError as error:
+        raise RunError(f"{name}: {error.strerror}") from error
     return content == _with_checksum(content[:-_CHECKSUM_BYTES])
 
 

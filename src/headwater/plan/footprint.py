@@ -142,7 +142,7 @@ class Footprint:
         """Return the bytes of activations and gradients on the compute device, when their sum is largest."""
         # The key holds all that a peak depends on; the search asks for the same peak many times.
         where = plan.device, plan.tier, plan.gradient_tier, plan.in_memory, plan.on_device
-        key = plan.activations, where, plan.num_micro_batches, plan.updates
+        key = plan.activations, where, plan.num_micro_batches, plan.updates, plan.ranges
         if key not in self._peaks:
             ranks, gradients = self._ranks_beside(plan), self.gradients.alive(plan)
             activations = [ranks * alive for alive in activations_alive(self.trace, plan.activations)]

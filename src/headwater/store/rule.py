@@ -132,12 +132,10 @@ class UpdateRule(UpdateRules):
         kernel = _PLAIN_KERNEL if needs_plain_kernel(gradients[0]) else {}
         group = {"params": list(masters), **self.all_options(options, device), **kernel}
         is_fused = bool(group.get("fused"))
-        # Before the first write. Gradients too, because some kernels use their memory for other values.
-        undo = []
-        if undoable and not is_fused:
-            # State before the first update has no values.
-            used = [own for own, old in zip(states, scalars, strict=True) if old is not None]
-            undo = _copies(masters, gradients, used)
+        # State before the first update has no values.
+        used = [own for own, old in zip(states, scalars, strict=True) if old is not None]
+        # Before the first write.
+        undo = _copies(masters, gradients, used) if undoable and not is_fused else []
         optimizer.param_groups = [group]
         # A state that an error has left must not be found by another tensor.
         optimizer.state.clear()
@@ -162,7 +160,11 @@ class UpdateRule(UpdateRules):
         return [self._stored(optimizer.state.pop(master, {}), own) for master, own in pairs]
 
     def _stored(self, state: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> Scalars:
-        """Return the scalars of an optimizer's state, whose tensors `own` has afterwards."""
+        """Return the scalars of an optimizer's state. Its tensors are `own`, or are copied to them.
+
+        Raises:
+            StreamError: if it has other tensors.
+        """
         found = tensors_of(state)
         if found.keys() != own.keys():
             raise self._changed_state(found, own)
@@ -247,6 +249,9 @@ def _copies(
     gradients: Sequence[torch.Tensor],
     states: Sequence[Mapping[str, torch.Tensor]],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (tensor, copy) of all dense tensors that an optimizer may change in place."""
+    """Return (tensor, copy) of all dense tensors that an optimizer may change in place.
+
+    Gradients are among them, because some kernels use their memory for other values.
+    """
     tensors = [*masters, *gradients, *(each for state in states for each in state.values())]
     return [(tensor, tensor.clone()) for tensor in tensors if not tensor.is_sparse]

@@ -22,7 +22,7 @@ from headwater.stream.gradient_hooks import GradientHooks
 from headwater.stream.host_arena import HostArena
 from headwater.stream.offload import make_offload
 from headwater.stream.packing import make_packing
-from headwater.stream.recompute import RecomputedForwards, WeightVersions
+from headwater.stream.recompute import RecomputedForwards
 from headwater.stream.saved_tensors import WeightHandle
 from headwater.stream.sites import Sites, Stages
 from headwater.stream.transforms import refuse_moving_weights
@@ -95,6 +95,7 @@ class Executor:
             lambda stage: self._heir._forwards.leave(_bound_again(plan.trace, stage)),
             lambda stage: self._heir._versions(_bound_again(plan.trace, stage)),
         )
+        self._earlier_versions = [0] * len(plan.trace.stages)  # counted by the predecessor's store
         self._forwards_expected = 0  # of the step that `begin` has announced
         self._successor: Executor | None = None
         self._is_outlived = False  # nothing can provide weights for graphs made here
@@ -151,11 +152,11 @@ class Executor:
             RECORDER.lane().switch(heir._work[handle.stage])
         return handle.resolve(image)
 
-    def _versions(self, stages: Stages) -> WeightVersions:
-        """Return the present versions of the weights of some stages."""
+    def _versions(self, stages: Stages) -> list[int]:
+        """Return the present versions of the weights of some stages. A new store continues to count."""
         if self._store.in_backward is not None:  # the store checks each use, and knows the update
-            return self._store, []
-        return self._store, [self._store.version(stage) for stage in stages]
+            return []
+        return [self._earlier_versions[stage] + self._store.version(stage) for stage in stages]
 
     def _end_backward(self) -> None:
         self._let_go()
@@ -275,6 +276,12 @@ class Executor:
         """
         if unchanged:
             self._successor = successor
+            # The store of the successor may be another one, whose versions have begun with another number.
+            before, after = self._store, successor._store
+            successor._earlier_versions = [
+                earlier + before.version(stage) - after.version(stage)
+                for stage, earlier in enumerate(self._earlier_versions)
+            ]
         else:
             self._is_outlived = True
         # Graphs made here have saved the parameters, whose memory will hold other stages.

@@ -54,11 +54,10 @@ class Packing:
         self._stage = 0  # whose forward runs; its policy decides what happens to an activation
 
     def _move_out(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        if self._selects(self._stage) and self._selection is not None:
+        policy = self._policies[self._stage]
+        if self._selection is not None and policy is Activations.SELECTIVE:
             return self._selection.function_for(tensor)
-        if self._offload is None or not self._policies[self._stage].is_offloaded:
-            return None
-        return self._offload(tensor)
+        return self._offload(tensor) if self._offload is not None and policy.is_offloaded else None
 
     def begin_module(self, stages: Sequence[int]) -> None:
         """Begin to replace the tensors that autograd saves in a module with these stages, until `end_module`.
@@ -76,12 +75,10 @@ class Packing:
             if not self._is_done_around(stages):
                 around.enter_context(without_weights(self._handle_of, self._resolve, self._move_out))
             # Not in a module without a stage: the recipes there could need weights of several stages.
-            if self._selection is not None and stages and self._selects(self._stage):
+            is_selective = self._policies[self._stage] is Activations.SELECTIVE
+            if self._selection is not None and stages and is_selective:
                 around.enter_context(self._selection.watching())
         self._around_modules.append(around)
-
-    def _selects(self, stage: int) -> bool:
-        return self._policies[stage] is Activations.SELECTIVE
 
     def _is_done_around(self, stages: Sequence[int]) -> bool:
         """True if the hooks of an enclosing module already replace what a module with these stages saves."""

@@ -6,7 +6,7 @@ import contextvars
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,12 +21,6 @@ from headwater.stream.forward_state import ForwardState
 from headwater.stream.saved_tensors import own_checkpoints
 from headwater.stream.transforms import in_transform
 
-if TYPE_CHECKING:
-    from headwater.store.store import WeightStore
-
-WeightVersions = tuple["WeightStore", list[int]]
-"""A store, and the version of each stage whose weights a forward reads. Other stores count differently."""
-
 
 class RecomputedForwards:
     """Makes the forwards of some stages run again in backward, instead of keeping their activations.
@@ -35,7 +29,7 @@ class RecomputedForwards:
         modules: the module of each of these stages.
         enter: called with a stage before each run of its forward; binds the weights.
         leave: called with the stage afterwards.
-        versions: returns the present versions of the weights that the stage's forward reads.
+        versions: returns the present version of each stage whose weights the forward of a stage reads.
     """
 
     def __init__(
@@ -43,7 +37,7 @@ class RecomputedForwards:
         modules: Mapping[int, nn.Module],
         enter: Callable[[int], None],
         leave: Callable[[int], None],
-        versions: Callable[[int], WeightVersions],
+        versions: Callable[[int], list[int]],
     ) -> None:
         self._modules = modules
         self._enter = enter
@@ -68,7 +62,7 @@ def _recompute_forward(
     module: nn.Module,
     enter: Callable[[], None],
     leave: Callable[[], None],
-    versions: Callable[[], WeightVersions],
+    versions: Callable[[], list[int]],
 ) -> Callable[[], None]:
     """Replace the forward of a module by one that keeps only its inputs and runs again in backward.
 
@@ -99,21 +93,11 @@ def _recompute_forward(
         if not is_wrapped:  # a forward that the user has set calls this one
             return forward(*args, **kwargs)
         others = list(map(id, module.parameters())) != own  # those of `functional_call` are gone in backward
-        kept = own_checkpoints.is_in_another() or in_transform()  # its tensors do not exist in backward
-        kept = kept or parametrize._cache_enabled > 0  # the cache is gone when the forward runs again
-        if others or kept or not torch.is_grad_enabled():
+        if others or not _can_run_again():
             return bound_forward(*args, **kwargs)
         # The state is taken before the first run changes it.
         state, weights = ForwardState(module), _UnchangedWeights(module, versions)
-        call = _RepeatedCall(bound_forward, args, kwargs, state, weights)
-        tensors = call.tensors()
-        has_nested = any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors)
-        return checkpoint(
-            call,
-            *tensors,
-            use_reentrant=False,
-            determinism_check="none" if has_nested else "default",  # torch's check needs their sizes
-        )
+        return _RepeatedCall(bound_forward, args, kwargs, state, weights).run()
 
     def unwrap() -> None:
         nonlocal is_wrapped
@@ -129,6 +113,13 @@ def _recompute_forward(
     return unwrap
 
 
+def _can_run_again() -> bool:
+    """True if backward can repeat a forward that begins now."""
+    in_another = own_checkpoints.is_in_another() or in_transform()  # its tensors do not exist in backward
+    has_cache = parametrize._cache_enabled > 0  # the cache is gone when the forward runs again
+    return torch.is_grad_enabled() and not in_another and not has_cache
+
+
 class _Tensor:
     """A mark that stands for a tensor among the arguments of a call."""
 
@@ -141,7 +132,7 @@ class _UnchangedWeights:
         versions: returns the present versions of its weights.
     """
 
-    def __init__(self, module: nn.Module, versions: Callable[[], WeightVersions]) -> None:
+    def __init__(self, module: nn.Module, versions: Callable[[], list[int]]) -> None:
         self._name = type(module).__name__
         self._versions = versions
         self._first = versions()
@@ -154,8 +145,7 @@ class _UnchangedWeights:
         Raises:
             StreamError: if a weight was updated or written to since then.
         """
-        (store, first), (present_store, present) = self._first, self._versions()
-        if store is present_store and first != present:
+        if self._versions() != self._first:
             raise StreamError(
                 "weights were changed between this forward and its backward, which runs the forward again",
                 where=self._name,
@@ -192,7 +182,18 @@ class _RepeatedCall:
         places = {identity: place for place, identity in enumerate(dict.fromkeys(identities))}
         self._places = [places[identity] for identity in identities]
 
-    def tensors(self) -> list[torch.Tensor]:
+    def run(self) -> Any:
+        """Make the first call under torch's checkpoint, which makes the second call in backward."""
+        tensors = self._tensors()
+        has_nested = any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors)
+        return checkpoint(
+            self,
+            *tensors,
+            use_reentrant=False,
+            determinism_check="none" if has_nested else "default",  # torch's check needs their sizes
+        )
+
+    def _tensors(self) -> list[torch.Tensor]:
         """Return the tensors among the arguments, each once. Call this before the first call.
 
         If one tensor is two of the arguments, it must be one object in the second call too:

@@ -36,10 +36,6 @@ class WantServer:
             if self._directory.wants():
                 self._serve()
 
-    def is_alive(self) -> bool:
-        """True until `close`, or until Python ends."""
-        return self._thread.is_alive()
-
     def _stop(self) -> None:
         self._closing.set()
         self._thread.join()
