@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headwater.core.errors import StreamError
-from headwater.core.recorder import COMPUTE, RECORDER, Work
+from headwater.core.recorder import COMPUTE, RECORDER
 from headwater.plan.types import Plan, Trace
 from headwater.store.store import WeightStore
 from headwater.stream.backward import BackwardWatch
@@ -78,7 +78,6 @@ class Executor:
             self._let_go,
             [stage.name for stage in plan.trace.stages],
         )
-        self._work: list[Work] = [(COMPUTE, stage.name) for stage in plan.trace.stages]
         self._sites = Sites(
             model,
             {"": (), **plan.trace.sites},
@@ -149,7 +148,7 @@ class Executor:
         heir._binder.stages[handle.stage].check_unchanged(handle)
         image = heir._require(handle.stage)
         if heir._backward.is_running:  # from here on it computes the gradients of this stage
-            RECORDER.lane().switch(heir._work[handle.stage])
+            RECORDER.lane().switch((COMPUTE, heir._plan.trace.stages[handle.stage].name))
         return handle.resolve(image)
 
     def _versions(self, stages: Stages) -> list[int]:
