@@ -13,10 +13,10 @@ from benchmarks.workload import Measured, Workload
 SMALL = Workload(batch=1, sequence=128, warmup=1, steps=2)
 MEDIUM = Workload(layers=24, width=1024, heads=16, batch=1, sequence=128, warmup=1, steps=2)
 
-SPLIT = ("--tier=memory", "--masters=split")
-RECOMPUTED_IN_MEMORY = (*SPLIT, "--activations=recompute")
+MEMORY = ("--tier=memory",)
+RECOMPUTED_IN_MEMORY = (*MEMORY, "--activations=recompute")
 IN_BACKWARD = "--updates=in_backward"
-SPILLED = (*SPLIT, "--disk={disk}", "--gradient_tier=disk")
+SPILLED = (*MEMORY, "--disk={disk}", "--gradient_tier=disk")
 RECOMPUTED = (*SPILLED, "--activations=recompute")
 
 PLAIN = System("plain PyTorch", "torch_")
@@ -25,17 +25,16 @@ SYSTEMS = [
     PLAIN,
     System("FSDP2, CPU offload", "torch_", ("--fsdp2",)),
     System("DeepSpeed ZeRO-3, CPU", "deepspeed_"),
-    System("Headwater, memory", "headwater_", ("--tier=memory",)),
-    System("Headwater, memory, split masters", "headwater_", SPLIT),
-    System("Headwater, memory, split masters, clipping", "headwater_", (*SPLIT, "--max_norm=1.0")),
-    System("Headwater, memory, split masters, updates in backward", "headwater_", (*SPLIT, IN_BACKWARD)),
-    System("Headwater, memory, split masters, recomputed", "headwater_", RECOMPUTED_IN_MEMORY),
+    System("Headwater, memory", "headwater_", MEMORY),
+    System("Headwater, memory, clipping", "headwater_", (*MEMORY, "--max_norm=1.0")),
+    System("Headwater, memory, updates in backward", "headwater_", (*MEMORY, IN_BACKWARD)),
+    System("Headwater, memory, recomputed", "headwater_", RECOMPUTED_IN_MEMORY),
     System(
-        "Headwater, memory, split masters, recomputed, updates in backward",
+        "Headwater, memory, recomputed, updates in backward",
         "headwater_",
         (*RECOMPUTED_IN_MEMORY, IN_BACKWARD),
     ),
-    System("Headwater, memory, split masters, gradients on disk", "headwater_", SPILLED),
+    System("Headwater, memory, gradients on disk", "headwater_", SPILLED),
     System("Headwater, the same, recomputed", "headwater_", RECOMPUTED),
     System("Headwater, the same, recomputed, clipping", "headwater_", (*RECOMPUTED, "--max_norm=1.0")),
     System(

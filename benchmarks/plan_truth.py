@@ -48,7 +48,7 @@ OTHERS = [
     ("6×512 bf16, 2 × 2,048, memory", _LONG, MEMORY),
     ("6×512 bf16, 2 × 2,048, disk, micro-batch 1", _LONG, (*DISK, "--micro_batch=1")),
     ("6×512 fp32, 2 × 2,048, memory", dataclasses.replace(_LONG, dtype="fp32"), MEMORY),
-    ("4×640 bf16, vocabulary 128,000, memory, split masters", _HEAD, (*MEMORY, "--masters=split")),
+    ("4×640 bf16, vocabulary 128,000, memory", _HEAD, MEMORY),
     ("4×640 bf16, vocabulary 128,000, disk, gradients on disk", _HEAD, (*DISK, "--gradient_tier=disk")),
     ("4×640 fp32, vocabulary 128,000, disk", dataclasses.replace(_HEAD, dtype="fp32"), DISK),
 ]

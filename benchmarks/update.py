@@ -41,23 +41,21 @@ KERNELS: Mapping[str, Callable[[], AdamKernel | None]] = {"torch": lambda: None,
 PARAMS_IN_TENSOR = 7_750_000
 
 _CASES = {
-    "split masters": (torch.bfloat16, True, False),
-    "separate masters": (torch.bfloat16, False, False),
-    "fp32": (torch.float32, True, False),
-    "split masters, bf16 state": (torch.bfloat16, True, True),
+    "bf16": (torch.bfloat16, False),
+    "fp32": (torch.float32, False),
+    "bf16, state in bf16": (torch.bfloat16, True),
 }
 
 
 class Stage:
     """A stage in memory with gradients in its wire dtype, which both kernels update."""
 
-    def __init__(self, wire: torch.dtype, split: bool, bf16_state: bool, num_params: int) -> None:
+    def __init__(self, wire: torch.dtype, bf16_state: bool, num_params: int) -> None:
         rule = UpdateRule(ADAMW)
         count = max(1, num_params // PARAMS_IN_TENSOR)
         shape = (num_params // count,)
         params = tuple(
-            ParamSpec(f"p{i}", shape, torch.float32, wire, split_master=split, bf16_state=bf16_state)
-            for i in range(count)
+            ParamSpec(f"p{i}", shape, torch.float32, wire, bf16_state=bf16_state) for i in range(count)
         )
         self._layout = stage_layout(StageSpec(0, "stage", params), rule)
         self._tier = MemoryTier([self._layout])

@@ -81,7 +81,6 @@ def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module
                 activations=Activations(args.activations) if args.activations else None,
                 micro_batch_size=args.micro_batch,
                 gradient_tier=args.gradient_tier,
-                masters=args.masters,
                 optimizer_state=args.optimizer_state,
                 updates=args.updates,
             ),
@@ -99,7 +98,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--slabs", type=int)
     parser.add_argument("--activations", choices=["keep", "selective", "recompute", "offload"])
     parser.add_argument("--gradient_tier", choices=["memory", "disk"])
-    parser.add_argument("--masters", choices=["split"])
     parser.add_argument("--optimizer_state", choices=["exact", "bf16"], default="exact")
     parser.add_argument("--updates", choices=["on_fetch", "in_backward"], default="on_fetch")
     parser.add_argument("--micro_batch", type=int)

@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from synthetic import gpt
@@ -85,7 +84,7 @@ def test_a_budget_between_memory_and_disk_is_used_in_full(device):
 
     def planned(host_memory):
         resources = Resources(GIB, host_memory, disk=Path("tier"), disk_bytes=8 * GIB)
-        options = {"device": device, "calibration": NOMINAL, "fixed": Fixed(masters="split")}
+        options = {"device": device, "calibration": NOMINAL}
         return make_plan(PlanRequest(shape, resources=resources, **options, **ARGUMENTS))
 
     whole = planned(16 * GIB)
@@ -102,7 +101,7 @@ def test_a_budget_between_memory_and_disk_is_used_in_full(device):
 
 
 def test_several_ranks_keep_a_part_of_the_stages_in_memory():
-    shape, options = gpt(layers=24, hidden=1024), {"calibration": NOMINAL, "fixed": Fixed(masters="split")}
+    shape, options = gpt(layers=24, hidden=1024), {"calibration": NOMINAL}
 
     def planned(host_memory):
         resources = Resources(GIB, host_memory, disk=Path("tier"), disk_bytes=8 * GIB)
@@ -308,30 +307,6 @@ def test_a_model_of_175_billion_parameters_is_planned(device):
     )
     assert plan.tier == "disk"
     assert plan.prediction.disk_bytes >= 12 * 175e9
-
-
-def test_masters_are_stored_whole_if_memory_allows():
-    def plan(budget, **fixed):
-        return make_plan(
-            PlanRequest(
-                gpt(),
-                batch_size=4,
-                precision=Precision("bf16"),
-                optimizer_state_bytes=8,
-                resources=Resources(host_memory=budget),
-                fixed=Fixed(activations=Activations.KEEP, **fixed),
-                base_bytes=0,
-            )
-        )
-
-    whole = plan(GIB)
-    split = plan(GIB, masters="split")
-    assert (whole.masters, split.masters) == ("whole", "split")
-    more = whole.prediction.host_bytes - split.prediction.host_bytes
-    params = sum(p.numel for s in whole.trace.stages for p in s.params if p.wire_dtype == torch.bfloat16)
-    assert more == pytest.approx(2 * params, rel=0.3), "two bytes a parameter, and the allocator's share"
-    assert plan(whole.prediction.host_bytes - 1).masters == "split"
-    assert plan(GIB, num_slabs=2).masters == "split", "only where weights are read in place"
 
 
 def test_ranks_share_only_the_store_and_the_slabs_of_the_disk_tier():

@@ -34,14 +34,13 @@ def test_decisions_and_limits_of_the_user_are_those_of_the_request():
         "tier": "disk",
         "gradient_tier": "memory",
         "activations": "recompute",
-        "masters": "split",
         "optimizer_state": "bf16",
         "num_slabs": 3,
         "host_memory": "2GiB",
         "disk": {"path": "/tier", "size": "1GiB"},
     }
     request = request_for(options, micro_batch_size=2)
-    assert request.fixed == Fixed("disk", 3, Activations.RECOMPUTE, 2, "memory", "split", None, None, "bf16")
+    assert request.fixed == Fixed("disk", 3, Activations.RECOMPUTE, 2, "memory", None, None, "bf16")
     assert request.resources == Resources(None, 2 * GIB, Path("/tier"), GIB)
 
 

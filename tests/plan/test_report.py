@@ -54,9 +54,7 @@ def test_a_plan_with_stages_in_memory_and_on_disk_tells_and_draws_both(tmp_path)
 
 def test_a_plan_with_bf16_state_counts_its_bytes_and_says_that_it_is_not_exact():
     exact, bf16 = (
-        plan_for(
-            GIB, fixed=Fixed("memory", masters="split", optimizer_state=state), optimizer_state_bytes=size
-        )
+        plan_for(GIB, fixed=Fixed("memory", optimizer_state=state), optimizer_state_bytes=size)
         for state, size in (("exact", 8), ("bf16", 4))
     )
     numel = sum(stage.numel for stage in exact.trace.stages)

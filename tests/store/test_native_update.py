@@ -107,9 +107,7 @@ def random_params(draw):
     sizes = [draw.choice((draw.randrange(1, 80), draw.randrange(1, 3 * PIECE))) for _ in range(8)]
     wires = [draw.choice((FP32, BF16, BF16)) for _ in sizes]
     return tuple(
-        ParamSpec(
-            f"p{index}", (size,), FP32, wire, split_master=draw.random() < 0.5, bf16_state=draw.random() < 0.3
-        )
+        ParamSpec(f"p{index}", (size,), FP32, wire, bf16_state=draw.random() < 0.3)
         for index, (size, wire) in enumerate(zip(sizes, wires, strict=True))
     )
 
@@ -172,7 +170,7 @@ def test_random_updates_have_the_bits_of_torch(seed, threads):
 
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)
 def test_each_number_of_threads_has_the_bits_of_torch(threads):
-    params = tuple(ParamSpec(f"p{i}", (100_003,), FP32, BF16, split_master=i > 0) for i in range(2))
+    params = tuple(ParamSpec(f"p{i}", (100_003,), FP32, BF16) for i in range(2))
     gradients = [wild(torch.Generator().manual_seed(i), (100_003,)) for i in range(2)]
     own, plain = (Stage(params, ADAMW, kernel, 0) for kernel in (Counting(), None))
     for stage in (own, plain):
@@ -181,21 +179,21 @@ def test_each_number_of_threads_has_the_bits_of_torch(threads):
 
 
 def test_numbers_that_are_not_finite_stay_where_torch_has_them():
-    kinds = ({"wire_dtype": BF16}, {"wire_dtype": FP32}, {"wire_dtype": BF16, "split_master": True})
+    kinds = ({"wire_dtype": BF16}, {"wire_dtype": FP32})
     params = tuple(ParamSpec(str(index), (100,), FP32, **kind) for index, kind in enumerate(kinds))
     gradient = torch.linspace(-3, 3, 100)
     gradient[::7], gradient[3::7], gradient[5::7] = math.inf, -math.inf, math.nan
     own, plain = (Stage(params, ADAMW, kernel, 0) for kernel in (Counting(), None))
     for number in (1, 2):
         for stage in (own, plain):
-            stage.step([gradient] * 3, Update(number, {"lr": 0.1}, max_value=2.0), torch.tensor(0.5))
+            stage.step([gradient] * 2, Update(number, {"lr": 0.1}, max_value=2.0), torch.tensor(0.5))
         assert_same_bits(own, plain)
 
 
 @pytest.mark.parametrize("count", [2**24 - 2, 2**24, 2**25])
 def test_counts_of_steps_that_fp32_cannot_hold(count):
     """torch counts in fp32, where 2^24 + 1 is 2^24."""
-    params, kernel = (ParamSpec("a", (100,), FP32, BF16, split_master=True),), Counting()
+    params, kernel = (ParamSpec("a", (100,), FP32, BF16),), Counting()
     own, plain = (Stage(params, ADAMW, each, 0) for each in (kernel, None))
     gradients = [torch.randn(100, generator=torch.Generator().manual_seed(0))]
     for number in range(1, 5):
@@ -219,7 +217,7 @@ def test_counts_of_steps_that_fp32_cannot_hold(count):
 )
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_options_at_the_ends_of_their_ranges(name, options):
-    params, kernel = (ParamSpec("a", (103,), FP32, BF16, split_master=True),), Counting()
+    params, kernel = (ParamSpec("a", (103,), FP32, BF16),), Counting()
     own, plain = (Stage(params, OptimizerSpec(name, options), each, 0) for each in (kernel, None))
     for number in range(1, 4):
         gradients = [wild(torch.Generator().manual_seed(number), (103,))]

@@ -63,7 +63,6 @@ class Setting:
     in_place: bool = False
     precision: Precision = FP32
     patterns: tuple[str, ...] = ()
-    whole_masters: bool = False
     in_memory: tuple[int, ...] = ()
     on_device: tuple[int, ...] = ()
     most_stage_bytes: int | None = None  # larger stages are divided
@@ -102,8 +101,6 @@ def make_trace(job: Job, model: nn.Module, setting: Setting) -> Trace:
 def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path, trace: Trace | None = None) -> Plan:
     """Return the plan that `setting` describes, from a dry run that was made before if there is one."""
     trace = make_trace(job, model, setting) if trace is None else trace
-    if setting.whole_masters:
-        trace = trace.with_whole_masters()
     policy = Activations(setting.activations)
     return Plan(
         trace=trace,

@@ -57,7 +57,6 @@ def test_every_plan_computes_the_same_bf16_bits(tmp_path):
         Setting("disk", 2, "recompute", "disk", precision=BF16),
         Setting("memory", 99, "offload", precision=BF16),
         Setting(in_place=True, precision=BF16),
-        Setting(in_place=True, precision=BF16, whole_masters=True),
     ]
     runs = [train_streamed(gpt_job(), setting, tmp_path, steps=3) for setting in settings]
     for run in runs[1:]:
@@ -71,7 +70,7 @@ def test_updates_in_backward_compute_the_same_bf16_bits(tmp_path):
         Setting("memory", 2, precision=BF16),
         Setting("disk", 2, "recompute", "disk", precision=BF16),
         Setting(in_place=True, precision=BF16),
-        Setting(in_place=True, activations="recompute", precision=BF16, whole_masters=True),
+        Setting(in_place=True, activations="recompute", precision=BF16),
     ]
     for micro_batches in (1, 2):
         job = gpt_job(max_norm=None, micro_batches=micro_batches)

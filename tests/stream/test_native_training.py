@@ -18,7 +18,6 @@ from rank_processes import run_ranks
 BF16 = Precision("bf16")
 SETTINGS = [
     Setting("memory", 2, precision=BF16),
-    Setting("memory", 2, precision=BF16, whole_masters=True),
     Setting(in_place=True, precision=FP32),
     Setting("disk", 2, "recompute", "disk", precision=BF16),
     Setting("disk", 3, precision=FP32),
@@ -40,9 +39,7 @@ def count(monkeypatch):
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
-@pytest.mark.parametrize(
-    "setting", SETTINGS, ids=lambda each: f"{each}-{each.precision.name}-{each.whole_masters}"
-)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda each: f"{each}-{each.precision.name}")
 def test_a_run_has_the_same_bits_with_either_kernel(setting, optimizer, tmp_path, monkeypatch, count):
     spec = OptimizerSpec(optimizer, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)})
     job = dataclasses.replace(gpt_job(micro_batches=2), optimizer=spec)

@@ -162,7 +162,6 @@ def plan_for_store(asked: PlanRequest, before: Plan) -> Plan | None:
                 asked.fixed,
                 tier=before.tier,
                 gradient_tier=before.gradient_tier,
-                masters=before.masters,
                 stages_in_memory=len(before.in_memory),
                 stages_on_device=len(before.on_device),
             ),

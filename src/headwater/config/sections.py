@@ -109,8 +109,6 @@ class BackendConfig(Section):
         stages_on_device: number of stages that are stored and updated in the memory of the GPU; as many as
             fit if absent, all if the model has fewer. For the ranks of one host, each on a GPU.
         gradient_tier: storage of gradients that wait for the update.
-        masters: `split` always stores bf16 weights and their fp32 masters in 4 bytes per parameter; `auto`
-            uses 6 bytes, with faster updates, if they fit.
         optimizer_state: `bf16` stores optimizer state in half the bytes; it is rounded stochastically, so the
             run is not exact.
         updates: `in_backward` updates a stage as soon as the backward is done with it, so that its gradients
@@ -143,7 +141,6 @@ class BackendConfig(Section):
     stages_in_memory: Annotated[int | None, Field(ge=0)] = None
     stages_on_device: Annotated[int | None, Field(ge=0)] = None
     gradient_tier: Tier = "auto"
-    masters: Literal["auto", "split"] = "auto"
     optimizer_state: Literal["exact", "bf16"] = "exact"
     updates: Literal["on_fetch", "in_backward"] = "on_fetch"
     compile: bool | Literal["auto"] = False

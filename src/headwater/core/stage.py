@@ -47,8 +47,6 @@ class ParamSpec:
         wire_dtype: dtype in which it is copied to the device and computed with.
         requires_grad: True if it is trained.
         aliases: further qualified names of the same tensor.
-        split_master: the fp32 master of a bf16 weight uses the wire bytes as its upper half: 4 bytes for
-            both. Otherwise master and wire bytes are separate: 6 bytes, but the master need not be assembled.
         bf16_state: fp32 optimizer state of the parameter's shape is stored in bf16, which is not exact.
         sparse_gradient: its gradients are sparse tensors, with values for some of its rows.
         strides: of a dense tensor that is not row-major (transposed, channels_last); otherwise `None`.
@@ -60,7 +58,6 @@ class ParamSpec:
     wire_dtype: torch.dtype
     requires_grad: bool = True
     aliases: tuple[str, ...] = ()
-    split_master: bool = True
     bf16_state: bool = False
     sparse_gradient: bool = False
     strides: tuple[int, ...] | None = None

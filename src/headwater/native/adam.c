@@ -16,7 +16,7 @@
    call is written out here because clang's pragma needs a library that torch may not have loaded. */
 void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
 
-enum encoding { SAME, SPLIT, APART }; /* as headwater.store.native_adam numbers them */
+enum encoding { SAME, SPLIT }; /* as headwater.store.native_adam numbers them */
 
 struct settings {
     double lr, beta1, beta2, eps, weight_decay, step;
@@ -25,7 +25,7 @@ struct settings {
 
 struct piece {
     void *wire;           /* bf16, or fp32 if it is the master */
-    void *master;         /* SPLIT: lower halves; APART: fp32 masters; SAME: not used */
+    void *master;         /* SPLIT: lower halves; SAME: not used */
     const void *gradient; /* fp32 or bf16 */
     void *mean, *square;  /* moments, fp32 or bf16 */
     int64_t numel;
@@ -183,16 +183,14 @@ static void update_run(
     read_gradient(p, at, count, n->maximize, gradient);
     float *mean = read_moment(p->mean, p, at, count, means);
     float *square = read_moment(p->square, p, at, count, squares);
-    float *weight = joined;
+    float *weight = p->encoding == SPLIT ? joined : (float *)p->wire + at;
     if (p->encoding == SPLIT)
         join((uint16_t *)p->wire + at, (int16_t *)p->master + at, joined, count);
-    else
-        weight = (float *)(p->encoding == SAME ? p->wire : p->master) + at;
     adam(weight, gradient, mean, square, count, n, is_tail);
-    if (p->encoding == SPLIT)
+    if (p->encoding == SPLIT) {
         keep_low_halves(weight, (int16_t *)p->master + at, count);
-    if (p->encoding != SAME)
         round_to_wire(weight, (uint16_t *)p->wire + at, count);
+    }
     write_moment(p->mean, p->mean_place, p, at, count, mean, noise);
     write_moment(p->square, p->square_place, p, at, count, square, noise);
 }

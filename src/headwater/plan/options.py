@@ -17,7 +17,6 @@ from headwater.plan.types import (
     WHOLE_STORE,
     Activations,
     Calibration,
-    Masters,
     OptimizerState,
     Resources,
     StoreShare,
@@ -50,7 +49,6 @@ class Fixed:
         activations: policy of every stage (a stage that cannot be recomputed keeps its activations instead).
         micro_batch_size: samples computed at once.
         gradient_tier: where gradients wait for the update.
-        masters: `split` if the fp32 masters of bf16 weights share memory with the weights, else `whole`.
         stages_in_memory: number of stages in host memory if `tier` is `disk`.
         stages_on_device: number of stages that are stored and updated in device memory; all if the model has
             fewer.
@@ -63,7 +61,6 @@ class Fixed:
     activations: Activations | None = None
     micro_batch_size: int | None = None
     gradient_tier: Tier | None = None
-    masters: Masters | None = None
     stages_in_memory: int | None = None
     stages_on_device: int | None = None
     optimizer_state: OptimizerState = "exact"
@@ -154,8 +151,6 @@ class BackendOptions(Protocol):
     def tier(self) -> Literal["auto", "memory", "disk"]: ...
     @property
     def gradient_tier(self) -> Literal["auto", "memory", "disk"]: ...
-    @property
-    def masters(self) -> Literal["auto", "split"]: ...
     @property
     def optimizer_state(self) -> OptimizerState: ...
     @property
@@ -249,7 +244,6 @@ def fixed_by(backend: BackendOptions, micro_batch_size: int | None = None) -> Fi
         activations=None if backend.activations == "auto" else Activations(backend.activations),
         micro_batch_size=micro_batch_size,
         gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,
-        masters=None if backend.masters == "auto" else backend.masters,
         optimizer_state=backend.optimizer_state,
         updates=backend.updates,
     )

@@ -192,10 +192,9 @@ def _decisions(plan: Plan) -> Iterator[str]:
     if plan.trace.inference:
         yield f"masters: {tier}; nothing is kept for backward"
     else:
-        state = f"{'whole masters' if plan.masters == 'whole' else 'masters'} and optimizer state"
         if plan.has_bf16_state:
             yield "optimizer state: bf16, rounded stochastically; the run is not exact"
-        yield f"{state}: {tier}; gradients wait for the update: {plan.gradient_tier}"
+        yield f"masters and optimizer state: {tier}; gradients wait for the update: {plan.gradient_tier}"
         if plan.updates == "in_backward":
             yield (
                 "updates: during the backward, stage by stage; a step that fails is lost, and the run "

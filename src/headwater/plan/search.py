@@ -117,7 +117,7 @@ def best_plan(request: Request) -> Plan | None:
                 best = plan
         if best is not None and _unconstrained(best):
             break  # smaller micro-batches can only be slower
-    return None if best is None else _with_whole_masters(_frugal(best, request), request)
+    return None if best is None else _frugal(best, request)
 
 
 def _frugal(best: Plan, request: Request) -> Plan:
@@ -151,19 +151,6 @@ def _seconds(plan: Plan) -> float:
     seconds = _predicted(plan).step_s
     assert seconds is not None, "candidates are compared by time"
     return seconds
-
-
-def _with_whole_masters(plan: Plan, request: Request) -> Plan:
-    """Return `plan` with whole fp32 masters if it reads bf16 weights in place and these fit; else `plan`."""
-    # Not a dimension of the search: whole masters cost only memory, and are faster wherever they fit.
-    bf16_in_place = plan.in_place and plan.precision.name == "bf16" and not plan.trace.inference
-    if not bf16_in_place or request.fixed.masters == "split":
-        return plan
-    trace = plan.trace.with_whole_masters()
-    roomier = dataclasses.replace(plan, trace=trace)
-    predictor = Predictor(_footprint(trace, request), request.calibration)
-    roomier = dataclasses.replace(roomier, prediction=predictor.predict(roomier))
-    return roomier if fits(roomier, request) else plan
 
 
 def usage(plan: Plan) -> Budgets:

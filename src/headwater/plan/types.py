@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from headwater.core.placement import ONE_RANK, Placement
 from headwater.core.precision import Precision, PrecisionName
-from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.stage import StageSpec
 
 
 class Activations(enum.Enum):
@@ -160,18 +159,14 @@ class Trace:
             for block in sorted(parts)
         }
 
-    def with_whole_masters(self) -> Trace:
-        """Return a copy whose masters share no memory with weights; see `ParamSpec.split_master`."""
-        return self._with_params(lambda param: dataclasses.replace(param, split_master=False))
-
     def with_bf16_state(self) -> Trace:
         """Return a copy whose optimizer state is stored in bf16; see `ParamSpec.bf16_state`."""
-        return self._with_params(lambda param: dataclasses.replace(param, bf16_state=True))
 
-    def _with_params(self, changed: Callable[[ParamSpec], ParamSpec]) -> Trace:
-        stages = (
-            dataclasses.replace(stage, params=tuple(map(changed, stage.params))) for stage in self.stages
-        )
+        def changed(stage: StageSpec) -> StageSpec:
+            params = (dataclasses.replace(param, bf16_state=True) for param in stage.params)
+            return dataclasses.replace(stage, params=tuple(params))
+
+        stages = map(changed, self.stages)
         return dataclasses.replace(self, stages=tuple(stages))
 
 
@@ -321,7 +316,6 @@ _AMPLE_SHARE = 0.8
 """Share of the budget up to which memory is ample."""
 
 Tier = Literal["memory", "disk"]
-Masters = Literal["split", "whole"]
 OptimizerState = Literal["exact", "bf16"]
 """How optimizer state is stored: with the optimizer's bits, or rounded to bf16."""
 
@@ -465,12 +459,6 @@ class Plan:
         if not self.trace.members:
             return self.trace.schedule  # one tuple for the many plans of a search
         return tuple(self.trace.uses[visit.use] for visit in self.visits)
-
-    @property
-    def masters(self) -> Masters:
-        """`split` if fp32 masters of bf16 weights share memory with these; see `ParamSpec.split_master`."""
-        params = (param for stage in self.trace.stages for param in stage.params)
-        return "split" if all(param.split_master for param in params) else "whole"
 
     @property
     def has_bf16_state(self) -> bool:

@@ -12,12 +12,8 @@ from headwater.store.rule import UpdateRule, stage_layout
 from headwater.store.update import Part, Pending, Progress, Update
 from headwater.store.updater import Updater
 
-_KINDS = {
-    "fp32": (torch.float32, False),
-    "split": (torch.bfloat16, True),
-    "separate": (torch.bfloat16, False),
-}
-"""The ways to store a weight: its dtype in the wire image, and whether the image is half of the master."""
+_WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The dtypes of the wire image, and so the ways to store a master, that the kernel of updates knows."""
 
 
 class StageOfAllKinds:
@@ -28,11 +24,8 @@ class StageOfAllKinds:
     """
 
     def __init__(self, num_params: int) -> None:
-        each = num_params // len(_KINDS)
-        params = tuple(
-            ParamSpec(name, (each,), torch.float32, wire, split_master=split)
-            for name, (wire, split) in _KINDS.items()
-        )
+        each = num_params // len(_WIRES)
+        params = tuple(ParamSpec(name, (each,), torch.float32, wire) for name, wire in _WIRES.items())
         rule = UpdateRule(OptimizerSpec("AdamW"))
         self._layout = stage_layout(StageSpec(0, "probe", params), rule)
         self._tier = MemoryTier([self._layout])

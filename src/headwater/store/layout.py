@@ -39,7 +39,7 @@ def encoding_of(param: ParamSpec) -> Encoding:
     """Return how the master of a parameter is stored."""
     if param.wire_dtype == param.dtype:
         return Encoding.SAME
-    if param.split_master and (param.wire_dtype, param.dtype) == (torch.bfloat16, torch.float32):
+    if (param.wire_dtype, param.dtype) == (torch.bfloat16, torch.float32):
         return Encoding.SPLIT
     return Encoding.COPY
 

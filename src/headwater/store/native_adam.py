@@ -9,7 +9,7 @@ from typing import final
 from headwater.store.layout import Encoding
 from headwater.store.rounding import TABLE_ELEMENTS, random_numbers
 
-ENCODINGS = {Encoding.SAME: 0, Encoding.SPLIT: 1, Encoding.COPY: 2}
+ENCODINGS = {Encoding.SAME: 0, Encoding.SPLIT: 1}
 """The numbers of the ways to store a master, as the kernel knows them."""
 
 
@@ -33,7 +33,7 @@ class AdamPiece(ctypes.Structure):
 
     Attributes:
         wire: wire values.
-        master: lower halves, or fp32 masters; 0 if the wire image is the master.
+        master: lower halves of the masters; 0 if the wire image is the master.
         gradient: fp32 or bf16.
         mean: first moments, fp32 or bf16.
         square: second moments, likewise.

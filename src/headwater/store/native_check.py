@@ -139,7 +139,6 @@ def _params(sizes: Sequence[int]) -> tuple[ParamSpec, ...]:
             (size,),
             torch.float32,
             torch.float32 if index % 3 == 0 else torch.bfloat16,
-            split_master=index % 3 == 1,
             bf16_state=index % 2 == 1,
         )
         for index, size in enumerate(sizes)

@@ -58,14 +58,11 @@ def _bytes_of(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) ->
     numel = sum(param.numel for param in updated)
     masters = sum(param.numel * _MASTER_BYTES[encoding_of(param)] for param in stage.params)
     state, gradient = numel * optimizer_state_bytes + masters, sum(param.wire_bytes for param in updated)
-    # Whole masters have two bytes more than split ones. Their updates take no longer, because nothing is
-    # joined and split. So these two bytes do not count, neither read nor written.
-    whole = sum(param.numel for param in updated if encoding_of(param) is Encoding.COPY)
     return StageBytes(
         slab=stage.slab_bytes,
         state=state,
         gradient=gradient,
-        moved=2 * (stage.slab_bytes + state) + gradient - 2 * 2 * whole if updated else 0,
+        moved=2 * (stage.slab_bytes + state) + gradient if updated else 0,
         # Sums have at least fp32, but fp64 gradients are not rounded.
         gradient_sum=sum(param.numel * max(FP32_BYTES, param.wire_dtype.itemsize) for param in updated),
         trained=numel,
