@@ -8,7 +8,8 @@ from synthetic import gpt_trace
 
 from headwater.core.precision import Precision
 from headwater.plan.footprint import Footprint
-from headwater.plan.types import Activations, Plan
+from headwater.plan.predict import Predictor
+from headwater.plan.types import Activations, Plan, Resources
 
 LAYERS = 5
 STAGES = LAYERS + 1  # a tied embedding, and the blocks
@@ -87,3 +88,18 @@ def test_activations_and_gradients_of_ranks_on_a_cpu_add_up(plan, ranks):
     one, several = (footprint(plan, ranks=count).peak(plan) for count in (1, ranks))
     assert several.activations == ranks * one.activations
     assert several.gradients > one.gradients, "every rank has its own gradients beside the common sums"
+
+
+@settings(deadline=None)
+@given(plans(), st.booleans(), st.booleans())
+def test_a_peak_does_not_depend_on_earlier_questions(plan, ranges, near_budget):
+    plan = dataclasses.replace(plan, activations=(Activations.KEEP,) * STAGES)
+    other = dataclasses.replace(
+        plan,
+        ranges=ranges,
+        budget=Resources(host_memory=1) if near_budget else None,
+        prediction=Predictor(footprint(plan)).predict(plan),
+    )
+    asked = footprint(plan)
+    asked.peak(plan)
+    assert asked.peak(other) == footprint(plan).peak(other)

@@ -20,10 +20,11 @@ from headwater.core.modes import autocast_dtype, cast, is_transformed
 from headwater.core.native import native_library
 
 MOST_ROWS = 8
-"""Most rows of a product that the kernel computes."""
+"""Largest number of rows of a product that the kernel computes."""
 
 MOST_ROWS_OF_DTYPE = {torch.float32: MOST_ROWS, torch.bfloat16: 4}
-"""Most rows by dtype. With more in bf16, instructions for products of bf16 make torch's kernel faster."""
+"""Largest number of rows by dtype. With more rows in bf16, torch's kernel is faster: it uses instructions for
+products of bf16."""
 
 
 def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -140,16 +140,16 @@ class Footprint:
 
     def peak(self, plan: Plan) -> Peak:
         """Return the bytes of activations and gradients on the compute device, when their sum is largest."""
+        keeps_pages = plan.device == "cpu" and plan.memory_is_ample and not plan.ranges
         # The key holds all that a peak depends on; the search asks for the same peak many times.
         where = plan.device, plan.tier, plan.gradient_tier, plan.in_memory, plan.on_device
-        key = plan.activations, where, plan.num_micro_batches, plan.updates, plan.ranges
+        key = plan.activations, where, plan.num_micro_batches, plan.updates, plan.ranges, keeps_pages
         if key not in self._peaks:
             ranks, gradients = self._ranks_beside(plan), self.gradients.alive(plan)
             activations = [ranks * alive for alive in activations_alive(self.trace, plan.activations)]
             moments = [Peak(*alive, ranges=plan.ranges) for alive in zip(activations, gradients, strict=True)]
             peak = max(moments, key=lambda moment: moment.total)
-            # In a search plans have no budget yet, so this depends on parts of the key alone.
-            if plan.device == "cpu" and plan.memory_is_ample and not plan.ranges:
+            if keeps_pages:
                 held = max(peak.gradients, self.gradients.after_backward(plan))
                 peak = Peak(max(activations), held, keeps_pages=True)
             self._peaks[key] = peak

@@ -155,7 +155,7 @@ class BackwardUpdates:
 
     def _give_up(self, step: _Step, error: BaseException) -> BaseException:
         """Mark the step as lost, and return the error to raise instead of `error`."""
-        number, updated = step.update.step, f"{len(step.handed_over)} of {len(self._stages)} stages"
+        number, updated = step.update.step, self._updated(step)
         reason = error.what if isinstance(error, HeadwaterError) else repr(error)
         # First: the thread checks it before each update, and no checkpoint may have such a stage.
         self._access.locks.lose(f"step {number} has failed after {updated} were updated: {reason}")
@@ -173,6 +173,9 @@ class BackwardUpdates:
             )
         error.add_note(remedy)
         return error
+
+    def _updated(self, step: _Step) -> str:
+        return f"{len(step.handed_over)} of {len(self._stages)} stages"
 
     # the thread that adds gradients
 
@@ -291,9 +294,8 @@ class BackwardUpdates:
         """Raise `StoreError` if stages have applied a step that is not committed yet."""
         step = self._step
         if step is not None and step.handed_over and step.number > self._ledger.num_commits:
-            updated = f"{len(step.handed_over)} of {len(self._stages)} stages"
             raise StoreError(
-                f"{updated} have applied step {step.update.step}, which is not committed yet",
+                f"{self._updated(step)} have applied step {step.update.step}, which is not committed yet",
                 remedy="begin the checkpoint between two steps",
             )
 
