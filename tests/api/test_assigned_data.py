@@ -219,3 +219,48 @@ def test_weights_that_only_a_later_forward_assigns_are_refused(plan, tmp_path):
     with pytest.raises(StreamError, match="the forward changes a weight"):
         model(inputs(1))
     cstorch.release(model)
+
+
+@pytest.mark.parametrize("plan", ["memory", "disk", "recompute on disk"])
+def test_a_backward_after_assigned_data_raises(plan, tmp_path):
+    """Plain PyTorch computes the gradient with the old values, which the weight store no longer has."""
+    torch.manual_seed(0)
+    model = Place(plan, tmp_path).compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)))
+    loss = model(torch.ones(3, 6)).sum()
+    model[2].weight.data = torch.zeros(2, 6)
+    with pytest.raises((RuntimeError, StreamError), match=r"changed between|in place|inplace operation"):
+        loss.backward()
+
+
+@some_plan
+def test_data_assigned_to_weights_that_backward_does_not_need(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        optimizer = adamw(model.parameters())
+        losses = train(model, optimizer, 2)
+        for number in range(2):
+            loss = model(inputs(number)).square().mean()
+            model[0][0].weight.data = model[0][0].weight.data * 0.5  # the input needs no gradient
+            model[3][0].bias.data = torch.full_like(model[3][0].bias, 0.25)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_swapped_tensors_are_refused_once_streamed(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        torch.utils.swap_tensors(model[0][0].weight, nn.Parameter(torch.full((6, 6), 0.1)))
+        return train(model, adamw(model.parameters()), 2), model
+
+    check(script, plan, tmp_path)
+    model = Place(plan, tmp_path / "again").compile(stack())
+    model(inputs(0))
+    before = model[0][0].weight.clone()
+    with pytest.raises(StreamError, match=r"swap_tensors would replace(.|\n)*parameter\.data = tensor"):
+        torch.utils.swap_tensors(model[0][0].weight, nn.Parameter(torch.zeros(6, 6)))
+    assert torch.equal(model[0][0].weight, before)

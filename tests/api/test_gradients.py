@@ -139,6 +139,47 @@ def test_reading_a_consumed_gradient_raises(plan, tmp_path):
     place.release()
 
 
+CONVERSIONS = {
+    "cpu": lambda model: model.cpu(),
+    "to the same dtype": lambda model: model.to(torch.float32),
+    "float": lambda model: model.float(),
+    "type": lambda model: model.type(torch.float32),
+    "to the same layout": lambda model: model.to(memory_format=torch.contiguous_format),
+    "one block": lambda model: model.blocks[0].to("cpu"),
+    "contiguous": lambda model: model._apply(lambda tensor: tensor.contiguous()),
+}
+
+
+@pytest.mark.parametrize("conversion", [*CONVERSIONS])
+@some_plan
+def test_conversions_that_change_nothing_between_step_and_zero_grad(conversion, plan, tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = []
+        for tokens, classes in batches(3):
+            optimizer.zero_grad()
+            loss = loss_of(model(tokens), classes)
+            loss.backward()
+            optimizer.step()
+            CONVERSIONS[conversion](model)
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@pytest.mark.parametrize("conversion", [torch.nn.Module.double, torch.nn.Module.bfloat16])
+def test_conversions_of_consumed_gradients_are_refused(conversion, tmp_path):
+    model = Place("memory", tmp_path).compile(Net())
+    optimizer = adamw(model.parameters())
+    ((tokens, classes),) = batches(1)
+    loss_of(model(tokens), classes).backward()
+    optimizer.step()
+    with pytest.raises(StreamError, match=r"consumed this gradient(.|\n)*zero_grad"):
+        conversion(model)
+
+
 @extreme_plans
 def test_steps_without_backward_use_assigned_gradients(plan, tmp_path):
     """One step without gradients, then one with gradients that the loop has assigned."""

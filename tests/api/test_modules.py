@@ -1,12 +1,17 @@
 """Modules with unusual inputs, outputs or contents."""
 
+import copy
 import dataclasses
+import io
+import pickle
 
 import pytest
 import torch
-from any_loop import adamw, check, extreme_plans, some_plan
+from any_loop import Place, adamw, check, extreme_plans, randn, some_plan
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from headwater.core.errors import StreamError
 
 
 def train(model, call, *, steps=4):
@@ -308,3 +313,45 @@ def test_two_models_may_share_a_submodule(plan, tmp_path):
         return losses, trunk, *heads, optimizer
 
     check(script, plan, tmp_path)
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+
+
+def test_a_model_with_a_compiled_part_is_refused(tmp_path):
+    whole = two_layers()
+    Place("memory", tmp_path).compile(whole[0])
+    with pytest.raises(StreamError, match=r"a Linear inside this Sequential is compiled(.|\n)*release"):
+        Place("memory", tmp_path).compile(whole)
+
+
+def test_a_part_that_is_compiled_after_its_model_is_refused(tmp_path):
+    whole = Place("memory", tmp_path).compile(two_layers())
+    Place("memory", tmp_path).compile(whole[0])
+    with pytest.raises(StreamError, match=r"a Linear inside this Sequential is compiled(.|\n)*where: 0"):
+        whole(randn(3, 6, seed=0))
+
+
+@some_plan
+def test_a_model_whose_part_was_released_equals_plain(plan, tmp_path):
+    def script(place):
+        whole = two_layers()
+        place.compile(whole[0])(randn(3, 6, seed=0)).sum().backward()
+        place.release()
+        place.compile(whole)
+        return train(whole, lambda number: whole(randn(3, 6, seed=number)).square().mean())
+
+    check(script, plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())]
+)
+@pytest.mark.parametrize("is_called", [False, True])
+def test_copies_of_compiled_models_are_refused(copied, is_called, tmp_path):
+    model = Place("memory", tmp_path).compile(two_layers())
+    if is_called:
+        model(randn(3, 6, seed=0))
+    with pytest.raises(StreamError, match=r"cannot be (copied|pickled)(.|\n)*state_dict"):
+        copied(model)

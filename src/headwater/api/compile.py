@@ -9,13 +9,11 @@ from torch import nn
 from headwater.api import optimizers as _optimizers  # noqa: F401 its hook serves streamed parameters
 from headwater.api.backend import Backend, current_backend
 from headwater.api.backend import backend as make_backend
-from headwater.api.streamed import StreamedModel
+from headwater.api.streamed import ATTRIBUTE, StreamedModel, refuse_compiled_parts
 from headwater.core.empty import fill_parameters
 from headwater.core.errors import StreamError
 
 Module = TypeVar("Module", bound=nn.Module)
-
-_ATTRIBUTE = "_headwater"
 
 
 def compile(model: Module, backend: Backend | str | None = None) -> Module:
@@ -34,7 +32,7 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
         `model`.
 
     Raises:
-        StreamError: if the module is compiled already.
+        StreamError: if the module, or a module in it, is compiled already.
         ConfigError: if the backend is not known.
     """
     if isinstance(backend, str):
@@ -47,23 +45,24 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
             remedy="compile a model once; headwater.release(model) ends it",
         )
     if backend.kind == "CSX":
-        setattr(model, _ATTRIBUTE, StreamedModel(model, backend))
+        refuse_compiled_parts(model)
+        setattr(model, ATTRIBUTE, StreamedModel(model, backend))
     else:
         # First: torch cannot move parameters without values to a device.
         fill_parameters(model)
         model.to(backend.torch_device)
-        setattr(model, _ATTRIBUTE, None)
+        setattr(model, ATTRIBUTE, None)
     return model
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Return true if the module is compiled."""
-    return hasattr(model, _ATTRIBUTE)
+    return hasattr(model, ATTRIBUTE)
 
 
 def streamed(model: nn.Module) -> StreamedModel | None:
     """Return the object that streams this module, or `None` if the module is not streamed."""
-    found: StreamedModel | None = getattr(model, _ATTRIBUTE, None)
+    found: StreamedModel | None = getattr(model, ATTRIBUTE, None)
     return found
 
 
@@ -80,5 +79,5 @@ def release(model: Module) -> Module:
     if current is not None:
         current.release()
     if is_compiled(model):
-        delattr(model, _ATTRIBUTE)
+        delattr(model, ATTRIBUTE)
     return model

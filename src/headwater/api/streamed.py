@@ -22,11 +22,15 @@ from headwater.api.updaters import Updaters
 from headwater.api.watcher import Structure, has_lent_parameters, refuse_shared_memory
 from headwater.core.empty import initial_values
 from headwater.core.errors import HeadwaterError, StreamError
+from headwater.core.module_calls import cannot_be_copied
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
 from headwater.fabric.membership import current
 from headwater.stream.engine import Engine
 from headwater.stream.transforms import refuse_first_call
+
+ATTRIBUTE = "_headwater"
+"""The attribute of a compiled module: its `StreamedModel`, or `None` on a backend that does not stream."""
 
 
 @final
@@ -65,10 +69,7 @@ class StreamedModel:
         transaction.register(self.steps)
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise StreamError(
-            f"a {type(self.model).__name__} that is compiled cannot be copied or pickled",
-            remedy="copy it before it is compiled, or load its state_dict() into a module of the same class",
-        )
+        raise cannot_be_copied(self.model)
 
     @property
     def engine(self) -> Engine | None:
@@ -105,6 +106,7 @@ class StreamedModel:
         if has_lent_parameters(self.model):
             return None  # the model's usual parameters are not known during this call
         refuse_first_call()
+        refuse_compiled_parts(self.model)
         self._check_not_alone()
         only_look = fits and self.engine is not None
         error = self._plan((args, kwargs), only_look=only_look, in_fp32=news.precision)
@@ -203,6 +205,21 @@ class StreamedModel:
         registry.unregister(self)
         self._unguard()
         self.current.release()
+
+
+def refuse_compiled_parts(model: nn.Module) -> None:
+    """Raise if a module inside the model is compiled by itself: two engines would stream its weights.
+
+    Raises:
+        StreamError: if there is such a module.
+    """
+    for name, module in model.named_modules():
+        if module is not model and isinstance(vars(module).get(ATTRIBUTE), StreamedModel):
+            raise StreamError(
+                f"a {type(module).__name__} inside this {type(model).__name__} is compiled by itself",
+                where=name,
+                remedy="compile only the whole model; headwater.release(part) ends the streaming of the part",
+            )
 
 
 def _has_values(model: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from headwater.core.errors import StreamError
 from headwater.core.uncompiled import uncompiled
 
 Layer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -38,6 +39,14 @@ def surround(module: nn.Module, layer: Layer, *, outermost: bool = False) -> Cal
     position = 0 if outermost else len(own.layers)
     own.layers.insert(position, layer)
     return lambda: own.remove(layer)
+
+
+def cannot_be_copied(module: nn.Module | None) -> StreamError:
+    """Return the error for a copy or a pickle of a compiled module."""
+    return StreamError(
+        f"a {type(module).__name__} that is compiled cannot be copied or pickled",
+        remedy="copy it before it is compiled, or load its state_dict() into a module of the same class",
+    )
 
 
 class _Layered:
@@ -77,6 +86,9 @@ class _Layered:
         del vars(module)["_call_impl"]
         if self._compiled is not None:
             vars(module)["_compiled_call_impl"] = self._compiled
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise cannot_be_copied(self._module())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copy without layers, since a copy of the module is not streamed."""

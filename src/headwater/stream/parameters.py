@@ -38,7 +38,16 @@ from headwater.stream.parameter_memory import Memory, leave_memory, present_memo
 _BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward})
 """Functions that identify parameters in an autograd graph and do not read their values."""
 
+_WITHOUT_VALUES = frozenset({torch.Tensor.detach_, torch._has_compatible_shallow_copy_type})
+"""Functions that a consumed gradient, which has no values, can serve."""
+
 _ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
+
+_CONVERSIONS = frozenset({
+    torch.Tensor.to, torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.contiguous,
+    torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16,
+})  # fmt: skip
+"""Functions that return the tensor itself if it has the requested dtype, device and layout already."""
 
 
 class ParameterAtRest(AtRest, nn.Parameter):
@@ -106,6 +115,10 @@ class ParameterAtRest(AtRest, nn.Parameter):
             torch.autograd.graph.increment_version(self)
         return self
 
+    def _use_count(self) -> int:
+        """Raise `StreamError`. Only `torch.utils.swap_tensors` asks, before it swaps anything."""
+        raise moved(self.home, "torch.utils.swap_tensors")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self.home.spec
         return f"Parameter in the weight store: {spec.name}, shape {list(spec.shape)}, {spec.dtype}"
@@ -147,6 +160,8 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
         DATA.__set__(param, value)
         return
     home.write(value)
+    # `.data =` leaves the version as it is, but a backward with the old values would read the new ones.
+    torch.autograd.graph.increment_version(param)
     if whole is not None:
         return_to_memory(whole)
 
@@ -159,7 +174,9 @@ def _is_replaced(param: object, value: torch.Tensor) -> bool:
 
 
 class SpentGradient(torch.Tensor):
-    """The `grad` of a parameter after a step has consumed the gradient. It can only be dropped or zeroed.
+    """The `grad` of a parameter after a step has consumed the gradient. It has no values to read.
+
+    It can be dropped, zeroed, or converted to the dtype, device and layout that it has.
 
     Attributes:
         home: the place of the parameter in the store.
@@ -172,9 +189,14 @@ class SpentGradient(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if is_metadata(func) or func is torch.Tensor.detach_:
+            if is_metadata(func) or func in _WITHOUT_VALUES:
                 return func(*args, **(kwargs or {}))
             spent = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SpentGradient)]
+            # `model.cpu()` and the like convert each gradient and assign the result to `grad.data`.
+            if func in _CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
+                return args[0]
+            if func == DATA.__set__ and len(spent) == 2 and spent[0].home == spent[1].home:
+                return None
             if func not in _ZEROING:
                 raise consumed_error(spent[0].home.spec.name)
             for gradient in spent:
@@ -183,3 +205,17 @@ class SpentGradient(torch.Tensor):
                 return args[0]
             rest = [gradient for gradient in args[0] if not isinstance(gradient, SpentGradient)]
             return func(rest) if rest else None
+
+
+def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a conversion of a consumed gradient would return the gradient itself."""
+    gradient, *rest = args
+    if not isinstance(gradient, SpentGradient):  # `tensor.to(gradient)` asks for its dtype
+        return False
+    options = dict(kwargs)
+    default = torch.contiguous_format if func is torch.Tensor.contiguous else torch.preserve_format
+    wanted = options.pop("memory_format", default)
+    # The placeholder is one expanded element, so its own strides say nothing.
+    if wanted is not torch.preserve_format and not gradient.home.meta.is_contiguous(memory_format=wanted):
+        return False
+    return func is torch.Tensor.contiguous or func(gradient, *rest, **options) is gradient
