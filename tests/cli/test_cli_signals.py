@@ -170,11 +170,16 @@ def test_a_killed_run_resumes_bit_identically(start, headwater, data, tmp_path):
     assert_same_checkpoint(run / f"checkpoint_{end}", tmp_path / "undisturbed" / f"checkpoint_{end}")
 
 
-def test_a_second_signal_stops_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [("Path('runs/checkpoint_4')", "checkpoint_4 is complete"), ("None", "the run has no checkpoint")],
+)
+def test_a_second_signal_stops_at_once(last, said):
     script = (
         "import os, signal, time\n"
+        "from pathlib import Path\n"
         "from headwater.trainer.interrupt import interrupts\n"
-        "with interrupts() as interrupt:\n"
+        f"with interrupts(lambda: {last}) as interrupt:\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    assert interrupt.requested\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
@@ -183,4 +188,4 @@ def test_a_second_signal_stops_at_once(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
     assert done.returncode == 130
     assert "repeat the signal to stop at once" in done.stderr
-    assert "the last complete checkpoint is intact" in done.stderr
+    assert f"stopped; {said}" in done.stderr

@@ -54,7 +54,7 @@ def _explained(error: OSError, path: Path) -> StoreError:
         return DiskFullError(
             f"no space left for {path.name}",
             where=str(path),
-            remedy="free space there or name a folder on a larger disk; the last checkpoint is intact",
+            remedy="free space there or name a folder on a larger disk",
         )
     found = Path(error.filename) if isinstance(error.filename, str) else path
     why = error.strerror or str(error)

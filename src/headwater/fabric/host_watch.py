@@ -59,7 +59,7 @@ class HostWatch:
                 if now - self._counted_from(start) > self._timeout_s:
                     raise RankError(
                         f"rank {self._rank} has waited {now - start:.0f} s for {what}{self.stopped()}",
-                        remedy="find out what the other ranks do; the last complete checkpoint is intact",
+                        remedy="find out what the other ranks do; checkpoints that were complete stay intact",
                     )
 
     def stopped(self) -> str:

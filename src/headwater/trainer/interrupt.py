@@ -9,9 +9,10 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
@@ -29,9 +30,13 @@ class Interrupt:
 
     Attributes:
         requested: True if the run should stop as soon as its step is complete.
+
+    Args:
+        last_checkpoint: returns the last complete checkpoint; `None` if the run has none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
+        self._last_checkpoint = last_checkpoint
         self.requested = False  # set by a signal here, or when another rank got one
         self._heard = False
 
@@ -39,7 +44,10 @@ class Interrupt:
         """Handle a signal: request a stop; the second time, exit at once."""
         # `requested` does not count signals: other ranks and the memory watch set it too.
         if self._heard:
-            _say("stopped; the last complete checkpoint is intact")
+            last = self._last_checkpoint()
+            _say(
+                "stopped; the run has no checkpoint" if last is None else f"stopped; {last.name} is complete"
+            )
             os._exit(EXIT_CODE)
         self._heard = self.requested = True
         _say("stopping after this step; repeat the signal to stop at once")
@@ -63,12 +71,15 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def interrupts() -> Iterator[Interrupt]:
+def interrupts(last_checkpoint: Callable[[], Path | None] = lambda: None) -> Iterator[Interrupt]:
     """Turn SIGINT, SIGTERM and SIGHUP into requests to stop. Outside of the main thread this does nothing.
 
     SIGHUP, which comes when the terminal closes, stays ignored if it is (`nohup`).
+
+    Args:
+        last_checkpoint: returns the last complete checkpoint; the message of a second signal names it.
     """
-    interrupt = Interrupt()
+    interrupt = Interrupt(last_checkpoint)
     handlers: dict[int, Handler] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), interrupt.handle)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         handlers[signal.SIGHUP] = interrupt.handle_hangup

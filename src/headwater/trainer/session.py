@@ -148,7 +148,7 @@ def fit_job(
             _announce(trainer, start, checkpoints)
             budget = trainer.plan.budget
             limit = None if budget is None else budget.host_memory
-            with interrupts() as interrupt, memory_watch(interrupt, limit):
+            with interrupts(checkpoints.latest) as interrupt, memory_watch(interrupt, limit):
                 trainer.fit(interrupt)
             return _result(trainer, first_step, interrupt, checkpoints)
 
