@@ -5,10 +5,12 @@ import torch
 from torch import nn
 
 import headwater as hw
-from headwater.api import engines
+from headwater.api import engines, planner
 from headwater.api.compile import streamed
 from headwater.api.engines import EngineSteps, build_engine
 from headwater.config.sections import BackendConfig
+from headwater.core.tensor_memory import range_bytes
+from headwater.core.units import MIB
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.update import Update
 
@@ -70,3 +72,31 @@ def test_a_users_loop_gets_one_warning_that_auto_compiles_no_blocks(plan, caplog
         with build_engine(make_model(), plan, SGD, BackendConfig(compile="auto")):
             pass
     assert caplog.text.count("compile: auto does not compile blocks in your own loop") == 1
+
+
+def use_and_free():
+    """Free a tensor whose memory the ranges keep."""
+    torch.empty(64 * MIB, dtype=torch.uint8)
+    assert range_bytes().free >= 64 * MIB
+
+
+def test_a_closed_engine_returns_the_memory_of_freed_tensors_to_the_system(plan):
+    with build_engine(make_model(), plan, SGD, BackendConfig()):
+        use_and_free()
+    assert range_bytes().free == 0
+
+
+def test_memory_of_freed_tensors_does_not_count_as_used_in_a_plan_for_a_larger_batch(monkeypatch):
+    measured, resident_bytes = [], planner.resident_bytes
+
+    def resident():
+        measured.append(range_bytes().free)
+        return resident_bytes()
+
+    monkeypatch.setattr(planner, "resident_bytes", resident)
+    model = hw.compile(make_model(), hw.backend("CSX", tier="memory"))
+    model(BATCH)
+    use_and_free()
+    model(torch.ones(200, 3))
+    hw.release(model)
+    assert measured == [0]

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from headwater.core.native import SWITCH
-from headwater.core.tensor_memory import range_bytes, tensor_ranges_available, tune_allocator
+from headwater.core.native import SWITCH, load
+from headwater.core.tensor_memory import (
+    flags_for_torch,
+    range_bytes,
+    tensor_ranges_available,
+    tune_allocator,
+)
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
 
@@ -24,8 +29,13 @@ def megabytes(count):
 
 def run(script, **environment):
     """Run a script in a new process after `START`, and return what it prints."""
+    return started(START + script, **environment)
+
+
+def started(script, *arguments, **environment):
+    """Run a script in a new process, and return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", START + script],
+        [sys.executable, "-c", script, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -136,6 +146,62 @@ now = range_bytes()
 print(now.free <= 1.06 * 1551 * MIB)  # the tensor that did not fit does not count
 """
     assert run(script) == "True True"
+
+
+@pytest.mark.real_start
+def test_a_negative_size_raises_torchs_error():
+    script = """
+megabytes(5)
+storage = torch.empty(8).untyped_storage()
+try:
+    storage.resize_(-1)
+except RuntimeError as error:
+    print("negative number" in str(error), range_bytes().used)
+"""
+    assert run(script) == "True 0"
+
+
+@pytest.mark.real_start
+def test_free_ranges_whose_unmapping_the_system_refuses_lose_their_pages_and_are_used_again():
+    # The system refuses to divide a mapping if the process has the most mappings that it may have.
+    script = """
+import ctypes
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+before, middle, after = (torch.ones(64 * MIB, dtype=torch.uint8) for _ in range(3))
+address = middle.data_ptr()
+assert abs(before.data_ptr() - after.data_ptr()) == 128 * MIB  # the middle one is between them
+mmap = ctypes.CDLL(None).mmap
+mmap.restype = ctypes.c_void_p
+mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+count = 0
+while mmap(None, 4096, count % 2, 0x22, -1, 0) != ctypes.c_void_p(-1).value:
+    count += 1
+del middle
+held = resident()
+return_free_memory()
+less = held - resident()
+again = torch.ones(64 * MIB, dtype=torch.uint8)
+print(less > 60 * MIB, again.data_ptr() == address, range_bytes().free)
+"""
+    assert run(script) == "True True 0"
+
+
+def test_a_profiler_hears_that_a_block_is_freed_before_another_thread_can_take_it(tmp_path):
+    tune_allocator(keep=True)
+    library = load(Path(__file__).with_name("freed_block_report.cpp"), flags_for_torch(), tmp_path)
+    assert library.reported_late() == 0
+
+
+@pytest.mark.real_start
+def test_a_process_that_does_not_use_the_ranges_does_not_compile_them(tmp_path):
+    script = """
+from pathlib import Path
+from headwater.core.tensor_memory import range_bytes, return_free_memory
+return_free_memory()
+print(range_bytes(), list(Path(sys.argv[1]).rglob("*tensor_memory*")))
+"""
+    assert started("import sys" + script, str(tmp_path), XDG_CACHE_HOME=str(tmp_path)) == "None []"
 
 
 @pytest.mark.real_start

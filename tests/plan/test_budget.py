@@ -375,8 +375,7 @@ def test_gradient_sums_that_hosts_exchange_stay_in_memory():
                 precision=Precision(),
                 optimizer_state_bytes=8,
                 resources=Resources(host_memory=1 * GIB),
-                fixed=Fixed(micro_batch_size=2),
-                ranges=False,
+                fixed=Fixed(micro_batch_size=2, ranges=False),
                 base_bytes=MIB,
                 share=share,
             )

@@ -1,5 +1,7 @@
 """A dry run for a GPU casts as torch's autocast there: compared with torch's own kernels on fake tensors."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -322,3 +324,25 @@ def test_other_threads_and_later_code_cast_as_before():
         normed()
     normed()
     assert found == [BF16, FP32, BF16]
+
+
+def test_threads_that_plan_at_once_register_the_kernels_once():
+    # A new process: here the kernels may be registered. The wait makes both threads begin before one is done.
+    script = """
+import threading, time
+from headwater.plan import gpu_casts
+begun, names = threading.Barrier(2), gpu_casts._cast_operators
+def slow(key):
+    time.sleep(0.2)
+    return names(key)
+gpu_casts._cast_operators = slow
+def enter():
+    begun.wait()
+    with gpu_casts.casts_of_gpu():
+        pass
+threads = [threading.Thread(target=enter) for _ in range(2)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+print(len(gpu_casts._LIBRARIES))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("2", "")

@@ -11,6 +11,8 @@ from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision
 from headwater.optim import OptimizerSpec
 from headwater.optim.spec import NO_UPDATES
+from headwater.plan import budget
+from headwater.plan.budget import make_plan
 from headwater.plan.options import Fixed, device_of, optimizer_state_bytes, request_of, resources_of
 from headwater.plan.types import Activations, Resources
 
@@ -42,6 +44,16 @@ def test_decisions_and_limits_of_the_user_are_those_of_the_request():
     request = request_for(options, micro_batch_size=2)
     assert request.fixed == Fixed("disk", 3, Activations.RECOMPUTE, 2, "memory", None, None, "bf16")
     assert request.resources == Resources(None, 2 * GIB, Path("/tier"), GIB)
+
+
+def test_a_plan_for_the_allocator_of_the_system_needs_no_ranges(monkeypatch):
+    asked = []
+    monkeypatch.setattr(budget, "tensor_ranges_available", lambda: asked.append("compile") or True)
+    assert make_plan(request_for({"allocator": "tuned"})).ranges
+    assert asked
+    asked.clear()
+    assert not make_plan(request_for({"allocator": "system"})).ranges
+    assert not asked
 
 
 def test_a_given_folder_replaces_that_of_the_disk_tier():

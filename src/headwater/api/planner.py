@@ -15,6 +15,7 @@ from headwater.api.early import EarlyOptions, check
 from headwater.api.engines import disk_folder
 from headwater.core.patience import noticed
 from headwater.core.precision import Precision
+from headwater.core.tensor_memory import return_free_memory
 from headwater.fabric.fabric import Fabric
 from headwater.plan.budget import find_plan, make_plan
 from headwater.plan.calibrate import calibrate
@@ -128,6 +129,8 @@ class Planner:
             )
             if before is None:
                 return make_plan(request)
+            # The memory of the engine's freed tensors is free for the next one, and must not count as used.
+            return_free_memory()
             plan = plan_for_store(request, before.plan) if before.may_keep_store else None
             return plan or make_plan(beside(request, before.plan))
 

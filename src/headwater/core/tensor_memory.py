@@ -50,6 +50,7 @@ def tune_allocator(*, keep: bool) -> None:
     """
     library = _library()
     if library is not None and library.headwater_tensor_memory():
+        _INSTALLED.library = library
         library.headwater_forget_highest()
         keep = True  # malloc has only small blocks
     tune_malloc(keep=keep)
@@ -57,7 +58,7 @@ def tune_allocator(*, keep: bool) -> None:
 
 def return_free_memory() -> None:
     """Return the memory of freed tensors to the system."""
-    library = _library()
+    library = _INSTALLED.library
     if library is not None:
         library.headwater_return_free()
         library.headwater_forget_highest()
@@ -65,8 +66,8 @@ def return_free_memory() -> None:
 
 
 def range_bytes() -> RangeBytes | None:
-    """Return the bytes of the ranges, or `None` if this machine cannot build them."""
-    library = _library()
+    """Return the bytes of the ranges, or `None` if `tune_allocator` has not put tensors into ranges."""
+    library = _INSTALLED.library
     if library is None:
         return None
     counts = [ctypes.c_size_t() for _ in dataclasses.fields(RangeBytes)]
@@ -74,17 +75,31 @@ def range_bytes() -> RangeBytes | None:
     return RangeBytes(*(count.value for count in counts))
 
 
+class _Installed:
+    """Holds the library of the ranges, after torch has been told to use it.
+
+    A process that never uses the ranges must not compile them to ask what they hold.
+    """
+
+    library: ctypes.CDLL | None = None
+
+
+_INSTALLED = _Installed()
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
+    return native_library("tensor_memory", flags_for_torch())
+
+
+def flags_for_torch() -> tuple[str, ...]:
+    """Return the flags of a compiler for C++ code that uses classes of torch's library `c10`."""
     root = Path(torch.__file__).parent
     # The layout of torch's classes differs between builds. The definition makes each build another library.
     build = f"{torch.__version__} {torch.version.git_version}"
-    return native_library(
-        "tensor_memory",
-        (
-            f"-I{root / 'include'}",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            f'-DHEADWATER_TORCH_BUILD="{build}"',
-            str(root / "lib" / "libc10.so"),
-        ),
+    return (
+        f"-I{root / 'include'}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f'-DHEADWATER_TORCH_BUILD="{build}"',
+        str(root / "lib" / "libc10.so"),
     )

@@ -30,6 +30,7 @@
 namespace {
 
 constexpr size_t kSmallest = size_t{1} << 20;  // bytes of the smallest block that is allocated here
+constexpr size_t kLargest = size_t{1} << 56;   // no system has so much memory, and sums of sizes do not overflow
 constexpr size_t kUnit = size_t{256} << 10;    // sizes are rounded up to multiples of these bytes
 constexpr size_t kPage = 4096;
 constexpr size_t kShare = 20;  // free ranges may exceed the highest sum of blocks by a twentieth of it
@@ -52,16 +53,19 @@ class Ranges {
     return block;
   }
 
-  // Frees a block. Returns false if the block is not from here.
-  bool give(char* block) {
+  bool has(char* block) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    return blocks_.count(block) > 0;
+  }
+
+  // Frees a block from here.
+  void give(char* block) {
     const std::lock_guard<std::mutex> guard(lock_);
     const auto found = blocks_.find(block);
-    if (found == blocks_.end()) return false;
     const size_t size = found->second;
     blocks_.erase(found);
     used_ -= size;
     add_free(block, size);
-    return true;
   }
 
   // Returns all free ranges to the system.
@@ -124,10 +128,19 @@ class Ranges {
       const size_t part = std::min(bytes, size);
       remove_free(by_address_.find(range));
       if (part < size) add_free(range + part, size - part);
-      // The system refuses if this would make too many mappings. Then the range at least loses its pages.
-      if (munmap(range, part) != 0) madvise(range, part, MADV_DONTNEED);
+      if (munmap(range, part) != 0) {
+        add_free(range, part);
+        return_pages();
+        return;
+      }
       bytes -= part;
     }
+  }
+
+  // Returns the pages of all free ranges to the system, and keeps the addresses for new blocks. The system
+  // refuses to unmap a range if that would make too many mappings.
+  void return_pages() {
+    for (const auto& [range, size] : by_address_) madvise(range, size, MADV_DONTNEED);
   }
 
   void add_free(char* range, size_t size) {
@@ -171,26 +184,34 @@ Ranges& ranges() {
   return *all;
 }
 
-c10::Allocator* torchs_own = nullptr;
+// The allocator of torch before this one is installed. The first call is that of `install`.
+c10::Allocator& torchs_own() {
+  static c10::Allocator* const own = c10::GetCPUAllocator();
+  return *own;
+}
 
-void give(void* block) {
+void give(void* pointer) {
+  char* const block = static_cast<char*>(pointer);
   // malloc's blocks of this size are hardly ever at the beginning of a page, so they rarely need the lock.
   const bool may_be_here = block != nullptr && reinterpret_cast<uintptr_t>(block) % kPage == 0;
-  if (may_be_here && ranges().give(static_cast<char*>(block))) {
-    c10::profiledCPUMemoryReporter().Delete(block);
-  } else {
-    torchs_own->raw_deallocate(block);
+  if (!may_be_here || !ranges().has(block)) {
+    torchs_own().raw_deallocate(block);
+    return;
   }
+  // The report comes first. Once the block is free, another thread may take it and report it as new.
+  c10::profiledCPUMemoryReporter().Delete(block);
+  ranges().give(block);
 }
 
 class TensorMemory final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    void* block = bytes < kSmallest ? nullptr : ranges().take(bytes);
+    const bool here = bytes >= kSmallest && bytes <= kLargest;
+    void* block = here ? ranges().take(bytes) : nullptr;
     if (block != nullptr) {
       c10::profiledCPUMemoryReporter().New(block, bytes);
     } else if (bytes > 0) {
-      block = torchs_own->raw_allocate(bytes);  // raises torch's error if there is no memory
+      block = torchs_own().raw_allocate(bytes);  // raises torch's error if there is no memory
     }
     return {block, block, &give, c10::Device(c10::DeviceType::CPU)};
   }
@@ -204,18 +225,23 @@ class TensorMemory final : public c10::Allocator {
 void lock_ranges() { ranges().lock().lock(); }
 void unlock_ranges() { ranges().lock().unlock(); }
 
+bool install() {
+  torchs_own();  // first: afterwards torch's allocator is the new one
+  if (pthread_atfork(lock_ranges, unlock_ranges, unlock_ranges) != 0) return false;
+  auto* const memory = new TensorMemory;
+  c10::SetCPUAllocator(memory);
+  return c10::GetCPUAllocator() == memory;
+}
+
 }  // namespace
 
 extern "C" {
 
-// Makes torch allocate CPU tensors here. Returns 0 if the system refuses to register the handlers of forks.
+// Makes torch allocate CPU tensors here, once. Returns 0 if the system refuses to register the handlers of forks,
+// or if torch keeps another allocator.
 int headwater_tensor_memory() {
-  static auto* const memory = new TensorMemory;
-  if (torchs_own != nullptr) return 1;
-  if (pthread_atfork(lock_ranges, unlock_ranges, unlock_ranges) != 0) return 0;
-  torchs_own = c10::GetCPUAllocator();
-  c10::SetCPUAllocator(memory);
-  return c10::GetCPUAllocator() == memory;
+  static const bool installed = install();  // threads that call at the same time wait for the first one
+  return installed;
 }
 
 void headwater_forget_highest() { ranges().forget_highest(); }

@@ -110,7 +110,7 @@ def _has_ranges(asked: PlanRequest) -> bool:
     """True if the tensors of a step have their memory in ranges. Only a plan for a CPU builds them."""
     if asked.device != "cpu":
         return False
-    return tensor_ranges_available() if asked.ranges is None else asked.ranges
+    return tensor_ranges_available() if asked.fixed.ranges is None else asked.fixed.ranges
 
 
 def _as_stored(asked: PlanRequest, trace_for: TraceFor) -> TraceFor:

@@ -15,6 +15,7 @@ autocast of the CPU. So a part of a forward that leaves autocast is not cast her
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,7 +91,8 @@ Kernel = Callable[..., Any]
 @contextmanager
 def casts_of_gpu() -> Iterator[None]:
     """Enter a context in which autocast of the CPU casts as on a GPU; see [Note: casts of a GPU]."""
-    key = _registered()
+    with _LOCK:  # without it, two threads that plan at once may both register
+        key = _registered()
     before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
     torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
     try:
@@ -113,6 +115,7 @@ def policies() -> dict[str, str]:
     return {f"aten::{name}": policy for policy, names in lists.items() for name in names}
 
 
+_LOCK = threading.Lock()
 _LIBRARIES: list[torch.library.Library] = []
 """The registrations, which end when these objects are freed."""
 

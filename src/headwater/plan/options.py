@@ -54,6 +54,8 @@ class Fixed:
             fewer.
         optimizer_state: `bf16` to store it in bf16, which is not exact.
         updates: when stages are updated; a decision of the user alone, since it changes what an error loses.
+        ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`; by default, if
+            this machine can build them.
     """
 
     tier: Tier | None = None
@@ -65,6 +67,7 @@ class Fixed:
     stages_on_device: int | None = None
     optimizer_state: OptimizerState = "exact"
     updates: Updates = "on_fetch"
+    ranges: bool | None = None
 
 
 NOT_FIXED = Fixed()
@@ -95,8 +98,6 @@ class PlanRequest:
         divided: dry runs with smaller stages, which are planned only if no plan fits otherwise.
         device_tier: False if no stage may be stored in device memory.
         update_kind: how the optimizer updates on the device.
-        ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`; by default, if
-            this machine can build them.
     """
 
     trace_for: TraceFor
@@ -116,7 +117,6 @@ class PlanRequest:
     divided: DividedTraces = not_divided
     device_tier: bool = True
     update_kind: UpdateKind = "fused"
-    ranges: bool | None = None
 
 
 class DiskOptions(Protocol):
@@ -155,6 +155,8 @@ class BackendOptions(Protocol):
     def optimizer_state(self) -> OptimizerState: ...
     @property
     def updates(self) -> Updates: ...
+    @property
+    def allocator(self) -> Literal["tuned", "system"]: ...
 
 
 def request_of(
@@ -246,6 +248,7 @@ def fixed_by(backend: BackendOptions, micro_batch_size: int | None = None) -> Fi
         gradient_tier=None if backend.gradient_tier == "auto" else backend.gradient_tier,
         optimizer_state=backend.optimizer_state,
         updates=backend.updates,
+        ranges=False if backend.allocator == "system" else None,
     )
 
 

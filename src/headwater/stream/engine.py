@@ -274,11 +274,13 @@ class Engine:
         if successor.store is not self.store:
             self.store.close()
         self._device.return_cached()
+        return_free_memory()
 
     def close(self) -> None:
         """Call `detach`, then release memory, threads and files, also if `detach` raises an error."""
         with ExitStack() as closed:
-            # At last: what the parts below free is in the allocator's cache, where no other process gets it.
+            # At last: what the parts below free is in the allocators' caches, where no other process gets it.
+            closed.callback(return_free_memory)
             closed.callback(self._device.return_cached)
             # The store after the executor, because threads of the executor read it.
             closed.callback(self.store.close)
