@@ -36,6 +36,22 @@ def test_the_command_serves_runs_and_ends_with_an_interrupt(tmp_path):
         assert process.wait(20) == 0
 
 
+@pytest.mark.real_start
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_an_answer_ends_the_command_quietly(number, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "history.jsonl").touch()
+    words = [sys.executable, "-m", "headwater", "board", tmp_path, "--port", "0", "--no_jobs"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        address, token = process.stdout.readline().split()[-1].split("#token=")
+        request = urllib.request.Request(f"{address}api/events", headers={"authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=20) as events:  # an answer that never ends by itself
+            assert events.readline().startswith(b"data: ")
+            process.send_signal(number)
+            assert process.wait(20) == 0
+        assert process.stderr.read() == ""
+
+
 @pytest.mark.parametrize(
     ("options", "message", "remedy"),
     [

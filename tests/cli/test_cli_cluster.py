@@ -117,7 +117,7 @@ def test_a_file_of_this_machine_agrees_with_its_plan(headwater, tmp_path):
         (("--counts", "2"), "--counts needs --cluster"),
         (("--out", "x"), "--out needs --cluster"),
         (("--scaling", "weak"), "--scaling needs --cluster"),
-        (("--cluster", "cs2", "--scaling", "none"), "invalid choice"),
+        (("--cluster", "cs2", "--scaling", "none"), "got 'none'"),
         (("--cluster", "cs2", "--counts", "1,two"), "expected numbers separated by commas, got '1,two'"),
         (("--cluster", "cs2", "--counts", "0"), "expected numbers separated by commas, got '0'"),
         (("--cluster", "cs2", "--counts", "193"), "expected num_csx to be 1 to 192 (CSXs of cs2), got 193"),

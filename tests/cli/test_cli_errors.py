@@ -38,16 +38,30 @@ def test_a_value_of_the_wrong_type(headwater, params):
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
-        (["fti"], ["unknown command 'fti'", "write fit"]),
-        (["fit", "PARAMS", "--num_stpes", "3"], ["unknown option --num_stpes", "write --num_steps"]),
+        (["fti"], ["unknown command 'fti'", "did you mean fit"]),
+        (["fit", "PARAMS", "--num_stpes", "3"], ["unknown option --num_stpes", "did you mean --num_steps"]),
         (["fit", "PARAMS", "--trainer.init.sede", "3"], ["unknown key 'sede'", "write 'seed'"]),
         (["fit", "PARAMS", "trainer.init.seed"], ["unexpected argument"]),
+        (["fit", "PARAMS", "--vocab_sise", "9"], ["did you mean trainer.init.model.vocab_size=VALUE"]),
+        (["fit", "PARAMS", "--vocab_size", "9"], ["did you mean trainer.init.model.vocab_size=VALUE"]),
+        (
+            ["fit", "PARAMS", "vocab_sise=9"],
+            ["unknown key vocab_sise", "trainer.init.model.vocab_size=VALUE"],
+        ),
+        (["plan", "PARAMS", "--num_layers", "9"], ["trainer.init.model.num_hidden_layers=VALUE"]),
+        (["plan", "PARAMS", "--weight_decy=0"], ["trainer.init.optimizer.NAME.weight_decay=VALUE"]),
+        (["plan", "PARAMS", "--qqq", "9"], ["remedy: see headwater plan --help"]),
+        (
+            ["plan", "PARAMS", "trainer.innit.seed=3"],
+            ["unknown key 'innit'", "where: command line: trainer.innit.seed", "write 'init'"],
+        ),
+        (["fit", "PARAMS", "--on_interrupt", "detatch"], ["got 'detatch'", "did you mean detach"]),
         (["fit"], ["PARAMS", "headwater fit --help"]),
         (["plan", "PARAMS", "--host_memory", "-5GiB"], ["'-5GiB' is not a size", "write for example 8GiB"]),
         (["fit", "PARAMS", "--num_steps", "-5"], ["num_steps", "-5"]),
         (["fit", "gpt/tinny"], ["there is no params file 'gpt/tinny'", "gpt/tiny"]),
-        (["generate", "--prmpt", "x"], ["unknown option --prmpt", "write --prompt"]),
-        (["checkpoint", "exprt"], ["exprt"]),
+        (["generate", "--prmpt", "x"], ["unknown option --prmpt", "did you mean --prompt"]),
+        (["checkpoint", "exprt"], ["got 'exprt'", "did you mean export"]),
     ],
 )
 def test_a_misspelt_command_line(headwater, params, words, texts):

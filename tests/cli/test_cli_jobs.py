@@ -109,13 +109,13 @@ def test_jobs_from_submission_to_end_with_both_commands(headwater, control, queu
     ("words", "message"),
     [
         (("get", "pods"), "unknown resource 'pods'\n  remedy: available: jobs"),
-        (("get", "jbs"), "write jobs"),
+        (("get", "jbs"), "did you mean jobs?"),
         (("cancel", "node", NAMES[0]), "unknown resource 'node'"),
         (("cancel", "job", NAMES[0]), "there is no job"),
         (("label", "job", NAMES[0], "x"), "expected a label name=value, got 'x'"),
         (("label", "job", NAMES[0], "a.b=1"), "expected a label name=value, got 'a.b=1'"),
         (("job", "set-priority", NAMES[0], "p9"), "unknown priority 'p9'\n  remedy: write one of p1, p2, p3"),
-        (("get", "jobs", "-o", "xml"), "invalid choice: 'xml'"),
+        (("get", "jobs", "-o", "xml"), "yaml, got 'xml'"),
         (("get", "jobs", "--queue", "cloud"), "unknown queue 'cloud'"),
         (("get",), "RESOURCE"),
         ((), "COMMAND"),
@@ -138,7 +138,7 @@ def test_bad_input_of_csctl(control, queue_dir, words, message):
         (("list", "--", "true"), "unexpected argument 'true'"),
         (("serve", "--num_csx", "0"), "expected --num_csx >= 1, got 0"),
         (("serve", "--grace", "-1"), "expected --grace >= 0, got -1"),
-        (("lst",), "invalid choice"),
+        (("lst",), "did you mean list?"),
     ],
 )
 def test_bad_input_of_jobs(headwater, queue_dir, words, message):

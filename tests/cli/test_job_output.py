@@ -30,11 +30,11 @@ def test_an_unknown_option_is_reported_before_a_missing_one():
     parser.add_argument("--model_dir", required=True)
     with pytest.raises(ConfigError, match="unknown option --model_dirr") as refused:
         parser.parse_args(["--model_dirr", "x"])
-    assert refused.value.remedy == "write --model_dir; see headwater fit --help"
+    assert refused.value.remedy == "did you mean --model_dir? see headwater fit --help"
     with pytest.raises(ConfigError, match="--model_dir"):
         parser.parse_args([])
 
 
 def test_a_suggestion_names_a_similar_word():
-    assert suggestion("paln", ["plan", "fit"], "see help") == "write plan; see help"
+    assert suggestion("paln", ["plan", "fit"], "see help") == "did you mean plan? see help"
     assert suggestion("zebra", ["plan", "fit"], "see help") == "see help"

@@ -107,7 +107,7 @@ def test_params_in_the_newer_form(refused):
 
 
 def test_options_that_are_wrong(refused):
-    assert "write --num_steps" in refused("--num_stpes", "3")
+    assert "did you mean --num_steps?" in refused("--num_stpes", "3")
     assert "needs evaluation data" in refused("--mode", "eval")
     assert "not allowed with" in refused("--compile_only", "--validate_only")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +18,7 @@ from headwater.core.module_calls import surround
 from headwater.core.precision import Precision
 from headwater.core.seeding import derive_seed, drawing_devices
 from headwater.core.trees import tensors_in
+from headwater.core.uncompiled import CompilerOffWarning
 from headwater.fabric.membership import current
 
 _PRECISION_OF = {torch.bfloat16: Precision("bf16"), torch.float16: Precision("fp16")}
@@ -64,7 +66,16 @@ def guard_call(
                 raise _no_transforms(model) from raised
             raise
 
-    return surround(model, guarded, outermost=True)
+    def note_compiler() -> None:
+        warnings.warn(
+            f"torch.compile of a whole streamed model has no effect on this {type(model).__name__}, because "
+            "streaming runs outside of compiled code: compile its parts (`part.compile()`) or the functions "
+            "that they call",
+            CompilerOffWarning,
+            stacklevel=2,
+        )
+
+    return surround(model, guarded, outermost=True, if_compiled=note_compiler)
 
 
 def _no_transforms(model: nn.Module) -> StreamError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +30,7 @@ from headwater.core.empty import give_values, record_values, recorded_values
 from headwater.core.errors import CheckpointError
 from headwater.core.files import disk_errors, sync_folder
 from headwater.core.lazy import pieces_of
+from headwater.core.names import nearest
 from headwater.core.safetensors import TensorFile
 from headwater.core.scratch import scratch_folder
 from headwater.core.units import parse_bytes
@@ -291,8 +291,8 @@ def _with_nearest(names: Iterable[str], candidates: Iterable[str]) -> list[str]:
     candidates = list(candidates)
     lines = []
     for name in names:
-        near = difflib.get_close_matches(name, candidates, n=1)
-        lines.append(f"{name} (near: {near[0]})" if near else name)
+        near = nearest(name, candidates)
+        lines.append(f"{name} (near: {near})" if near else name)
     return lines
 
 

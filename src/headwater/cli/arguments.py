@@ -194,7 +194,7 @@ def overrides(parser: Parser, rest: Sequence[str]) -> list[str]:
         if word.startswith("--") and "=" not in word and words and not words[0].startswith("--"):
             word += f"={words.popleft()}"
         key, equals, _ = word.partition("=")
-        if not equals or (key.startswith("-") and "." not in key):
+        if not equals or ("." not in key and (key.startswith("-") or key not in SHORT_NAMES)):
             raise parser.unknown(word)
         found.append(word)
     return found

@@ -9,13 +9,14 @@ import os
 import secrets
 import socket
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.appliance.folder import find_folder
 from headwater.appliance.open import open_queue
 from headwater.core.errors import ConfigError, RunError
+from headwater.serving.process import run_until_signal
 
 if TYPE_CHECKING:
     from headwater.board.jobs import Jobs
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater board`."""
     parser.description = (
         "Serve a web page that shows all runs below a folder and the jobs of the queue, live. The command "
-        "prints the address of the page. It ends with Ctrl-C; the runs and jobs do not depend on it."
+        "prints the address of the page. It ends with Ctrl-C (SIGINT) or SIGTERM; the runs and jobs continue."
     )
     parser.add_argument(
         "folder", type=Path, metavar="FOLDER", help="a model_dir, or a folder with model_dirs"
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve the page until Ctrl-C; return the exit code."""
+    """Serve the page until SIGINT (Ctrl-C) or SIGTERM arrives; return the exit code."""
     try:
         import uvicorn
 
@@ -78,9 +79,7 @@ def run(args: argparse.Namespace) -> int:
         port = listener.getsockname()[1]
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"board of {args.folder}: http://{host}:{port}/#token={token}", flush=True)
-        # After a Ctrl-C uvicorn closes all connections, and then raises the interrupt again.
-        with suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listener])
+        run_until_signal(uvicorn.Server(config), listener)
     return 0
 
 

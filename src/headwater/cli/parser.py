@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from headwater.core.errors import ConfigError
+from headwater.core.names import nearest
 
 _NEGATIVE = re.compile(r"-\.?\d")
 
@@ -54,16 +54,31 @@ class Parser(argparse.ArgumentParser):
 
     def unknown(self, word: str) -> ConfigError:
         """Return the error for an unknown argument."""
-        option = word.partition("=")[0]
-        if not option.startswith("-"):
-            return ConfigError(
-                f"unexpected argument {word!r}", where="command line", remedy=f"see {self.prog} --help"
+        option, equals, _ = word.partition("=")
+        see = f"see {self.prog} --help"
+        sets_keys = any(action.dest == "flags" for action in self._actions)
+        if not option.startswith("-") and not (equals and sets_keys):
+            return ConfigError(f"unexpected argument {word!r}", where="command line", remedy=see)
+        remedy = suggestion(option, self._option_string_actions, see)
+        if sets_keys:
+            from headwater.config.keys import meant_key  # here, because it imports pydantic, which is slow
+
+            options = (known.removeprefix("--") for known in self._option_string_actions)
+            remedy = did_you_mean(meant_key(option.removeprefix("--"), options), see)
+        kind = "option" if option.startswith("-") else "key"
+        return ConfigError(f"unknown {kind} {option}", where="command line", remedy=remedy)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise if a value is not one of the action's choices; name the most similar choice."""
+        choices = None if action.choices is None else [str(choice) for choice in action.choices]
+        if choices is not None and isinstance(value, str) and value not in choices:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            raise ConfigError(
+                f"expected {name} to be one of {', '.join(choices)}, got {value!r}",
+                where="command line",
+                remedy=suggestion(value, choices, f"see {self.prog} --help"),
             )
-        return ConfigError(
-            f"unknown option {option}",
-            where="command line",
-            remedy=suggestion(option, self._option_string_actions, f"see {self.prog} --help"),
-        )
+        super()._check_value(action, value)
 
 
 def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
@@ -74,5 +89,9 @@ def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
         known: the known words.
         otherwise: text that follows the suggestion, or stands alone if no known word is similar.
     """
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"write {close[0]}; {otherwise}" if close else otherwise
+    return did_you_mean(nearest(word, known), otherwise)
+
+
+def did_you_mean(close: str | None, otherwise: str) -> str:
+    """Return a remedy that names a similar word, if there is one, before the text `otherwise`."""
+    return f"did you mean {close}? {otherwise}" if close else otherwise

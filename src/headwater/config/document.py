@@ -89,28 +89,48 @@ def put(document: Document, path: KeyPath, value: Any, origins: Origins | Origin
         document: the document.
         path: path of the value.
         value: the new value.
-        origins: origin of the value, or the origins of it and of the values in it.
+        origins: origin of the value and of the mappings that are created, or the origins of the value and of
+            the values in it.
 
     Raises:
         ConfigError: if the path contains a position that is not in a list of the document.
     """
     placed = Origins(origins) if isinstance(origins, Origin) else origins
-    tree, all_origins = _put(document.tree, document.origins, path, (value, placed), document.origin(path))
+    # A misspelt mapping on the path exists only because of this value. Its place is the place of the value.
+    created = Origins(origins) if isinstance(origins, Origin) else NOWHERE
+    tree, all_origins = _put(
+        document.tree, document.origins, path, (value, placed), (document.origin(path), created)
+    )
     return Document(tree, all_origins, document.notices)
 
 
 def _put(
-    tree: Any, origins: Origins, path: KeyPath, placed: tuple[Any, Origins], origin: Origin
+    tree: Any,
+    origins: Origins,
+    path: KeyPath,
+    placed: tuple[Any, Origins],
+    places: tuple[Origin, Origins],
 ) -> tuple[Any, Origins]:
+    """Return a tree and its origins with the value and origins `placed` at `path`.
+
+    Args:
+        tree: the tree.
+        origins: its origins.
+        path: path of the value.
+        placed: the value and its origins.
+        places: the place of a wrong position in a list, and the origins of a mapping that is created.
+    """
+    origin, created = places
     if not path:
         return placed
     key, rest = path[0], path[1:]
     if isinstance(tree, list):
         key = _position(tree, key, origin)
-        below, inside = _put(tree[key], origins.at((key,)), rest, placed, origin)
+        below, inside = _put(tree[key], origins.at((key,)), rest, placed, places)
         return [*tree[:key], below, *tree[key + 1 :]], origins.replaced(key, inside)
-    tree = tree if isinstance(tree, dict) else {}
-    below, inside = _put(tree.get(key), origins.at((key,)), rest, placed, origin)
+    if not isinstance(tree, dict):
+        tree, origins = {}, created
+    below, inside = _put(tree.get(key), origins.at((key,)), rest, placed, places)
     return {**tree, key: below}, origins.replaced(key, inside)
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from headwater.core.errors import CheckpointError
 from headwater.core.gather import gather
+from headwater.core.names import similar
 from headwater.core.units import counted
 
 
@@ -206,7 +206,7 @@ def map_parameters(shapes: Mapping[str, tuple[int, ...]], rules: Iterable[Rule])
 
 def unexpected(name: str, expected: Iterable[str], where: str) -> CheckpointError:
     """Return the error for an unknown tensor; it names the most similar known tensors."""
-    near = difflib.get_close_matches(name, list(expected), n=2)
+    near = similar(name, expected, count=2)
     hint = f"the most similar names are {' and '.join(near)}" if near else "the model has no similar name"
     return CheckpointError(
         f"tensor {name} does not belong to this model",

@@ -22,13 +22,20 @@ Layer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """A wrapper: function (inner call, args, kwargs) -> output of the call."""
 
 
-def surround(module: nn.Module, layer: Layer, *, outermost: bool = False) -> Callable[[], None]:
+def surround(
+    module: nn.Module,
+    layer: Layer,
+    *,
+    outermost: bool = False,
+    if_compiled: Callable[[], None] | None = None,
+) -> Callable[[], None]:
     """Wrap every later call of a module, with its hooks, in `layer`.
 
     Args:
         module: stays the same object.
         layer: is placed inside the existing layers.
         outermost: place it outside of the existing layers instead.
+        if_compiled: is called before each call of the module from code that `torch.compile` has compiled.
 
     Returns:
         A function that removes the layer.
@@ -38,6 +45,7 @@ def surround(module: nn.Module, layer: Layer, *, outermost: bool = False) -> Cal
         own = _Layered(module)
     position = 0 if outermost else len(own.layers)
     own.layers.insert(position, layer)
+    own.if_compiled = if_compiled or own.if_compiled
     return lambda: own.remove(layer)
 
 
@@ -57,12 +65,17 @@ class _Layered:
 
     def __init__(self, module: nn.Module) -> None:
         self.layers: list[Layer] = []
+        self.if_compiled: Callable[[], None] | None = None
         self._module = weakref.ref(module)
         # The call that `module.compile()` made ignores `_call_impl`, so it becomes the innermost call.
         self._compiled = vars(module).pop("_compiled_call_impl", None)
         vars(module)["_call_impl"] = self
 
-    @uncompiled
+    def _note_compiler(self, *args: Any, **kwargs: Any) -> None:
+        if self.if_compiled is not None:
+            self.if_compiled()
+
+    @functools.partial(uncompiled, if_compiled=_note_compiler)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(0, *args, **kwargs)
 
@@ -96,4 +109,5 @@ class _Layered:
         assert isinstance(module, nn.Module), "it is copied with its module"
         copied = object.__new__(_Layered)
         copied.layers, copied._module, copied._compiled = [], weakref.ref(module), None
+        copied.if_compiled = None
         return copied

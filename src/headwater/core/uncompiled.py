@@ -1,12 +1,15 @@
-"""Functions that `torch.compile` neither traces nor compiles."""
+"""Functions that `torch.compile` neither traces nor compiles, and a context without its compiler."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch._C._dynamo import eval_frame
 
 P = ParamSpec("P")
@@ -16,10 +19,18 @@ _NOT_ITSELF = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_f
 """Makes `torch.compile` skip the frame of a wrapper, and handle other frames as usual."""
 
 
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+class CompilerOffWarning(UserWarning):
+    """A `torch.compile` of the user has no effect on a part of a streamed model."""
+
+
+def uncompiled(function: Callable[P, R], *, if_compiled: Callable[P, None] | None = None) -> Callable[P, R]:
     """Return a wrapper of `function` that `torch.compile` never compiles, nor what `function` calls.
 
     `torch.compiler.disable` does the same, but needs the compiler, which takes a second to import.
+
+    Args:
+        function: the function.
+        if_compiled: is called before `function`, with the same arguments, if the caller is compiled.
     """
 
     @functools.wraps(function)
@@ -27,6 +38,8 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
         # Restored below, and not set to a default: the caller may be compiled or not.
         compiler = eval_frame.set_eval_frame(None)
         try:
+            if if_compiled is not None and callable(compiler):
+                if_compiled(*args, **kwargs)
             return function(*args, **kwargs)
         finally:
             eval_frame.set_eval_frame(compiler)
@@ -35,3 +48,17 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     code: CodeType = run.__code__  # type: ignore[attr-defined] # a function, though `wraps` does not say so
     eval_frame.set_code_exec_strategy(code, _NOT_ITSELF)
     return run
+
+
+@contextmanager
+def compiler_off() -> Iterator[None]:
+    """Run functions that the user has compiled with `torch.compile` eagerly inside the context.
+
+    If torch meets a compiled function while a dispatch mode is active, it runs the function eagerly then and
+    ever after. So without this context, a dry run would turn off the user's compiler for good.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

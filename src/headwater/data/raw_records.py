@@ -6,7 +6,6 @@ import codecs
 import contextlib
 import csv
 import dataclasses
-import difflib
 import gzip
 import io
 import json
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headwater.core.errors import DataError
+from headwater.core.names import similar
 from headwater.core.units import counted
 
 RECORD_KINDS = (".jsonl", ".json", ".csv", ".parquet")
@@ -133,7 +133,7 @@ def text_of(record: Record, key: str) -> str:
         DataError: if the record has no such key, or its value is not text.
     """
     if key not in record.fields:
-        near = difflib.get_close_matches(key, record.fields, n=1) or sorted(record.fields)[:5]
+        near = similar(key, record.fields, count=1) or sorted(record.fields)[:5]
         remedy = f"name the key of the text with --json_key; the record has {', '.join(map(repr, near))}"
         raise DataError(f"record has no key {key!r}", where=record.where, remedy=remedy)
     return checked_text(record.fields[key], key, record.where)

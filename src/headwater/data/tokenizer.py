@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import json
 import re
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headwater.core.errors import ConfigError, DataError
+from headwater.core.names import similar
 from headwater.data.sentencepiece import SUFFIX, load_sentencepiece
 from headwater.data.text.wordpiece import wordpiece
 
@@ -139,7 +139,7 @@ def end_of_text_id(tokenizer: Tokenizer, name: str | None = None) -> int:
         if index is not None:
             return int(index)
     special = sorted(str(token.content) for token in tokenizer.get_added_tokens_decoder().values())
-    near = difflib.get_close_matches(name or END_OF_TEXT, special, n=3, cutoff=0.3) or special[:5]
+    near = similar(name or END_OF_TEXT, special, count=3, cutoff=0.3) or special[:5]
     remedy = "name a token of the tokenizer with --end_of_text" + (f": {', '.join(near)}" if near else "")
     raise DataError(
         "tokenizer has no end-of-text token", where=name or ", ".join(_END_OF_TEXT_NAMES), remedy=remedy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 from headwater.config.harness import HarnessArguments
 from headwater.core.errors import ConfigError, DataError, HeadwaterError
 from headwater.core.files import check_place, disk_errors, replace_file
+from headwater.core.names import similar
 from headwater.core.random_states import DEFAULTS, set_state, state_of
 from headwater.evaluation.harness import HarnessModel
 
@@ -158,7 +158,7 @@ def _known(names: list[str], manager: TaskManager) -> list[Any]:
             continue
         matching = manager.match_tasks([name])
         if not matching:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            near = similar(name, manager.all_tasks, count=3)
             raise ConfigError(
                 f"unknown task {name!r}",
                 where="tasks",

@@ -27,6 +27,7 @@ from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.module_calls import Layer, surround
 from headwater.core.precision import Precision, autocast
 from headwater.core.trees import tensors_in
+from headwater.core.uncompiled import compiler_off
 from headwater.plan.alive import memory_key
 from headwater.plan.gpu_casts import casts_of_gpu
 from headwater.plan.known_traces import known_or_made
@@ -155,7 +156,7 @@ class _DryRun:
         )
         casts = casts_of_gpu() if self.precision.mixed and self.device != "cpu" else nullcontext()
         untouched = effects_undone(self.model)  # outermost: it reads states of random generators, tensors too
-        with untouched, tensors.active(), casts, autocast(self.precision, "cpu"):
+        with untouched, compiler_off(), tensors.active(), casts, autocast(self.precision, "cpu"):
             recorder.run(self.batch, self.loss_function)
         return recorder
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import ipaddress
+import logging
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from headwater.core.errors import ConfigError
+from headwater.core.signals import handled
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from headwater.serving.service import Service
 
 TOKEN = "HEADWATER_TOKEN"
@@ -120,16 +124,31 @@ def serve(service: Service, listener: socket.socket, token: str | None, drain_se
         ws="none",
         timeout_graceful_shutdown=drain_seconds,
     )
-    # uvicorn raises the signal again when it has ended. It must not kill the process then.
-    with _ignored(signal.SIGTERM, signal.SIGINT):
-        uvicorn.Server(config).run(sockets=[listener])
+    run_until_signal(uvicorn.Server(config), listener)
 
 
-@contextmanager
-def _ignored(*signals: signal.Signals) -> Iterator[None]:
-    before = {each: signal.signal(each, lambda *_: None) for each in signals}
+def run_until_signal(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Answer requests until SIGTERM or SIGINT arrives. Print nothing about requests that the end cancels.
+
+    Args:
+        server: the server.
+        listener: a bound socket.
+    """
+    log = logging.getLogger("uvicorn.error")
+    worth_printing = functools.partial(_is_worth_printing, server)
+    log.addFilter(worth_printing)
+    # uvicorn raises the signal again when it has ended. Its own handler does not kill the process then, and
+    # also notices a signal that arrives before uvicorn has installed it.
     try:
-        yield
+        with handled(dict.fromkeys((signal.SIGTERM, signal.SIGINT), server.handle_exit)):
+            server.run(sockets=[listener])
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        log.removeFilter(worth_printing)
+
+
+def _is_worth_printing(server: uvicorn.Server, record: logging.LogRecord) -> bool:
+    """False for what uvicorn logs about requests that it cancels because the server ends."""
+    if not server.should_exit:
+        return True
+    error = record.exc_info[1] if record.exc_info else None
+    return error is not None and not isinstance(error, asyncio.CancelledError)

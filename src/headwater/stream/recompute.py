@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwater.core.copies import apart
 from headwater.core.errors import StreamError
-from headwater.core.uncompiled import uncompiled
+from headwater.core.uncompiled import CompilerOffWarning, uncompiled
 from headwater.stream.forward_state import ForwardState
 from headwater.stream.saved_tensors import own_checkpoints
 from headwater.stream.transforms import in_transform
@@ -88,7 +89,16 @@ def _recompute_forward(
 
     is_wrapped = True
 
-    @uncompiled
+    def note_compiler(*_: Any, **__: Any) -> None:
+        warnings.warn(
+            f"activations of this {type(module).__name__} are computed again in backward, so your "
+            "torch.compile of it has no effect: compile the functions that it calls, or write "
+            "activations: keep",
+            CompilerOffWarning,
+            stacklevel=2,
+        )
+
+    @functools.partial(uncompiled, if_compiled=note_compiler)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not is_wrapped:  # a forward that the user has set calls this one
             return forward(*args, **kwargs)

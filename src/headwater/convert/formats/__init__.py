@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +33,7 @@ from headwater.convert.formats.pegasus import PEGASUS
 from headwater.convert.formats.t5 import T5
 from headwater.convert.formats.vit import DINOV2, VIT
 from headwater.core.errors import ConfigError
+from headwater.core.names import nearest
 
 FORMATS: tuple[Format, ...] = (
     GPT2, GPTJ, GPT_NEOX, CODEGEN, LLAMA, MISTRAL, MIXTRAL, GEMMA2, FALCON, BLOOM, MPT, GPT_BIGCODE,
@@ -92,12 +92,8 @@ def nearest_converter(name: str) -> str | None:
     such a converter.
     """
     family, mark, _ = name.lower().partition(_MARK.removesuffix("less"))
-    families = {known.lower(): known for known in _NAMES}
-    found = difflib.get_close_matches(family, families, n=1)
-    if not found:
-        return None
-    nearest = families[found[0]]
-    return f"{nearest}{_MARK}" if mark and f"{nearest}{_MARK}" in CONVERTERS else nearest
+    found = nearest(family, _NAMES)
+    return f"{found}{_MARK}" if found and mark and f"{found}{_MARK}" in CONVERTERS else found
 
 
 def format_of_hf(hf: Mapping[str, Any], *, where: str) -> Format:
