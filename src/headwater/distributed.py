@@ -61,7 +61,11 @@ def check_num_csx(num_csx: int, *, where: str) -> None:
         ConfigError: otherwise, with `where` as the place.
     """
     if type(num_csx) is not int or num_csx < 1:
-        raise ConfigError(f"expected num_csx to be an integer >= 1, got {num_csx!r}", where=where)
+        raise ConfigError(
+            f"expected num_csx to be an integer >= 1, got {num_csx!r}",
+            where=where,
+            remedy="write num_csx=1, or a larger number to start several ranks",
+        )
     if not is_rank():  # a started rank may have others on other machines, whose cores are not counted here
         check_cores(num_csx, where=where)
 

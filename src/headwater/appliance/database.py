@@ -243,4 +243,8 @@ def _errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
-        raise QueueError(f"the database of the queue cannot be used: {error}", where=str(path)) from error
+        raise QueueError(
+            f"the database of the queue cannot be used: {error}",
+            where=str(path),
+            remedy="check the rights of the file and the free space of its disk, or name another folder",
+        ) from error

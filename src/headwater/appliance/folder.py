@@ -114,7 +114,9 @@ class QueueFolder:
                     folder.chmod(folder.stat().st_mode | stat.S_IXGRP | stat.S_IXOTH)
         except OSError as error:
             raise QueueError(
-                f"the folder of the queue cannot be created: {error.strerror}", where=str(self.path)
+                f"the folder of the queue cannot be created: {error.strerror}",
+                where=str(self.path),
+                remedy="make the folder above it writable, or name another folder",
             ) from error
 
     def not_ours(self) -> QueueError:

@@ -79,7 +79,10 @@ class Queue(ABC):
         name = self.show(name).name  # the full name: a prefix may match several jobs later
         while not (job := self.show(name)).phase.over:
             if end is not None and time.monotonic() > end:
-                raise QueueError(f"job {name} is still {job.phase} after {timeout_s:g} s")
+                raise QueueError(
+                    f"job {name} is still {job.phase} after {timeout_s:g} s",
+                    remedy="wait with a larger timeout_s, or cancel the job",
+                )
             time.sleep(_POLL_S)
         return job
 

@@ -188,7 +188,9 @@ def _submit(submission: Submission, token: str) -> str:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise QueueError(
-            f"the folder for the log cannot be created: {error.strerror}", where=str(folder)
+            f"the folder for the log cannot be created: {error.strerror}",
+            where=str(folder),
+            remedy="make the folder above it writable, or name another model_dir",
         ) from error
     metadata = {
         "token": token,
@@ -330,9 +332,14 @@ def _ask(
             env={**environment, "SLURM_TIME_FORMAT": "%s"},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise QueueError(f"{program} does not answer: {error}") from error
+        raise QueueError(
+            f"{program} does not answer: {error}",
+            remedy=f"check that {program} works in a shell on this host",
+        ) from error
     if done.returncode:
         raise QueueError(
-            f"{program} failed: {done.stderr.strip() or done.stdout.strip()}", where=f"Slurm's {program}"
+            f"{program} failed: {done.stderr.strip() or done.stdout.strip()}",
+            where=f"Slurm's {program}",
+            remedy="change the options that Slurm refuses, or ask the administrator of the cluster",
         )
     return done.stdout

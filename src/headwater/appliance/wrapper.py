@@ -239,7 +239,10 @@ def _become(row: sqlite3.Row, folder: Path, log: Path, slots: Sequence[Slot], wa
     try:
         os.execvpe(command[0], command, {**json.loads(row["environment"]), **variables})
     except OSError as error:
-        raise QueueError(f"{command[0]}: {error.strerror}") from error
+        raise QueueError(
+            f"{command[0]}: {error.strerror}",
+            remedy="submit a program that exists on this host and can be executed",
+        ) from error
 
 
 def _become_user(uid: int, gid: int) -> None:

@@ -130,7 +130,11 @@ def listen(host: str, port: int) -> socket.socket:
         RunError: if the address is in use or does not exist.
     """
     if not 0 <= port <= _LAST_PORT:
-        raise ConfigError(f"expected a port from 0 to {_LAST_PORT}, got {port}", where="--port")
+        raise ConfigError(
+            f"expected a port from 0 to {_LAST_PORT}, got {port}",
+            where="--port",
+            remedy="leave --port out, or use 0 for any free port",
+        )
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)

@@ -201,7 +201,11 @@ def run_submit(args: argparse.Namespace) -> int:
         _refuse_local_options(args)
         return remote_jobs.submit_command(args, current_umask())
     if args.upload or args.follow:
-        raise ConfigError("--upload and --follow need --appliance", where="command line")
+        raise ConfigError(
+            "--upload and --follow need --appliance",
+            where="command line",
+            remedy="add --appliance ssh://HOST, or remove these options",
+        )
     submission = Submission(
         command=tuple(args.command),
         folder=Path.cwd(),

@@ -158,7 +158,11 @@ def subject_of(made: Any) -> Subject:
         )
     model, batches, loss, optimizer = itertools.islice(itertools.chain(made, (None, None)), 4)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"expected a torch module first, found {type(model).__name__}", where=_WHERE)
+        raise ConfigError(
+            f"expected a torch module first, found {type(model).__name__}",
+            where=_WHERE,
+            remedy="return model, [batch, …]",
+        )
     if not isinstance(batches, list) or not batches:
         found = "an empty list" if isinstance(batches, list) else type(batches).__name__
         raise ConfigError(
@@ -168,7 +172,11 @@ def subject_of(made: Any) -> Subject:
         )
     for position, value in (("third", loss), ("fourth", optimizer)):
         if value is not None and not callable(value):
-            raise ConfigError(f"expected a function {position}, found {type(value).__name__}", where=_WHERE)
+            raise ConfigError(
+                f"expected a function {position}, found {type(value).__name__}",
+                where=_WHERE,
+                remedy="return model, [batch, …], and then functions that return the loss and the optimizer",
+            )
     make = (lambda model: optimizer(trained(model))) if optimizer else fused_adamw
     return Subject(model, batches, loss or loss_of_outputs, make)
 

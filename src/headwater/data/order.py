@@ -18,8 +18,8 @@ Indices = npt.NDArray[np.int64]
 def permutation(count: int, seed: int) -> Indices:
     """Return a random order of `range(count)`, the same in every version of numpy.
 
-    It sorts the raw numbers of Philox. numpy guarantees the numbers of a bit generator, but not the results
-    of `shuffle`.
+    It comes from sorting the raw numbers of Philox, because numpy guarantees the numbers of a bit generator,
+    but not the results of `shuffle`.
     """
     return np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")
 
@@ -36,7 +36,7 @@ def _epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
 @dataclasses.dataclass(frozen=True)
 class SampleOrder:
-    """The order in which samples are read: it decides which of them each batch of each rank holds.
+    """The order in which samples are read. It decides which samples each batch of each rank holds.
 
     All epochs form one stream of positions. Global batch k covers the positions
     [k * batch_size, (k + 1) * batch_size) and may span two epochs, so that no sample is ever skipped.

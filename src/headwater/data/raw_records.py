@@ -123,7 +123,11 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], io.BufferedReader]]:
         what = f"gzip file is damaged or cut short: {error}"
         raise DataError(what, where=str(path), remedy="download or compress it again") from error
     except OSError as error:
-        raise DataError(f"input cannot be read: {error.strerror}", where=str(path)) from error
+        raise DataError(
+            f"input cannot be read: {error.strerror}",
+            where=str(path),
+            remedy="make the file readable, or remove it from the inputs",
+        ) from error
 
 
 def text_of(record: Record, key: str) -> str:

@@ -49,7 +49,7 @@ class InputWorkers:
         self._is_closing = threading.Event()
 
     def close(self) -> None:
-        """End requests that wait for a lost worker: they fail."""
+        """Make all requests that wait for a lost worker fail."""
         self._is_closing.set()
 
     def ask(self, connections: dict[Address, Connection], first: int, request: object) -> bytes:
@@ -173,7 +173,7 @@ class _Reader:
         self._all: list[dict[Address, Connection]] = []
 
     def read(self, worker: int, draws: Sequence[int]) -> Batch | DataError:
-        """Return a batch from one of the workers, `worker` if it answers."""
+        """Return a batch from `worker`, or from another worker if it does not answer."""
         if not hasattr(self._of_thread, "connections"):
             self._of_thread.connections = {}
             self._all.append(self._of_thread.connections)

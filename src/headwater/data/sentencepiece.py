@@ -84,7 +84,11 @@ def load_sentencepiece(path: Path) -> Tokenizer:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DataError(f"file cannot be read: {error.strerror}", where=str(path)) from error
+        raise DataError(
+            f"file cannot be read: {error.strerror}",
+            where=str(path),
+            remedy="make the file readable, or name another tokenizer",
+        ) from error
     try:
         model = _parse(data)
     except (ValueError, IndexError, struct.error, TypeError) as error:
@@ -107,7 +111,7 @@ def _refuse_unsupported(model: _Model, path: Path) -> None:
         problem = "it does not escape whitespace (escape_whitespaces is off)"
     elif not any(piece.kind == _Kind.UNKNOWN for piece in model.pieces):
         problem = "it has no piece for unknown characters"
-    # The tokenizers library splits a text at such symbols before it adds the space: each part would get one.
+    # The tokenizers library splits a text at such symbols before it adds spaces. Each part would get a space.
     elif model.type == _ModelType.BPE and model.dummy_prefix and _texts(model, _Kind.USER_DEFINED):
         problem = (
             "it is a BPE model with user-defined symbols and a space before each text (add_dummy_prefix)"

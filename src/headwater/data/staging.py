@@ -29,7 +29,7 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
     Raises:
         DataError: if `target` is not empty and `replace` is not set, or another process is writing it.
     """
-    # The folder is renamed, so it must lie in the file system of the real target if this is a link.
+    # The folder is renamed to the target, so both must be in one file system, also if the target is a link.
     target = target.resolve()
     if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
         remedy = "choose another folder, or use --overwrite if it holds prepared data"

@@ -65,7 +65,7 @@ def ordered_map(work: Callable[[Task], Result], tasks: Iterable[Task], num_worke
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C inside the context, also in processes that start there, which inherit this.
+    """Block Ctrl-C inside the context. Processes that start there inherit this.
 
     A worker imports modules before it can ignore the signal, and would print a traceback.
     """

@@ -86,7 +86,9 @@ def optimizer(torch_optimizer: Opt) -> Opt:
     """
     if not isinstance(torch_optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"expected a torch.optim.Optimizer, got {type(torch_optimizer).__name__}", where="optimizer"
+            f"expected a torch.optim.Optimizer, got {type(torch_optimizer).__name__}",
+            where="optimizer",
+            remedy="pass an object such as torch.optim.AdamW(model.parameters())",
         )
     return torch_optimizer
 

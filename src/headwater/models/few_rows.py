@@ -19,8 +19,8 @@ from headwater.models.layers.linear import Linear
 class FewRows:
     """The linear layers of a model that writes texts.
 
-    The attribute or method of a layer that computes its product is replaced while a pass runs. Nothing is
-    asked in other passes and in training, which keep torch's products.
+    While a pass of a few tokens runs, the attribute or method that computes the product of a layer is
+    replaced. Other passes, and training, use torch's products and check nothing.
 
     Args:
         model: the model. Only layers that it has now are replaced.
@@ -51,7 +51,7 @@ class FewRows:
 
 
 def _replacement(module: nn.Module) -> tuple[nn.Module, str, Any] | None:
-    """Return a layer, the name of what computes its product, and what replaces that."""
+    """Return a layer, the attribute that computes its product, and the function to use there."""
     if isinstance(module, Linear | StackedLinear):
         return module, "multiply", few_row_linear
     # A subclass of another library may do more in its forward.

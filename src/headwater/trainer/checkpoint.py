@@ -291,5 +291,5 @@ def _is_transient(model: nn.Module, name: str) -> bool:
 
 
 def _unused_name(path: Path) -> Path:
-    """Return the first name for a checkpoint that was set aside which no file has."""
+    """Return a new name for a checkpoint that is set aside. No file has this name."""
     return next(name for name in set_aside_names(path) if not name.exists())

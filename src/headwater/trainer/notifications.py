@@ -103,7 +103,11 @@ def send_mail(config: EmailConfig, mailfrom: str, text: str) -> None:
             if config.port != _TLS_PORT and server.has_extn("starttls"):
                 server.starttls(context=context)
             elif config.port != _TLS_PORT and password:
-                raise ConfigError("the mail server offers no STARTTLS, so the password is not sent")
+                raise ConfigError(
+                    "the mail server offers no STARTTLS, so the password is not sent",
+                    where=f"{place[0]}:{place[1]}",
+                    remedy=f"use the port {_TLS_PORT}, or a mail server with TLS",
+                )
             if password:
                 server.login(mailfrom, password)
             server.send_message(mail)
@@ -221,7 +225,11 @@ def url_of(config: NotificationConfig) -> str:
         )
     if not found.startswith(("http://", "https://")):
         # The error does not show the text, because it may be a secret.
-        raise ConfigError("expected a URL that begins with http:// or https://", where=variable)
+        raise ConfigError(
+            "expected a URL that begins with http:// or https://",
+            where="trainer.init.callbacks" if config.url else variable,
+            remedy="copy the whole address of the hook",
+        )
     return found
 
 

@@ -28,7 +28,7 @@ from headwater.trainer.job import Trainable
 from headwater.trainer.planning import divided_dry_runs, dry_runs, plan_request, training_workload
 
 MOST_CSX = 1024
-"""The most CSXs that are simulated by default."""
+"""Largest number of CSXs that is simulated by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +106,8 @@ def simulate(
         trainable: the model with its loss.
         batch_size: samples of one step: of all CSXs together, or of each with weak scaling.
         cluster: the machines.
-        counts: numbers of CSXs; `default_counts` if not given. An impossible one is left out, and printed on
-            stderr before the simulation.
+        counts: numbers of CSXs; `default_counts` if not given. Impossible numbers are left out, and
+            printed on stderr before the simulation.
         scaling: `strong` or `weak`.
 
     Returns:

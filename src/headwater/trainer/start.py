@@ -169,14 +169,15 @@ def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointMan
         CheckpointError: if the checkpoint does not exist or is not complete.
         CorruptError: if every checkpoint of the run is damaged.
     """
-    # A parameter that a checkpoint may lack keeps its initial value. Loading a damaged one would change it.
+    # A parameter that the checkpoint lacks keeps its initial value. A damaged checkpoint that is loaded first
+    # would replace this value.
     deep = init.checkpoint.disable_strict_checkpoint_loading
     own = checkpoints.newest_whole(deep=deep) if init.checkpoint.autoload_last_checkpoint else None
     state = None if own is None else read_state(own)
     if named is None:
         return _start_of_own(own, state)
     target = step_of(named) if own is not None and checkpoints.is_own(named) else None
-    # The run has returned to `target` once already, or is there now: it continues from its newest one.
+    # The run has returned to `target` once already, or is there now, so it continues from its newest step.
     if own is not None and (target is None or target in (state and state.returned_to, step_of(own))):
         if own.resolve() != named.resolve():
             logger.info(

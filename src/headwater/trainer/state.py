@@ -18,15 +18,15 @@ class RunState:
 
     Attributes:
         step: steps done.
-        loss_scale: for the next step.
-        micro_batch_size: of the plan, kept since another one would sum gradients in another order; `None`
-            before the first plan.
-        compiled: whether blocks are compiled, kept since they round otherwise; `None` if that is unknown.
+        loss_scale: loss scale of the next step.
+        micro_batch_size: micro-batch size of the plan. Another size would sum gradients in another order.
+            `None` before the first plan.
+        compiled: True if blocks are compiled, which changes rounding; `None` if that is unknown.
         validated_step: step of the last finished validation; -1 before the first.
         data: position after the batch of the last step; `None` before the first.
-        masks: of the weights that are kept sparse; `None` without sparse training.
-        attention_kernel: whether the package's kernel computes attention, kept since it rounds otherwise;
-            `None` if that is unknown.
+        masks: masks of the weights that are kept sparse; `None` without sparse training.
+        attention_kernel: True if the package's kernel computes attention, which changes rounding; `None` if
+            that is unknown.
         returned_to: step of the run's own checkpoint to which `ckpt_path` last sent it back; `None` if never.
     """
 

@@ -105,7 +105,7 @@ class TrainingEvaluation(Callback, ABC):
         return RunDir(self._config.init.model_dir).path / self._section.name_scope
 
     def on_fit_start(self, event: FitStart) -> None:
-        # Now, and not at the first evaluation: a missing task must not end a run that has trained for days.
+        # The tasks are loaded now, because a missing task must not end a run that has trained for days.
         self._start = event
         self.load()
         self._codec = model_codec(self._config, self._section.tokenizer, self._section.eos_id)

@@ -135,4 +135,8 @@ def _send_file(connection: Connection, file: BundledFile, digest: str, position:
             reply = connection.ask("add", data, digest=digest, size=file.size, position=position)
             before, position = position, reply.header["answer"]
             if position == before and file.size:
-                raise ConfigError("the file became shorter while it was sent", where=str(file.source))
+                raise ConfigError(
+                    "the file became shorter while it was sent",
+                    where=str(file.source),
+                    remedy="run the command again when no program writes to the file",
+                )

@@ -25,7 +25,7 @@ class Mode:
     """One kind of training data, with the functions that make it.
 
     Attributes:
-        reads: input: running text ("documents") or records with fields.
+        reads: kind of the input: running text ("documents") or records with fields.
         make: makes examples of the input.
         token_columns: number of leading rows of an example that hold tokens, for the statistics; `None`: all.
         fields: makes the fields of a sample; `None`: samples are rows of tokens, loss mask and labels.

@@ -37,7 +37,7 @@ class ModeOptions:
         separator: text between a prompt and its completion, or a document and its summary. By default
             "\n\nTL;DR: " before summaries, an empty line after an `instruction`, and nothing after other
             prompts.
-        num_passages: passages of a question, the right one included.
+        num_passages: number of passages of a question, including the right one.
         max_cls_tokens: maximum sentences of a text in extractive summarization.
         sentence_pairs: make each masked sample of two texts; the second may or may not follow the first.
         masked_lm_prob: fraction of the tokens to predict.

@@ -50,7 +50,7 @@ class Part:
 
     Attributes:
         text: the text; `None` for an image.
-        learnt: True if the loss counts on it.
+        learnt: True if its tokens count in the loss.
     """
 
     text: str | None

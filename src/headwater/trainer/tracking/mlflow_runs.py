@@ -91,7 +91,7 @@ class MLflowRun:
 
 def _client(uri: str) -> MlflowClient:
     if "://" not in uri or uri.startswith("file:"):
-        # Newer versions refuse folders without it; mlflow-skinny cannot use a database instead.
+        # Newer versions refuse folders without this. A database is no way out: mlflow-skinny cannot use one.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow.tracking import MlflowClient
 

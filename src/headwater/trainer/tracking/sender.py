@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _OPEN_S, _END_S, _RETRY_S = 30.0, 60.0, 30.0
 _MOST_RECORDS = 10_000
-"""Records that wait for the service. Beyond them, new ones are lost."""
+"""Largest number of records that wait for the thread, and of those that the thread keeps for a retry."""
 
 
 @final
@@ -27,7 +27,7 @@ class Sender:
 
     Args:
         name: name of the logger in the warning.
-        open_run: opens the run; called on the thread.
+        open_run: opens the run. The thread calls it.
     """
 
     def __init__(self, name: str, open_run: Callable[[], ServiceRun]) -> None:
@@ -55,17 +55,18 @@ class Sender:
             raise self._refusal
 
     def send(self, record: Record) -> None:
-        """Send a record soon."""
+        """Pass a record to the thread, which sends it soon."""
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
             self._warn("the service is too slow: some steps are not sent")
 
     def finish(self, summary: Summary) -> None:
-        """Send the summary and close the run. Returns after 60 s, also if the service does not answer."""
+        """Send the summary and close the run. Return after 60 s even if the service does not answer."""
+        end = time.monotonic() + _END_S
         with contextlib.suppress(queue.Full):
             self._waiting.put(summary, timeout=_END_S)
-        self._thread.join(_END_S)
+        self._thread.join(max(end - time.monotonic(), 0.0))
         if self._thread.is_alive():
             self._warn(f"the last numbers were not sent within {_END_S:.0f} s")
 

@@ -118,6 +118,8 @@ class DataExecutor:
 def _number(name: str, value: int | None, *, smallest: int) -> int | None:
     if value is not None and (type(value) is not int or value < smallest):
         raise ConfigError(
-            f"expected {name} to be an integer >= {smallest}, got {value!r}", where=f"DataExecutor({name}=…)"
+            f"expected {name} to be an integer >= {smallest}, got {value!r}",
+            where=f"DataExecutor({name}=…)",
+            remedy=f"write an integer, or leave {name} out",
         )
     return value
