@@ -229,11 +229,20 @@ print("whole")
 
 
 @pytest.mark.real_start
+def test_tensors_of_little_more_than_a_mebibyte_need_little_more_memory_than_their_bytes():
+    script = """
+held = [torch.empty(257, 1024) for _ in range(100)]
+print(range_bytes().used <= 1.07 * sum(tensor.nbytes for tensor in held))
+"""
+    assert run(script) == "True"
+
+
+@pytest.mark.real_start
 def test_without_a_compiler_malloc_keeps_the_memory():
     assert run("print(range_bytes())", **{SWITCH: "0"}) == "None"
 
 
-def test_a_second_call_takes_what_exists_as_the_highest_sum():
+def test_a_second_call_returns_free_ranges_and_takes_what_exists_as_the_highest_sum():
     import torch
 
     tune_allocator(keep=True)
@@ -241,6 +250,7 @@ def test_a_second_call_takes_what_exists_as_the_highest_sum():
     first = torch.empty(256 << 20, dtype=torch.uint8)
     del first
     tune_allocator(keep=True)
+    assert range_bytes().free == 0
     last = torch.empty(300 << 20, dtype=torch.uint8)
     now = range_bytes()
     assert now.used + now.free <= 1.06 * now.used

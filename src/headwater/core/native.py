@@ -32,12 +32,12 @@ import signal
 import stat
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headwater.core.errors import HeadwaterError, RunError
+from headwater.core.process_lock import ProcessLock
 from headwater.core.scratch import cache_folder
 from headwater.core.threads import openmp_library
 
@@ -55,7 +55,7 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 # Names of lines in /proc/cpuinfo, on x86 and on ARM. With -march=native the code depends on the model too.
 _FEATURES = frozenset({"flags", "Features"})
 _TYPE = _FEATURES | {"vendor_id", "cpu family", "model", "CPU implementer", "CPU variant", "CPU part"}
-_LOCK = threading.Lock()
+_LOCK = ProcessLock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def native_library(name: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None
         name: name of the source in `headwater/native`, without `.c` or `.cpp`.
         flags: further flags of the compiler, such as `-fno-math-errno`.
     """
-    with _LOCK:
+    with _LOCK.held():
         return _loaded_once(name, flags)
 
 

@@ -51,7 +51,7 @@ def tune_allocator(*, keep: bool) -> None:
     library = _library()
     if library is not None and library.headwater_tensor_memory():
         _INSTALLED.library = library
-        library.headwater_forget_highest()
+        library.headwater_return_free()
         keep = True  # malloc has only small blocks
     tune_malloc(keep=keep)
 
@@ -61,7 +61,6 @@ def return_free_memory() -> None:
     library = _INSTALLED.library
     if library is not None:
         library.headwater_return_free()
-        library.headwater_forget_highest()
     return_pages()
 
 

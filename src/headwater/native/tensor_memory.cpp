@@ -31,7 +31,7 @@ namespace {
 
 constexpr size_t kSmallest = size_t{1} << 20;  // bytes of the smallest block that is allocated here
 constexpr size_t kLargest = size_t{1} << 56;   // no system has so much memory, and sums of sizes do not overflow
-constexpr size_t kUnit = size_t{256} << 10;    // sizes are rounded up to multiples of these bytes
+constexpr size_t kUnit = size_t{64} << 10;     // sizes are rounded up to multiples of these bytes
 constexpr size_t kPage = 4096;
 constexpr size_t kShare = 20;  // free ranges may exceed the highest sum of blocks by a twentieth of it
 
@@ -68,15 +68,10 @@ class Ranges {
     add_free(block, size);
   }
 
-  // Returns all free ranges to the system.
+  // Returns all free ranges to the system. What earlier blocks needed does not count from now on.
   void return_free() {
     const std::lock_guard<std::mutex> guard(lock_);
     shrink(free_);
-  }
-
-  // Forgets how many bytes of blocks have existed at once: from now on they are those that exist now.
-  void forget_highest() {
-    const std::lock_guard<std::mutex> guard(lock_);
     highest_ = used_;
   }
 
@@ -243,8 +238,6 @@ int headwater_tensor_memory() {
   static const bool installed = install();  // threads that call at the same time wait for the first one
   return installed;
 }
-
-void headwater_forget_highest() { ranges().forget_highest(); }
 
 void headwater_return_free() { ranges().return_free(); }
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from headwater.core.native import native_library, source_digest
+from headwater.core.process_lock import ProcessLock
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.core.threads import single_core_pool
 from headwater.optim.spec import OptimizerSpec
@@ -46,7 +46,7 @@ _STEPS = 3
 _MOST_EXPONENT = 90
 """Gradients reach 2 to this power, so that second moments overflow but no number becomes NaN."""
 
-_LOCK = threading.Lock()
+_LOCK = ProcessLock()
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def checked_adam() -> AdamKernel | None:
 
     The first call in a process takes a fraction of a second, or some seconds if the kernel must be compiled.
     """
-    with _LOCK:
+    with _LOCK.held():
         return _checked_once()
 
 
