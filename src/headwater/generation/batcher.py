@@ -31,7 +31,7 @@ class Limits:
 
     Attributes:
         cache_tokens: tokens whose keys and values are in memory at once, over all sequences.
-        pass_tokens: most new tokens that are read in one pass over the weights.
+        pass_tokens: largest number of new tokens that are read in one pass over the weights.
         active: largest number of sequences that are computed at once; at most `pass_tokens`.
         length: largest number of tokens whose keys and values one request may need; the model's positions if
             not given.

@@ -74,7 +74,7 @@ class MaskFiller:
         mask_id: id of the mask token.
         device: device of the model.
         rows: largest number of texts of a pass.
-        max_length: largest number of tokens of a text, and most masked places of a pass.
+        max_length: largest number of tokens of a text, and of masked places of a pass.
         computing: returns a context in which the model can be called.
 
     Attributes:

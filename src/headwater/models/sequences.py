@@ -76,7 +76,7 @@ def read_largest(model: LanguageModel, input_ids: Tensor, pass_tokens: int, acti
     Args:
         model: the model.
         input_ids: tokens, [batch, seq].
-        pass_tokens: most new tokens of a pass.
+        pass_tokens: largest number of new tokens of a pass.
         active_per_row: sequences that are computed at once, for each row of the batch.
     """
     rows, length = input_ids.shape

@@ -54,7 +54,7 @@ class TextRequest:
 
     Attributes:
         prompt: token ids before the text.
-        max_new_tokens: most tokens of the text; as many as fit into the model if not given.
+        max_new_tokens: largest number of tokens of the text; as many as fit into the model if not given.
         sampling: how tokens are chosen.
         stops: strings that end the text.
         top_log_probabilities: number of most likely tokens with their log-probabilities for each token;

@@ -32,7 +32,7 @@ class CallbackRunner:
         """Call `on_fit_start` of every callback. Raise the first error."""
         for callback in self.callbacks:
             callback.on_fit_start(event)
-            # Only now: a callback whose start has failed is not ended.
+            # It is noted after its start, because a callback whose start has failed is not ended.
             self._started.append(callback)
 
     def tell(self, call: Callable[[Callback], None]) -> None:

@@ -79,7 +79,7 @@ class CheckpointManager:
         """
         self.wait()
         folder = folder_of(self.model_dir, step)
-        # In this thread: the snapshot is of the weights before the next step changes them.
+        # The snapshot begins in this thread, because the next step changes the weights.
         snapshot = Snapshot(store, folder, step, buffers=buffers, extras=pack_state(state))
         self._damaged.pop(folder, None)  # replaced by this one
         self._writing = self._thread.submit(self._finish, snapshot)
@@ -124,7 +124,7 @@ class CheckpointManager:
 
     def _finish(self, snapshot: Snapshot) -> None:
         newest = snapshot.run()
-        # After `run`: older checkpoints stay until the new one is complete.
+        # Older checkpoints are deleted after `run`, which completes the new one.
         if self._keep_n is not None:
             for path in surplus(complete_checkpoints(self.model_dir), newest, self._keep_n):
                 retire(path)

@@ -36,7 +36,7 @@ from headwater.trainer.run_dir import RunDir
 from headwater.trainer.zoo_job import language_model, masked_model, policy_names, zoo_trainable
 
 PASS_TOKENS = 512
-"""Most new tokens of one pass over the weights, if the user sets no other number."""
+"""Largest number of new tokens of one pass over the weights, if the user sets no other number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +105,10 @@ def open_batcher(
     Args:
         config: the run.
         inference: the model and its memory: keys and values of `batch_size` sequences of full length.
-        pass_tokens: most new tokens that are read in one pass over the weights.
+        pass_tokens: largest number of new tokens that are read in one pass over the weights.
 
     Yields:
-        The model, and what generates with it.
+        The model, and the batcher that generates with it.
 
     Raises:
         ConfigError: if the model does not continue texts.
@@ -142,7 +142,7 @@ def open_filler(
         tokenizer: see `model_codec`.
 
     Yields:
-        What fills masked places with the model.
+        An object that fills masked places with the model.
 
     Raises:
         ConfigError: if the model does not predict masked tokens.

@@ -88,7 +88,7 @@ class SparseTraining:
         return found
 
     def _weight(self, stage: int, index: int) -> Tensor:
-        # Only valid until the next call, which reuses the memory.
+        # The tensor is valid until the next call, which reuses its memory.
         (weight,) = self._gathering.bring([(stage, index)])
         return weight.view(self._store.spec((stage, index)).shape)
 

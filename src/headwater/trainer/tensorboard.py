@@ -59,7 +59,7 @@ class TensorBoard(Callback):
         from torch.utils.tensorboard import SummaryWriter
 
         assert self._purge_step is not None, "a run starts before its first step"
-        # Only when there is something to write: a run without evaluations has no folder for them.
+        # The writer, which makes its folder, is made late: a run without evaluations has no folder for them.
         if part not in self._writers:
             with disk_errors(self._folder):
                 self._writers[part] = SummaryWriter(str(self._folder / part), purge_step=self._purge_step)

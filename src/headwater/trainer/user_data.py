@@ -111,7 +111,7 @@ class Passes:
             generator.manual_seed(derive_seed(seed, epoch) if epoch else seed)
         batches = shielded(self.loader)
         for position in itertools.count(start):
-            # Before the batch is drawn: samplers and transforms draw from these generators.
+            # The seeds come before the batch, because samplers and transforms draw from these generators.
             seed_everything(derive_seed(self._seed, self.name, epoch, position))
             try:
                 batch = next(batches)

@@ -39,7 +39,7 @@ class Bundle:
     """The files of one submission, within a limit.
 
     Args:
-        max_bytes: most bytes of all files together.
+        max_bytes: largest number of bytes of all files together.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:

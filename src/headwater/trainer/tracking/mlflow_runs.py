@@ -45,7 +45,7 @@ class MLflowRun:
 
     @property
     def place(self) -> str:
-        # Without the user and password that an address may have: this is printed.
+        # This is printed, so it must not have the user and password that an address may contain.
         return f"run {self._run_id} in {re.sub(r'//[^/@]+@', '//', self._place)}"
 
     def log(self, records: Sequence[Record]) -> None:
