@@ -89,7 +89,7 @@ def _is_supported(query: Tensor, key: Tensor, value: Tensor, scale: float | None
 
 
 def attention_kernel_available() -> bool:
-    """True if this machine has the kernel: the processor is one for which it is, and it was compiled."""
+    """True if this machine has the kernel: it is made for such a processor, and was compiled."""
     return _library() is not None
 
 

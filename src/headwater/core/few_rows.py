@@ -122,5 +122,5 @@ def _library() -> Any:
 
 
 def few_row_product_available() -> bool:
-    """True if this machine has the kernel: it was compiled."""
+    """True if the kernel was compiled on this machine."""
     return _library() is not None

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 
 def is_transformed() -> bool:
-    """True within transforms of `torch.func` and forward derivatives, which kernels of this package lack."""
+    """True within transforms of `torch.func` and forward derivatives, which kernels of this package do not know."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

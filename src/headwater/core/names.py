@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _LONGEST_NAME = 100
-"""Most characters of a word that are compared with names: difflib takes quadratic time."""
+"""Largest number of characters of a word that are compared with names: difflib takes quadratic time."""
 
 
 def nearest(word: str, valid: Iterable[str]) -> str | None:
