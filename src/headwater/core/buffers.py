@@ -17,7 +17,8 @@ PAGE_BYTES = 4096
 
 _HUGE_PAGE_BYTES = 2 << 20
 LARGE_BLOCK_BYTES = 1 << 20
-"""Blocks of at least this size are returned to the system at once, if `tune_malloc` was told not to keep them."""
+"""Blocks of at least this size are returned to the system at once, if `tune_malloc` was told not to keep
+them."""
 _OWN_PAGES_BYTES = 32 << 20
 _MADV_DONTFORK, _MADV_DOFORK, _MADV_HUGEPAGE = 10, 11, 14
 

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 
 def is_transformed() -> bool:
-    """True within transforms of `torch.func` and forward derivatives, which kernels of this package do not know."""
+    """True within transforms of `torch.func` and forward derivatives, which the package's kernels lack."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
