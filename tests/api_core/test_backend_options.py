@@ -22,6 +22,12 @@ from headwater.utils import CSConfig
         ({"tier": "disk"}, "tier is disk, but no disk folder is given", "backend", "change tier"),
         ({"num_slabs": -2}, "num_slabs", "option num_slabs", "1"),
         ({"hostmemory": "8GiB"}, "backend has no option 'hostmemory'", None, "did you mean host_memory?"),
+        (
+            {"num_csx": 2, "cluster_config": {"rank_timeout_s": 60}},
+            "expected num_csx or cluster_config, got both",
+            "option cluster_config",
+            "{'num_csx': 2, ...}",
+        ),
     ],
 )
 def test_a_wrong_option(options, what, where, remedy):

@@ -42,9 +42,19 @@ def config_of(backend_type: str, options: Mapping[str, Any]) -> BackendConfig:
 
 
 def _in_full(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with their short forms written as in a params file."""
+    """Return options with their short forms written as in a params file.
+
+    Raises:
+        ConfigError: if `num_csx` and `cluster_config` are both given.
+    """
     keys = dict(options)
     if "num_csx" in keys:
+        if "cluster_config" in keys:
+            raise ConfigError(
+                "expected num_csx or cluster_config, got both",
+                where="backend, option cluster_config",
+                remedy="write num_csx into cluster_config: cluster_config={'num_csx': 2, ...}",
+            )
         keys["cluster_config"] = {"num_csx": keys.pop("num_csx")}
     cluster: Any = keys.get("cluster_config")
     if hasattr(cluster, "num_csx"):  # an object of headwater.utils.CSConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import final
 
 import torch
@@ -136,11 +137,11 @@ class CurrentEngine:
         """
         before = self.engine
         keeps_store = before is not None and unchanged and self._keeps_store(before, plan, updaters)
-        if before is not None:
-            # Only one engine at a time may stream a parameter.
-            before.detach()
         initial = before.store if before and keeps_store else self._initial(before, old_names)
-        with on_failure(_nothing if before is None else before.adopt_again):
+        with nullcontext() if before is None else on_failure(before.adopt_again):
+            if before is not None:
+                # Only one engine at a time may stream a parameter.
+                before.detach()
             engine = build_engine(
                 self.model, plan, updaters.rule, self._config, initial=initial, fabric=self.fabric
             )
@@ -230,10 +231,6 @@ class CurrentEngine:
             self._give_back(key, param)
         self.engine.close()
         self.engine = None
-
-
-def _nothing() -> None:
-    pass
 
 
 def _parameter_names(engine: Engine) -> list[list[str]]:

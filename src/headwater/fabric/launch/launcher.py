@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from headwater.core.errors import RankError
@@ -103,8 +104,13 @@ def _signals_for_ranks() -> Iterator[list[int]]:
     handlers: dict[int, Handler] = {
         number: lambda number, frame: heard.append(number) for number in (signal.SIGINT, signal.SIGTERM)
     }
+
+    def hang_up(number: int, frame: FrameType | None) -> None:
+        if not heard:
+            heard.append(signal.SIGTERM)
+
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        handlers[signal.SIGHUP] = lambda number, frame: heard.extend([] if heard else [signal.SIGTERM])
+        handlers[signal.SIGHUP] = hang_up
     with handled(handlers):
         yield heard
 
