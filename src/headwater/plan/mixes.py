@@ -12,6 +12,9 @@ from headwater.plan.types import Budgets, Plan
 
 _Kind = Literal["device", "host", "disk"]
 
+_PARTS = 8
+"""Plans with stages in device memory differ by this part of all stages, so that there are few of them."""
+
 
 def filled_memory(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Plan]:
     """Return `plan` with as many stages of its disk tier in host memory as fit, if it fits at all."""
@@ -37,8 +40,11 @@ def filled_device(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Pl
     """
     mixes = _mixes_on_device(footprint, plan)
     fitting = _fitting(footprint, mixes, "device", budgets.device_memory)
-    counts = {*(len(mixes) * part // 4 for part in range(1, 4)), fitting - 1} & set(range(1, fitting))
-    found = [mixes[count] for count in sorted(counts)]
+    counts = {*(len(mixes) * part // _PARTS for part in range(1, _PARTS)), fitting - 1}
+    if plan.tier == "memory":
+        # The fewest with which the others fit in host memory. More are not always faster.
+        counts.add(_first_within(footprint, mixes, "host", budgets.host_memory))
+    found = [mixes[count] for count in sorted(counts & set(range(1, fitting)))]
     if plan.tier == "memory":
         return found
     return [filled for mix in found for filled in filled_memory(footprint, mix, budgets)]
