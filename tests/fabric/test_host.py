@@ -28,6 +28,7 @@ def watch(timeout_s, *, pid=None, last_call=0.0):
 def test_a_wait_ends_when_its_condition_is_true(impatient):
     looks = iter([False, False, True])
     watch(60).wait_until(lambda: next(looks), "a stage")
+    assert [*looks] == [], "the wait asks until the condition is true"
 
 
 def test_a_wait_for_a_lost_process_raises_at_once(impatient):
@@ -53,6 +54,7 @@ def test_a_call_to_another_host_extends_a_wait(impatient):
         return looks[-1] - looks[0] > 0.1
 
     watch(0.05, last_call=time.monotonic() + 1000).wait_until(is_late, "a stage")
+    assert looks[-1] - looks[0] > 0.1, "the wait ends with its condition"
 
 
 def test_memory_is_zeroed_and_shared_in_the_order_of_calls():

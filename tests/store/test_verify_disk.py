@@ -97,8 +97,11 @@ def test_a_changed_gradient_is_detected(tmp_path):
 
 def test_without_verification_changed_bytes_are_not_detected(tmp_path):
     store = make_store(tmp_path, verify=False)
+    before, after = aligned_empty(WIRE_BYTES), aligned_empty(WIRE_BYTES)
+    store.fetch(1, before)
     flip(store.tier._files[1], 17)
-    store.fetch(1, aligned_empty(WIRE_BYTES))
+    store.fetch(1, after)
+    assert (before != after).nonzero().tolist() == [[17]]
     store.close()
 
 

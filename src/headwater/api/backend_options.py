@@ -30,7 +30,9 @@ def config_of(backend_type: str, options: Mapping[str, Any]) -> BackendConfig:
     if unknown:
         close = nearest(unknown[0], BackendConfig.attributes())
         raise ConfigError(
-            f"backend has no option {unknown[0]!r}", remedy=f"did you mean {close}?" if close else None
+            f"backend has no option {unknown[0]!r}",
+            where="backend",
+            remedy=f"did you mean {close}?" if close else "remove it; docs/all_keys.md lists all options",
         )
     try:
         config = BackendConfig.model_validate({"backend_type": backend_type, **keys})
