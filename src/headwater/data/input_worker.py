@@ -33,7 +33,7 @@ _CLOSED = {errno.EBADF, errno.EINVAL}
 _PAUSE_S = 0.05
 _CHECK_FILES = "check the disk and the files of the data on that host"
 _MAX_STRANGERS = 64
-"""The most connections that are authenticated at a time."""
+"""Largest number of connections that are authenticated at a time."""
 
 
 @final

@@ -260,7 +260,7 @@ class CheckpointManager:
         buffers: Buffers,
         names: Names,
     ) -> None:
-        """Raise if a checkpoint is not of a model. Reads no values, so it takes no time.
+        """Raise if a checkpoint does not belong to a model. Only names and shapes are read, so this is fast.
 
         Args:
             stages: of the model.

@@ -1,8 +1,8 @@
 """The choice of a run between compiled and eager blocks (`compile: auto`).
 
 [Note: compiled blocks by measurement]
-Compiled blocks round otherwise than eager ones, so the choice decides the bits of a run. It is made before
-the first step, on rank 0, and is a part of the plan, which all ranks get. Checkpoints record it, and a run
+Compiled blocks round differently from eager blocks, so the choice decides the bits of a run. It is made
+before the first step, on rank 0, and is a part of the plan, which all ranks get. Checkpoints record it, and a run
 that continues takes the recorded choice. The times are measured on copies of blocks in another process, which
 have random weights.
 """
@@ -103,7 +103,7 @@ class _Run:
     Attributes:
         trainable: the model with its loss.
         plan: the plan.
-        fast_matmul: whether `matmul` is `fast`.
+        fast_matmul: True if `matmul` is `fast`.
         groups: the stages that would be compiled, by shapes.
     """
 
@@ -136,7 +136,7 @@ class _Run:
 
     @property
     def most_variants(self) -> int:
-        """The most variants of a function that the compiler makes in training and evaluation.
+        """Largest number of variants of a function that the compiler makes in training and evaluation.
 
         A function has a variant for each constant and each shape of its blocks, a second one of each without
         gradients, and one for a first block whose input needs no gradient.

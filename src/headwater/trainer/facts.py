@@ -20,7 +20,7 @@ class RunFacts:
         end_step: the last step of the run.
         started: time at which the training began, in seconds since 1970.
         device: `cpu` or `cuda`.
-        memory_budget: the most bytes of host memory that the run may hold; `None`: no limit.
+        memory_budget: largest number of bytes of host memory that the run may hold; `None`: no limit.
         memory_planned: peak of the resident host memory that the plan predicts, in bytes; `None` if unknown.
         step_s_planned: seconds of a step that the plan predicts; `None` if unknown.
     """
