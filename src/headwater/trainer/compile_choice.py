@@ -2,9 +2,9 @@
 
 [Note: compiled blocks by measurement]
 Compiled blocks round differently from eager blocks, so the choice decides the bits of a run. It is made
-before the first step, on rank 0, and is a part of the plan, which all ranks get. Checkpoints record it, and a run
-that continues takes the recorded choice. The times are measured on copies of blocks in another process, which
-have random weights.
+before the first step, on rank 0, and is a part of the plan, which all ranks get. Checkpoints record it, and a
+run that continues takes the recorded choice. The times are measured on copies of blocks in another process,
+which have random weights.
 """
 
 from __future__ import annotations
