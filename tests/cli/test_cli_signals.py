@@ -131,6 +131,19 @@ def test_an_interrupted_run_saves_and_prints_how_to_continue(start, headwater, d
     assert_same_checkpoint(run / name, tmp_path / "undisturbed" / name)
 
 
+def test_a_run_whose_output_nobody_reads_saves_and_ends(start, data, tmp_path):
+    params, run = write_params(tmp_path, data), tmp_path / "run"
+    process = start("fit", params, "--max_steps", FAR, "--checkpoint_steps", FAR)
+    assert process.stdout.readline().startswith("Stages")
+    wait_until(lambda: steps_done(run) >= 1, process)
+    process.stdout.close()  # as `head` does
+    assert process.wait(60) == 130
+    err = process.stderr.read()
+    assert "the reader of the output has ended" in err and "Traceback" not in err
+    assert complete_checkpoints(run) == [run / f"checkpoint_{steps_done(run)}"]
+    process.stdout = None  # the fixture must not read the closed pipe
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("hangs_up", [True, False], ids=["signal", "disowned"])
 def test_a_run_outlives_its_terminal(start_in_terminal, data, tmp_path, ranks, hangs_up):

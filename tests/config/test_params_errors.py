@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from params_samples import NEWER, OLDER, write
 
 from headwater.config import load_params
-from headwater.config.yaml_reader import parse_yaml
+from headwater.config.files import find_params
+from headwater.config.yaml_reader import parse_yaml, read_document
 from headwater.core.errors import ConfigError
 
 
@@ -59,14 +60,14 @@ CASES = [
      "change hidden_size or num_heads"),
     ("num_heads: 4", "num_heads: 4\n      mup_base_hidden_size: 8", "trainer.init.model", "expected both or none", "change mup_base_hidden_size"),
     ("name: gpt2", "name: gtp2", "trainer.init.model.name", "unknown model 'gtp2'", "write 'gpt2'; available: bert"),
-    ("name: gpt2", "vocab_size: 3\n      vocab_size: 4", "", "the key vocab_size occurs twice", "quotes"),
+    ("name: gpt2", "vocab_size: 3\n      vocab_size: 4", "", "the key vocab_size occurs twice", "remove one"),
     ("      name: gpt2\n", "", "trainer.init.model.name", "the key 'name' of the model is missing", "gpt2"),
     ("micro_batch_size: 2", "device_memory: lots", "trainer.init.backend.device_memory", "not a size", "write for example"),
     ("micro_batch_size: 2", "tier: disk", "trainer.init.backend", "tier is disk, but no disk folder is given", "change tier"),
     ("micro_batch_size: 2", "disk: /tmp", "trainer.init.backend.disk", "expected disk to be a mapping of keys, got '/tmp'",
      "mapping"),
     ("num_csx: 2", "num_csx: 0", "trainer.init.backend.cluster_config.num_csx", ">= 1, got 0", ">= 1"),
-    ("keep_n: 3", "keep_n: 3\n    callbacks: []", "", "the key callbacks occurs twice", "quotes"),
+    ("keep_n: 3", "keep_n: 3\n    callbacks: []", "", "the key callbacks occurs twice", "remove one"),
     ("- ComputeNorm: {}", "- KeepNCheckpoints: {n: 2}", "trainer.init", "keep_n and the callbacks", "change checkpoint"),
     ("data_processor: GptHDF5DataProcessor", "data_processor: GptHDF5Processor",
      "trainer.fit.train_dataloader.data_processor", "got 'GptHDF5Processor'", "'GptHDF5DataProcessor'"),
@@ -180,7 +181,33 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_a_file_that_is_not_text(tmp_path):
     path = tmp_path / "params.yaml"
     path.write_bytes(b"\xff\xfe\x00\x80")
-    assert "cannot be read" in error_of(path).what
+    error = error_of(path)
+    assert "cannot be read" in error.what and error.remedy == "save it in UTF-8"
+
+
+def test_a_tab_as_indentation(tmp_path):
+    error = error_of(write(tmp_path, "trainer:\n\tinit: {}\n"))
+    assert error.where.endswith("line 2") and error.remedy == "indent with spaces instead of tabs"
+
+
+@pytest.mark.parametrize(
+    "change", [lambda text: b"\xef\xbb\xbf" + text, lambda text: text.replace(b"\n", b"\r\n")]
+)
+def test_a_byte_order_mark_and_line_ends_of_windows_change_nothing(change, tmp_path):
+    text = NEWER.encode()
+    (tmp_path / "as_it_is.yaml").write_bytes(text)
+    (tmp_path / "changed.yaml").write_bytes(change(text))
+    trees = [read_document(tmp_path / name).tree for name in ("as_it_is.yaml", "changed.yaml")]
+    assert trees[0] == trees[1]
+
+
+def test_a_misspelt_file_name(tmp_path):
+    write(tmp_path, "trainer: {}").rename(tmp_path / "book.yaml")
+    with pytest.raises(ConfigError) as refused:
+        find_params(tmp_path / "bok.yaml")
+    assert refused.value.remedy.startswith(f"write '{tmp_path / 'book.yaml'}'")
+    with pytest.raises(ConfigError, match="there is no params file"):
+        find_params(f"{'long' * 2000}/bok.yaml")
 
 
 KEYS = sorted({line.strip("- ").split(":")[0] for line in NEWER.splitlines() if ":" in line} - {"data_dir"})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -25,9 +27,22 @@ def open_console(config: RunConfig | UserConfig) -> Console | None:
     for notice in config.notices:
         print(f"note: {notice}", file=sys.stderr)
     level = config.init.logging.log_level
-    console = Console(highlight=False) if level in ("DEBUG", "INFO") else None
+    console = _RunConsole(highlight=False) if level in ("DEBUG", "INFO") else None
     _log_to(console, level)
     return console
+
+
+class _RunConsole(Console):
+    """The console of a run, which ends as after Ctrl-C if the reader of stdout has ended (`| head`)."""
+
+    def on_broken_pipe(self) -> None:
+        # rich would end the process here, and the run would lose its steps since the last checkpoint.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        print("the reader of the output has ended, so the run ends too", file=sys.stderr)
+        # Not `raise_signal`: a log message may come from another thread.
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def print_error(error: HeadwaterError) -> int:

@@ -13,6 +13,7 @@ from headwater.config.overrides import apply_overrides
 from headwater.config.releases.folders import name_model
 from headwater.config.yaml_reader import read_document
 from headwater.core.errors import ConfigError, shorten
+from headwater.core.names import nearest_sibling
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "params"
 _FEW_NAMES = 12
@@ -60,13 +61,24 @@ def find_file(
     name = path.as_posix().removesuffix(".yaml")
     if name in shipped:
         return shipped[name]
-    close = nearest(name, shipped)
+    close = _similar_file(path) or nearest(name, shipped)
     listed = f"a path, or one of: {', '.join(_in_short(shipped))}"
     raise ConfigError(
         f"there is no {kind} {shorten(str(name_or_path), 200)!r}",
         where=where,
         remedy=f"write {close!r}, or {listed}" if close else f"write {listed}",
     )
+
+
+def _similar_file(path: Path) -> str | None:
+    """Return the file beside `path` with the most similar name, if `path` is the name of a params file."""
+    if path.suffix not in (".yaml", ".yml"):
+        return None
+    try:
+        sibling = nearest_sibling(path)
+    except OSError:  # the folder cannot be read, or its name is too long
+        return None
+    return None if sibling is None else str(sibling)
 
 
 def _is_file(path: Path) -> bool:

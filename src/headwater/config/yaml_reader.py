@@ -90,7 +90,9 @@ def read_document(path: Path, kind: str = "params") -> Document:
         text = content.decode("utf-8", errors="strict" if len(content) <= MAX_BYTES else "ignore")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the {kind} file cannot be read: {error}", where=str(path), remedy="check the path"
+            f"the {kind} file cannot be read: {error}",
+            where=str(path),
+            remedy="save it in UTF-8" if isinstance(error, UnicodeDecodeError) else "check the path",
         ) from error
     if len(content) > MAX_BYTES:
         raise ConfigError(
@@ -142,7 +144,7 @@ class _Loader(yaml.SafeLoader):
             elif _same_scalar(seen[name], value):
                 self.repeated.append((key.start_mark, name))
             else:
-                problem = f"the key {shorten(name, 80)} occurs twice in one mapping, with different values"
+                problem = f"the key {shorten(name, 80)} {_TWICE}"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
         node.value = kept
 
@@ -246,5 +248,15 @@ def _unreadable(error: yaml.YAMLError, source: str, kind: str) -> ConfigError:
     return ConfigError(
         f"the {kind} file cannot be parsed: {what}",
         where=str(Origin(source, (), mark.line + 1 if mark else None)),
-        remedy="check quotes, colons and indentation there" if mark else "remove the character",
+        remedy=next((remedy for part, remedy in _REMEDIES.items() if part in what), _USUAL_REMEDY),
     )
+
+
+_TWICE = "occurs twice in one mapping, with different values"
+_USUAL_REMEDY = "check quotes, colons and indentation there"
+_REMEDIES = {
+    _TWICE: "remove one of the two",
+    "'\\t'": "indent with spaces instead of tabs",
+    "special characters": "remove the character",
+}
+"""Part of a problem -> the remedy."""
