@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.options import positive
-from benchmarks.runner import Row, save
+from benchmarks.runner import Row, is_part, save
 from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 
 _TOKENS, _HEADS = 2048, 12
@@ -61,7 +61,8 @@ def _times(length: int, size: int, rounds: int) -> dict[AttentionKernel, tuple[f
 
 
 def main() -> int:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     if not attention_kernel_available():
         print("this machine does not use the kernel", file=sys.stderr)
         return 1
@@ -82,7 +83,8 @@ def main() -> int:
             )
             row: Row = {"size": size, "length": length, "ratio": round(torch_s / kernel_s, 2)}
             rows.append(row | {f"{kernel}_s": times[kernel] for kernel in _KERNELS})
-    print(save("attention", rows))
+    part = is_part(parser, args, "lengths", "sizes")
+    print(save("attention", rows, part=part))
     return 0
 
 

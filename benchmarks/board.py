@@ -34,7 +34,7 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 
 from benchmarks.options import end_on_sigterm, positive
-from benchmarks.runner import print_table, save
+from benchmarks.runner import is_part, print_table, save
 from headwater.trainer.callback import StepEnd
 
 if TYPE_CHECKING:
@@ -171,7 +171,8 @@ def main() -> None:
     medians = {name: round(statistics.median(values), 3) for name, values in found.items()}
     print_table([medians])
     shape = {"runs": args.runs, "steps": args.steps, "bytes": size}
-    print(save("board", {**shape, "medians": medians, "values": found}))
+    part = is_part(parser, args, "runs", "steps")
+    print(save("board", {**shape, "medians": medians, "values": found}, part=part))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from benchmarks.runner import print_table, save
+from benchmarks.runner import is_part, print_table, save
 
 HELD_OUT = 0.05
 """Fraction of the characters of each book that is held out."""
@@ -133,14 +133,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     divided(args.books, args.folder)
     prepared(args.folder)
     trivial = frequencies(args.folder)
     print({name: round(value, 3) for name, value in trivial.items()})
     rows = [run(args.folder, steps) for steps in args.steps]
     print_table(rows)
-    print(save("books", {"rows": rows, "cross_entropy_of_frequencies": trivial}))
+    part = is_part(parser, args, "steps")
+    print(save("books", {"rows": rows, "cross_entropy_of_frequencies": trivial}, part=part))
 
 
 if __name__ == "__main__":

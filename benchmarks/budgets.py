@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner import print_table, save
+from benchmarks.runner import is_part, print_table, save
 from headwater.core.units import MIB, parse_bytes
 from headwater.data.assets import sample_text
 
@@ -187,7 +187,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     params = prepare(folder, args.workers)
@@ -202,7 +203,8 @@ def main() -> None:
                     rows.append(in_group(params, int(0.9 * first * args.factor**index), disk, folder))
                 print_table(rows[-1:])
     print_table(rows)
-    print(save("budgets", rows))
+    part = is_part(parser, args, "count", "kinds")
+    print(save("budgets", rows, part=part))
 
 
 if __name__ == "__main__":

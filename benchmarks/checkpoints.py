@@ -36,7 +36,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import headwater as hw
-from benchmarks.runner import print_table, save
+from benchmarks.runner import is_part, print_table, save
 from headwater.cli.main import main as headwater_main
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_load import SavedCheckpoint
@@ -364,7 +364,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     folder = args.folder / "headwater-checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -382,7 +383,8 @@ def main() -> None:
         shutil.rmtree(folder)
     table = [table_row(name, runs) for name, runs in rounds.items()]
     print_table(table)
-    print(save("checkpoints", table))
+    part = is_part(parser, args, "only")
+    print(save("checkpoints", table, part=part))
 
 
 if __name__ == "__main__":

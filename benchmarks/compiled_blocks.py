@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.runner import Row, print_table, save
+from benchmarks.runner import Row, is_part, print_table, save
 from benchmarks.systems.headwater_ import batch_of
 from headwater.config.models.decoder import DecoderConfig
 from headwater.core.precision import Precision
@@ -123,13 +123,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     rows = []
     for family in args.families:
         rows.append(measure(family, args))
         print(rows[-1], flush=True)
     print_table(rows)
-    print(save("compiled_blocks", {"rows": rows}))
+    part = is_part(parser, args, "families", "layers", "sequence", "tokens", "steps")
+    print(save("compiled_blocks", {"rows": rows}, part=part))
 
 
 if __name__ == "__main__":

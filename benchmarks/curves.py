@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.runner import Results, Row, System, interleave, print_table, save, table
+from benchmarks.runner import Results, Row, System, interleave, is_part, print_table, save, table
 from benchmarks.workload import Dtype, Workload
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     points = (
         token_points(args.dtype, args.most or 32768, quick=args.quick)
         if args.over == "tokens"
@@ -123,7 +124,8 @@ def main() -> int:
     name = f"curve_{args.over}_{args.dtype}"
     rows = rows_of(measured)
     print_table(rows)
-    print(save(name, {place: dataclasses.asdict(results) for place, results in measured.items()}))
+    part = is_part(parser, args, "quick", "most")
+    print(save(name, {place: dataclasses.asdict(results) for place, results in measured.items()}, part=part))
     label = "tokens per step" if args.over == "tokens" else "parameters"
     draw(rows, label, PICTURES / f"{name}.png")
     print(PICTURES / f"{name}.png")

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.checkpoints import Disk, bytes_in, leave_cache
 from benchmarks.resident import peak_rss_bytes
-from benchmarks.runner import print_table, save
+from benchmarks.runner import is_part, print_table, save
 
 VOCABULARY = 32000
 
@@ -155,7 +155,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     if args.part:
         print("RESULT " + json.dumps(PARTS[args.part](args)))
         return
@@ -170,7 +171,8 @@ def main() -> None:
     finally:
         shutil.rmtree(_folder(args))
     print_table([row])
-    print(save("finetune", row))
+    smaller = is_part(parser, args, "layers", "width", "sequence", "batch", "steps", "memory")
+    print(save("finetune", row, part=smaller))
 
 
 if __name__ == "__main__":

@@ -161,18 +161,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     if args.submit_to:
         submit(QueueFolder(args.submit_to), args.jobs, args.seed)
         return
-    from benchmarks.runner import save
+    from benchmarks.runner import is_part, save
 
     with tempfile.TemporaryDirectory() as place:
         outcome = run(
             Path(place), jobs=args.jobs, submitters=args.submitters, kills=args.kills, seed=args.seed
         )
     print(outcome)
-    save("job_queue", dataclasses.asdict(outcome))
+    part = is_part(parser, args, "jobs", "kills")
+    save("job_queue", dataclasses.asdict(outcome), part=part)
     if outcome.problems:
         sys.exit(1)
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks.options import end_on_sigterm, positive
-from benchmarks.runner import print_table, save
+from benchmarks.runner import is_part, print_table, save
 from headwater.data.assets import sample_text
 from headwater.data.prepare import prepare
 from headwater.data.settings import PrepareSettings
@@ -71,12 +71,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="headwater-kill-") as name:
         report = measure(args, Path(name))
     print_table([{"tier": tier, **counts} for tier, counts in report.items()])
-    print(save("kill", report))
+    part = is_part(parser, args, "kills", "tiers")
+    print(save("kill", report, part=part))
     return int(any(counts["equal"] < counts["kills"] for counts in report.values()))
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.options import names_of, positive, size
-from benchmarks.runner import FailedRunError, Results, Row, System, print_table, rounded, run, save
+from benchmarks.runner import FailedRunError, Results, Row, System, is_part, print_table, rounded, run, save
 from benchmarks.workload import Measured, Workload
 
 SHAPES = {"111M": (10, 768, 12), "1.3B": (24, 2048, 16), "2.7B": (32, 2560, 32)}
@@ -63,7 +63,8 @@ def rate_of(result: Measured) -> float:
 
 
 def main() -> int:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     base = Workload(batch=args.batch, sequence=args.sequence, steps=args.steps, warmup=1, rotate=2)
     rows: list[Row] = []
     results = Results()
@@ -84,7 +85,8 @@ def main() -> int:
         print_table(rows[-1:])
     rows += [{"model": name, "failed": reason} for name, reason in results.failures.items()]
     print_table(rows)
-    print(save("large", rows))
+    part = is_part(parser, args, "batch", "sequence", "steps", "shapes")
+    print(save("large", rows, part=part))
     return 1 if results.failures else 0
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.options import matching
-from benchmarks.runner import FailedRunError, Results, Row, System, print_table, run, save
+from benchmarks.runner import FailedRunError, Results, Row, System, is_part, print_table, run, save
 from benchmarks.workload import Measured, Workload
 
 SMALL = Workload(batch=1, sequence=128, warmup=1, steps=2)
@@ -95,7 +95,10 @@ def main() -> int:
             plain = slope_of(small, medium)
         rows.append(row_of(system.name, small, medium, plain))
     print_table([*rows, *results.failed_rows()])
-    print(save("memory", {"rows": rows, "failures": results.failures, "left_out": results.left_out}))
+    part = is_part(parser, args, "only")
+    print(
+        save("memory", {"rows": rows, "failures": results.failures, "left_out": results.left_out}, part=part)
+    )
     return 1 if results.failures else 0
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.runner import FailedRunError, Results, Row, System, print_table, rounded, run, save
+from benchmarks.runner import FailedRunError, Results, Row, System, is_part, print_table, rounded, run, save
 from benchmarks.workload import Measured, Workload
 
 MEMORY, DISK = ("--tier=memory",), ("--tier=disk", "--disk={disk}")
@@ -81,7 +81,8 @@ def row_of(name: str, result: Measured) -> Row:
 
 
 def main() -> int:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     rows, results = [], Results()
     for name, workload, options in OTHERS if args.others else CASES:
         if args.only not in name:
@@ -96,7 +97,10 @@ def main() -> int:
             print_table(rows[-1:])
             sys.stdout.flush()  # the whole command takes minutes
     print_table([*rows, *results.failed_rows()])
-    print(save("plan_truth_others" if args.others else "plan_truth", [*rows, *results.failed_rows()]))
+    part = is_part(parser, args, "only")
+    print(
+        save("plan_truth_others" if args.others else "plan_truth", [*rows, *results.failed_rows()], part=part)
+    )
     return 1 if results.failures else 0
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.runner import print_table, save
+from benchmarks.runner import is_part, print_table, save
 from headwater.core.busy import busy_times
 from headwater.core.precision import Precision
 from headwater.core.recorder import RECORDER
@@ -130,7 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     print(f"one span: {span_us():.2f} µs")
     rows = []
     for name in ("GPT 12×256", "200 tiny stages"):
@@ -140,7 +141,8 @@ def main() -> None:
             rows.append(measure(name, Path(folder), args.steps))
         print(rows[-1], flush=True)
     print_table(rows)
-    print(save("recorder", {"span_us": span_us(), "rows": rows}))
+    part = is_part(parser, args, "steps")
+    print(save("recorder", {"span_us": span_us(), "rows": rows}, part=part))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import psutil
 from benchmarks.job_queue import kill_supervisor, open_own
 from benchmarks.kill import command, write_data
 from benchmarks.options import end_on_sigterm, positive
-from benchmarks.runner import Row, print_table, save
+from benchmarks.runner import Row, is_part, print_table, save
 from headwater.appliance.folder import QueueFolder
 from headwater.appliance.open import prepare
 from headwater.appliance.queue import Queue, new_token
@@ -148,7 +148,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     end_on_sigterm()
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in KILLS}
     failures: dict[str, str] = {}
@@ -175,7 +176,8 @@ def main() -> int:
                 )
     rows = [row_of(killed, times, failures) for killed, times in seconds.items()]
     print_table(rows)
-    print(save("restart", {"rows": rows, "seconds": seconds}))
+    part = is_part(parser, args, "times")
+    print(save("restart", {"rows": rows, "seconds": seconds}, part=part))
     return 1 if failures else 0
 
 

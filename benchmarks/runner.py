@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -217,20 +218,44 @@ def _medians(name: str, runs: Sequence[Measured], base: Sequence[Measured]) -> R
     }
 
 
-def report(name: str, results: Results, base: str) -> int:
-    """Print and save the table of some systems; return the exit code: 1 if a system failed."""
+def report(name: str, results: Results, base: str, *, part: bool = False) -> int:
+    """Print and save the table of some systems; return the exit code: 1 if a system failed.
+
+    Args:
+        name: name of the results.
+        results: the measurements.
+        base: the system with which the others are compared.
+        part: see `save`.
+    """
     rows = table(results.runs, base)
     print_table([*rows, *results.failed_rows()])
-    print(save(name, {"rows": rows, **dataclasses.asdict(results)}))
+    print(save(name, {"rows": rows, **dataclasses.asdict(results)}, part=part))
     return 1 if results.failures else 0
 
 
-def save(name: str, content: object) -> Path:
-    """Write `results/<name>.json` with a description of the machine."""
+def is_part(parser: argparse.ArgumentParser, args: argparse.Namespace, *options: str) -> bool:
+    """True if one of these options does not have its default: the run is not a whole one."""
+    return any(getattr(args, option) != parser.get_default(option) for option in options)
+
+
+def save(name: str, content: object, *, part: bool = False) -> Path:
+    """Write `results/<name>.json` with a description of the machine.
+
+    Args:
+        name: name of the results.
+        content: the results.
+        part: they are those of a smaller run. They go to `results/<name>_part.json`, so that the results of
+            the last whole run are kept.
+
+    Returns:
+        The path of the file.
+    """
     import torch
 
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = RESULTS / f"{name}{'_part' if part else ''}.json"
+    if part:
+        print(f"not a whole run: {name}.json is left as it is")
     machine = {
         "processor": _processor(),
         "cores": os.cpu_count(),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.runner import System, interleave, report
+from benchmarks.runner import System, interleave, is_part, report
 from benchmarks.workload import add_workload_arguments, workload_of
 
 DEEPSPEED_LIMIT_S = 1200
@@ -44,10 +44,12 @@ def _is_named(system: System, parts: Sequence[str] | None) -> bool:
 
 
 def main() -> int:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     systems = [system for system in SYSTEMS if system is PLAIN or _is_named(system, args.only)]
     results = interleave(systems, workload_of(args), args.rounds, args.folder)
-    return report(f"speed_{args.dtype}", results, PLAIN.name)
+    part = is_part(parser, args, "only")
+    return report(f"speed_{args.dtype}", results, PLAIN.name, part=part)
 
 
 if __name__ == "__main__":

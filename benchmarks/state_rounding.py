@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.runner import Row, print_table, save
+from benchmarks.runner import Row, is_part, print_table, save
 from benchmarks.systems.headwater_ import batch_of, config_of
 from benchmarks.workload import Workload
 from headwater.core.precision import Precision
@@ -93,7 +93,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     text = torch.frombuffer(bytearray(gzip.decompress(args.text.read_bytes())), dtype=torch.uint8).long()
     rows: list[Row] = []
     for seed in range(args.seeds):
@@ -114,7 +115,8 @@ def main() -> None:
             })  # fmt: skip
             print_table(rows[-1:])
     print_table(rows)
-    print(save("state_rounding", {"rows": rows}))
+    part = is_part(parser, args, "steps", "seeds")
+    print(save("state_rounding", {"rows": rows}, part=part))
 
 
 if __name__ == "__main__":

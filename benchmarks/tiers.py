@@ -21,7 +21,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.options import end_on_sigterm, fraction, positive
-from benchmarks.runner import Row, print_table, save
+from benchmarks.runner import Row, is_part, print_table, save
 from headwater.core.busy import BusyTimes, busy_times
 from headwater.core.errors import HeadwaterError
 from headwater.core.precision import Precision
@@ -144,7 +144,8 @@ def main() -> int:
     base = found.get(args.shares[0], [])
     rows = [*(_row(engines[share], steps, base) for share, steps in found.items()), *failed]
     print_table(rows)
-    print(save("tiers", rows))
+    part = is_part(parser, args, "layers", "width")
+    print(save("tiers", rows, part=part))
     return 1 if failed else 0
 
 

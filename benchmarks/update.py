@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from benchmarks.compiled_blocks import config_of, plan_of
-from benchmarks.runner import Row, print_table, save
+from benchmarks.runner import Row, is_part, print_table, save
 from benchmarks.systems.headwater_ import batch_of
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.models.registry import build_model, init_parameter
@@ -158,7 +158,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     rows = []
@@ -169,7 +170,14 @@ def main() -> None:
         rows.append(measure_steps(args))
         print(rows[-1], flush=True)
     print_table(rows)
-    print(save("update", {"rows": rows, "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}))
+    part = is_part(parser, args, "params")
+    print(
+        save(
+            "update",
+            {"rows": rows, "threads": torch.get_num_threads(), "load": os.getloadavg()[0]},
+            part=part,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def test_an_interrupted_run_saves_and_prints_how_to_continue(start, headwater, d
     assert_same_checkpoint(run / name, tmp_path / "undisturbed" / name)
 
 
-def test_a_run_whose_output_nobody_reads_saves_and_ends(start, data, tmp_path):
+def test_a_run_saves_and_ends_if_the_reader_of_its_output_ends(start, data, tmp_path):
     params, run = write_params(tmp_path, data), tmp_path / "run"
     process = start("fit", params, "--max_steps", FAR, "--checkpoint_steps", FAR)
     assert process.stdout.readline().startswith("Stages")

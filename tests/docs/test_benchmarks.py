@@ -1,6 +1,7 @@
 """Benchmarks: every module prints its help, and accepts the commands of the pages; a failure is a row."""
 
-import importlib
+import importlib.util
+import json
 import os
 import re
 import shlex
@@ -273,3 +274,28 @@ def test_a_program_that_gets_sigterm_removes_its_files(tmp_path):
         process.terminate()
     assert process.returncode == 128 + signal.SIGTERM
     assert [*tmp_path.iterdir()] == []
+
+
+def measured_memory(system, workload, folder):
+    return {"peak_rss_bytes": workload.layers * 2**30, "parameters": workload.layers * 10**6}
+
+
+def test_a_part_of_a_benchmark_leaves_the_results_of_a_whole_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    monkeypatch.setattr(memory, "run", measured_memory)
+    for words in ([], ["--only", "Headwater"]):
+        monkeypatch.setattr(sys, "argv", ["memory", *words])
+        assert memory.main() == 0
+    said = capsys.readouterr().out
+    rows = {path.name: len(json.loads(path.read_text())["results"]["rows"]) for path in tmp_path.iterdir()}
+    assert rows.keys() == {"memory.json", "memory_part.json"}
+    assert 0 < rows["memory_part.json"] < rows["memory.json"]
+    assert f"memory.json is left as it is\n{tmp_path / 'memory_part.json'}" in said
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_options_that_make_a_run_a_part_exist(module):
+    text = Path(importlib.util.find_spec(module).origin).read_text()
+    for listed in re.findall(r"is_part\(parser, args, (.*?)\)", text):
+        for option in re.findall(r'"(\w+)"', listed):
+            assert f"--{option}" in parser_of(module).format_help()
