@@ -212,7 +212,7 @@ def test_a_shape_that_fails_is_a_row_and_the_next_one_has_no_ratio(monkeypatch, 
         raise FailedRunError(system.name, "", "no memory")
 
     monkeypatch.setattr(large, "run", fail)
-    monkeypatch.setattr(large, "save", lambda name, rows: saved.update({name: rows}))
+    monkeypatch.setattr(large, "save", lambda name, rows, part: saved.update({name: rows}))
     monkeypatch.setattr(sys, "argv", ["large"])
     assert large.main() == 1
     assert saved["large"] == [{"model": name, "failed": "no memory"} for name in ("111M", "1.3B")]
