@@ -1,5 +1,6 @@
 """Modules with unusual inputs, outputs or contents."""
 
+import contextlib
 import copy
 import dataclasses
 import io
@@ -9,6 +10,7 @@ import pytest
 import torch
 from any_loop import Place, adamw, check, extreme_plans, randn, some_plan
 from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from headwater.core.errors import StreamError
@@ -355,3 +357,45 @@ def test_copies_of_compiled_models_are_refused(copied, is_called, tmp_path):
         model(randn(3, 6, seed=0))
     with pytest.raises(StreamError, match=r"cannot be (copied|pickled)(.|\n)*state_dict"):
         copied(model)
+
+
+@extreme_plans
+def test_a_step_with_cached_parametrizations(plan, tmp_path):
+    def script(place):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+        torch.nn.utils.parametrizations.weight_norm(model[2])
+        place.compile(model)
+
+        def call(number):
+            with torch.nn.utils.parametrize.cached():
+                losses = [model(randn(3, 6, seed=10 * number + part)).square().mean() for part in range(2)]
+                return sum(losses) + model[2].weight.square().sum()
+
+        return train(model, call)
+
+    check(script, plan, tmp_path)
+
+
+class DisablesHooks(nn.Sequential):
+    def forward(self, x):
+        with disable_saved_tensors_hooks("inside"):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("plan", ["slabs", "recompute"])
+def test_disabled_hooks_for_saved_tensors_are_refused(plan, is_inside, tmp_path):
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)]
+    model = Place(plan, tmp_path).compile(DisablesHooks(*layers) if is_inside else nn.Sequential(*layers))
+    context = contextlib.nullcontext() if is_inside else disable_saved_tensors_hooks("outside")
+    with pytest.raises(StreamError, match=r"disable_saved_tensors_hooks forbids them(.|\n)*remedy"), context:
+        model(randn(3, 6, seed=0))
+    if not is_inside:
+        model(randn(3, 6, seed=0)).sum().backward()
+
+
+def test_errors_of_the_forward_beside_disabled_hooks_are_raised_as_they_are(tmp_path):
+    model = Place("memory", tmp_path).compile(two_layers())
+    model(randn(3, 6, seed=0))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), disable_saved_tensors_hooks("no"):
+        model(randn(3, 5, seed=0))

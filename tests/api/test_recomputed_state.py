@@ -333,3 +333,43 @@ def test_weights_that_change_before_backward_are_refused_in_another_store(plan, 
     optimizer.zero_grad()
     take_step(model, optimizer)
     place.release()
+
+
+class ChangesOutputs(nn.Module):
+    """A model that changes the outputs of its blocks in place."""
+
+    def __init__(self, change, *, apart):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Sigmoid()) for _ in range(3))
+        self.change = change
+        self.apart = apart  # change a copy instead
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            x = self.change(x.clone() if self.apart else x)
+        return x
+
+
+CHANGES = {
+    "relu": lambda x: nn.functional.relu(x, inplace=True),
+    "mul": lambda x: x.mul_(0.5),
+    "one row": lambda x: x.index_fill_(0, torch.tensor([0]), 0.25),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES])
+@pytest.mark.parametrize("plan", RECOMPUTED)
+def test_outputs_of_recomputed_blocks_that_change_in_place(plan, change, tmp_path):
+    """The gradients are those of an operator that returns a new tensor, as with `torch.utils.checkpoint`.
+
+    Plain PyTorch without recomputation refuses this: the sigmoid needs the output that was changed.
+    """
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        ChangesOutputs(CHANGES[change], apart=False)(torch.ones(4, 6)).sum().backward()
+
+    def script(place):
+        model = ChangesOutputs(CHANGES[change], apart=place.plan is None)
+        return train(place, model, lambda model, step, x: (model(x),))
+
+    check(script, plan, tmp_path)

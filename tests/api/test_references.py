@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from any_loop import Place, odd_plans
 from torch import nn
 
 import headwater as hw
@@ -42,3 +43,60 @@ def test_copies_and_deleted_tensors_cause_no_warning():
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
     assert kept
+
+
+class KeepsView(nn.Linear):
+    """A layer whose forward keeps a view of its weight."""
+
+    recorded = True
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.recorded):
+            self.kept = self.weight[0]
+        return super().forward(x)
+
+
+def steps(model, count):
+    """Take optimizer steps; return the numbers of those with a warning of a view."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    warned = []
+    for number in range(1, count + 1):
+        loss = model(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        messages = [str(each.message) for each in caught if each.category is StaleTensorWarning]
+        assert all("a view of 0.weight that was made in a forward" in each for each in messages)
+        warned += [number] * len(messages)
+        optimizer.zero_grad()
+    return warned
+
+
+@odd_plans
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_warning_names_views_that_a_forward_keeps(plan, recorded, tmp_path):
+    """In plain PyTorch the view follows the step."""
+    kept = {}
+    for where in (None, plan):
+        torch.manual_seed(0)
+        place = Place(where, tmp_path)
+        model = place.compile(nn.Sequential(KeepsView(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+        model[0].recorded = recorded
+        assert steps(model, 5) == ([] if where is None else [1, 2, 4])
+        view = model[0].kept.detach().clone()  # before the weight is read, which may apply the update
+        kept[where] = torch.equal(view, model[0].weight[0])
+        place.release()
+    assert kept == {None: True, plan: False}
+
+
+@odd_plans
+def test_graphs_and_detached_weights_cause_no_warning_of_views(plan, tmp_path):
+    place = Place(plan, tmp_path)
+    model = place.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    loss = model(torch.ones(3, 4)).sum()  # its graph refers to the weights
+    assert steps(model, 4) == []
+    between = model[0].weight.detach()[0]
+    assert steps(model, 4) == [] and torch.equal(between, model[0].weight[0])  # it follows the steps
+    assert loss.requires_grad
+    place.release()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn.parameter import is_lazy as is_uninitialized
 
 from headwater.core.errors import StreamError
@@ -24,6 +27,12 @@ from headwater.fabric.membership import current
 _PRECISION_OF = {torch.bfloat16: Precision("bf16"), torch.float16: Precision("fp16")}
 _NO_HOOKS = "don't yet support saved tensor hooks"
 """A part of the message that torch raises if a hook is set inside a transform of torch.func."""
+
+_SETS_OR_DISABLES_HOOKS = {
+    saved_tensors_hooks.__enter__.__code__,
+    inspect.unwrap(disable_saved_tensors_hooks).__code__,
+}
+"""The functions of torch that raise an error if hooks for saved tensors are set and disabled at once."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call of the model."""
@@ -48,7 +57,8 @@ def guard_call(
         A function that ends the guard.
 
     Raises:
-        StreamError: from the guarded call, if a transform of torch.func runs in the forward.
+        StreamError: from the guarded call, if a transform of torch.func runs in the forward, or if hooks for
+            saved tensors are disabled.
     """
 
     def guarded(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,6 +74,8 @@ def guard_call(
                 clean_up()
             if isinstance(raised, RuntimeError) and _NO_HOOKS in str(raised):
                 raise _no_transforms(model) from raised
+            if isinstance(raised, RuntimeError) and _are_hooks_disabled(raised):
+                raise _hooks_disabled(model) from raised
             raise
 
     def note_compiler() -> None:
@@ -84,6 +96,23 @@ def _no_transforms(model: nn.Module) -> StreamError:
         "torch.func's grad, vjp, jacrev and hessian cannot be used in the forward of a streamed model",
         where=type(model).__name__,
         remedy="use torch.autograd.grad, with create_graph=True if the loss depends on the gradient",
+    )
+
+
+def _are_hooks_disabled(error: RuntimeError) -> bool:
+    """True if torch raised the error because `disable_saved_tensors_hooks` is around hooks, or in them."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    # The text of the error does not tell: the user chooses it.
+    return bool(frames) and frames[-1].f_code in _SETS_OR_DISABLES_HOOKS
+
+
+def _hooks_disabled(model: nn.Module) -> StreamError:
+    """Return the error for a forward in `torch.autograd.graph.disable_saved_tensors_hooks`."""
+    return StreamError(
+        "the forward of a streamed model sets hooks for saved tensors, and "
+        "torch.autograd.graph.disable_saved_tensors_hooks forbids them",
+        where=type(model).__name__,
+        remedy="call the model outside of that context, and leave the context out of its forward",
     )
 
 

@@ -17,6 +17,7 @@ from headwater.api.gradients import are_finite, gradients_of, unscale
 from headwater.api.moments import lazy_state
 from headwater.api.optimizer_state import install, reinstall
 from headwater.api.ranks import is_divided
+from headwater.api.references import warn_of_kept_views
 from headwater.api.registry import find_model, is_state_replaced, model_of
 from headwater.api.same_model import check_same_options
 from headwater.api.stored_state import is_served, params_of
@@ -198,6 +199,7 @@ def _commit(optimizer: Optimizer) -> None:
         ]
         torch.autograd.graph.increment_version(updated)  # as an update in place does
         _used.setdefault(optimizer, []).extend(updated)
+        warn_of_kept_views(updated, update.step)
 
 
 def _check_parts(optimizer: Optimizer) -> None:

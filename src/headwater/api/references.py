@@ -1,7 +1,8 @@
-"""Warnings of tensors that share memory with a parameter when streaming of its weights begins.
+"""Warnings of tensors that shared memory with a parameter, and do not follow its changes any more.
 
 In plain PyTorch `weight.detach()` shares the memory of the weight. Streaming moves the weight to the store,
-so a tensor that was made from it before keeps the values of that moment.
+so a tensor that was made from it before keeps the values of that moment. A view that a forward makes of a
+weight, and that is kept, is memory of a slab or of the store: a step of the optimizer does not reach it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import torch
 from torch import nn
 
 from headwater.plan.alive import has_storage
+from headwater.stream.parameters import ParameterAtRest
 
 _SHOWN = 3
 """Maximum number of parameter names in one warning."""
+
+
+_OWN_REFERENCES = 2
+"""References to a parameter that torch counts: the Python object, and the node that gets the gradient."""
 
 
 class StaleTensorWarning(UserWarning):
@@ -37,17 +43,67 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
         return
     gc.collect()  # unreachable tensors need no warning
     found = _shared(names, known)
-    if not found:
+    if found:
+        warnings.warn(
+            f"a tensor that was made of {_listed(names.values(), found)} before the first forward keeps its "
+            "present values, because streaming moves the weights; make it after the first forward "
+            "(parameter.detach()), or clone() it if it is to keep the values",
+            StaleTensorWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_kept_views(params: Iterable[ParameterAtRest], number: int) -> None:
+    """Warn of views of parameters that a forward has made and that exist when an optimizer updates these.
+
+    Args:
+        params: the parameters that the optimizer has updated.
+        number: the number of the step, from 1. Only the steps 1, 2, 4, 8, 16, … are checked.
+    """
+    if number.bit_count() > 1:
         return
-    first = [name for name in names.values() if name in found]
+    names = {id(param): param.home.spec.name for param in params if _is_referred_to(param)}
+    # Rarely needed: a graph that is not freed refers to parameters too.
+    if not names or not _viewed(names):
+        return
+    gc.collect()
+    found = _viewed(names)
+    if found:
+        warnings.warn(
+            f"a view of {_listed(names.values(), found)} that was made in a forward exists at "
+            "optimizer.step() and keeps the values from before the step, because the weight is streamed; "
+            "make it again after the step, or clone() it if it is to keep the values",
+            StaleTensorWarning,
+            stacklevel=2,
+        )
+
+
+def _is_referred_to(param: ParameterAtRest) -> bool:
+    """True if a view of a parameter or a graph refers to it, apart from the node that gets its gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not param.requires_grad:
+            return False
+        node = torch.autograd.graph.get_gradient_edge(param).node  # it exists now, and counts as a reference
+        is_referred_to: bool = torch.Tensor._use_count(param) > _OWN_REFERENCES  # type: ignore[attr-defined]
+        del node
+    return is_referred_to
+
+
+def _viewed(names: Mapping[int, str]) -> set[str]:
+    """Return the names of parameters that have a view. A detached tensor is not such a view.
+
+    Args:
+        names: identity of a parameter -> its name.
+    """
+    bases = (id(tensor._base) for tensor in _tensors() if tensor._is_view())
+    return {names[base] for base in bases if base in names}
+
+
+def _listed(names: Iterable[str], found: Collection[str]) -> str:
+    """Return the first of the names that are in `found`, and the number of the others, as text."""
+    first = [name for name in names if name in found]
     more = f" and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
-    warnings.warn(
-        f"a tensor that was made of {', '.join(first[:_SHOWN])}{more} before the first forward keeps its "
-        "present values, because streaming moves the weights; make it after the first forward "
-        "(parameter.detach()), or clone() it if it is to keep the values",
-        StaleTensorWarning,
-        stacklevel=2,
-    )
+    return f"{', '.join(first[:_SHOWN])}{more}"
 
 
 def _shared(names: Mapping[int, str], known: Collection[int]) -> set[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from headwater.api.calls import Call, asked_precision, stand_in_loss
 from headwater.api.engine_swap import CurrentEngine, Predecessor
@@ -133,6 +134,7 @@ class Replanning:
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 apart_from_hooks(),
+                _without_cached_parametrizations(),
                 _unfrozen(self._current.model, trained),
                 torch.random.fork_rng(devices=drawing_devices()),  # the user's random state must not change
             ):
@@ -223,6 +225,16 @@ def _with_masters_of(
         for stage in partition.stages
     )
     return dataclasses.replace(partition, stages=tuple(stages))
+
+
+@contextmanager
+def _without_cached_parametrizations() -> Iterator[None]:
+    """Enter a context without the cache of `parametrize.cached()`, which would keep fake tensors."""
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
 
 
 @contextmanager
