@@ -1,10 +1,13 @@
 """Errors of the command line: a short message with place and remedy, and an exit code; no data are lost."""
 
+import os
+
 import h5py
 import numpy as np
 import pytest
 from run_samples import assert_same_checkpoint, history, model_dir
 
+from headwater.cli.main import forget_useless_width
 from headwater.core.errors import StoreError
 from headwater.data.statistics import read_statistics
 from headwater.store.store import WeightStore
@@ -66,6 +69,15 @@ def test_a_value_of_the_wrong_type(headwater, params):
 )
 def test_a_misspelt_command_line(headwater, params, words, texts):
     assert_refused(headwater(*(params if word == "PARAMS" else word for word in words)), *texts)
+
+
+@pytest.mark.parametrize(("columns", "kept"), [("0", None), ("20", None), ("120", "120"), ("wide", "wide")])
+def test_a_file_has_lines_of_at_least_80_characters(columns, kept, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", columns)
+    with (tmp_path / "file").open("w") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        forget_useless_width()
+    assert os.environ.get("COLUMNS") == kept
 
 
 def test_data_that_do_not_exist(headwater, params, data):

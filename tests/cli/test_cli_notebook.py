@@ -1,10 +1,15 @@
-"""A run in a notebook, in a real kernel: one bar that changes in place."""
+"""Training in a notebook, in a real kernel."""
 
+import os
 import re
+import signal
+import threading
+import time
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 
 @pytest.mark.real_start
@@ -33,3 +38,63 @@ def test_a_run_in_a_notebook_has_a_bar_that_changes_in_place(params, tmp_path):
     shown = " ".join(str(output.get("data", output.get("text", ""))) for output in outputs)
     assert not re.search(r"step \d/6", shown), "no line for each step"
     assert "validation loss" in shown
+
+
+CELLS = (
+    """\
+import torch
+from torch import nn
+import headwater as hw
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+model = hw.compile(model, hw.backend("CSX", tier="disk", disk="disk", num_slabs=2))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+def train(steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if step == 2:
+            open("busy", "w").close()
+    return loss.item()""",
+    "print(train(3))",
+    "print(train(10**9))",
+)
+"""Cells that define a model, train it, and train it for so long that the user interrupts the cell."""
+
+
+@pytest.mark.real_start
+def test_cells_that_are_interrupted_can_train_again_and_be_run_again(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    client = NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    busy, printed = tmp_path / "busy", []
+    with client.setup_kernel():
+
+        def execute(index):
+            client.execute_cell(notebook.cells[index], index)
+            printed.append("".join(output.get("text", "") for output in notebook.cells[index].outputs))
+
+        def interrupt_when_busy():
+            while not busy.exists():
+                time.sleep(0.05)
+            os.kill(client.km.provisioner.pid, signal.SIGINT)
+
+        execute(0)
+        execute(1)
+        busy.unlink()
+        waiting = threading.Thread(target=interrupt_when_busy)
+        waiting.start()
+        with pytest.raises(CellExecutionError, match="KeyboardInterrupt"):
+            execute(2)
+        waiting.join()
+        execute(1)
+        execute(0)
+        execute(1)
+    # On a busy machine, notices of the plan come before the loss.
+    first, after_interrupt, again = (float(text.split()[-1]) for text in printed if text)
+    assert after_interrupt < first == again

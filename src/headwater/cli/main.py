@@ -49,6 +49,8 @@ COMMANDS = {
 }
 """Module and help text of each command."""
 
+_WIDTH = 80
+"""Characters of a line of a file or pipe."""
 _LITTLE_AT_A_TIME = frozenset({"generate", "serve", "batch", "bigcode_eval"})
 """Commands whose passes over a model compute few tokens; see `never_spin`."""
 
@@ -78,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # First: a rank whose launcher has ended must end, also while its command is imported.
         find_parent()
         outlive_terminal()
+        forget_useless_width()
         if not _LITTLE_AT_A_TIME.isdisjoint(words[:1]):  # before the command imports torch
             never_spin()
     with errors_printed() as outcome:
@@ -87,6 +90,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.words, args.is_process, args.appliance = words, argv is None, address
             outcome.exit_code = int(args.run(args))
     return outcome.exit_code
+
+
+def forget_useless_width() -> None:
+    """Remove `COLUMNS` from the environment if it is 0, or if it is small and stdout is not a terminal.
+
+    Tables lose columns where they have less than 80 characters, and with 0 nothing is printed at all. A file
+    or a pipe has no width to keep to.
+    """
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and (
+        int(columns[:6]) == 0 or (int(columns[:6]) < _WIDTH and not sys.stdout.isatty())
+    ):
+        del os.environ["COLUMNS"]
 
 
 @dataclasses.dataclass

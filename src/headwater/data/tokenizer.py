@@ -236,8 +236,9 @@ def _first_file(folder: Path, names: Iterable[str]) -> Path | None:
 
 
 _REMEDY = (
-    "name a tokenizer.json, or a folder that holds one, or encoder.json and vocab.bpe, "
-    "or vocab.json and merges.txt; or BERT's vocab.txt; or SentencePiece's tokenizer.model"
+    "name a tokenizer, on a command line with --tokenizer: a tokenizer.json, or a folder that holds one, or "
+    "encoder.json and vocab.bpe, or vocab.json and merges.txt; or BERT's vocab.txt; or SentencePiece's "
+    "tokenizer.model"
 )
 
 _READERS: dict[str, Callable[[Path], Tokenizer]] = {".txt": _from_tokens, SUFFIX: load_sentencepiece}
