@@ -16,6 +16,7 @@ from headwater.appliance.remote.submission import RemoteSubmission, submit
 from headwater.appliance.types import Job, read_labels, read_priority
 from headwater.cli.appliance_option import say
 from headwater.cli.following import folder_of, follow
+from headwater.config.files import is_file
 from headwater.core.errors import ConfigError
 
 _CODE = (".py", ".pyi", ".toml", ".cfg", ".yaml", ".yml", ".json", ".txt", ".sh")
@@ -113,7 +114,7 @@ def add_command_files(bundle: Bundle, command: Sequence[str], uploads: Sequence[
     for word in command:
         path = Path(word)
         # A path outside of the working folder is a path on the appliance, so its file is not sent.
-        if _is_file(path) and path.resolve().is_relative_to(here):
+        if is_file(path) and path.resolve().is_relative_to(here):
             bundle.add(path, _relative(path, here))
             if path.suffix == ".py":
                 folder = path.resolve().parent
@@ -148,13 +149,6 @@ def address_of_params(text: str | None) -> Address | None:
 
 def _is_code(path: Path) -> bool:
     return path.suffix in _CODE and path.stat().st_size <= _CODE_BYTES
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a word that is too long for the name of a file, such as a program
-        return False
 
 
 def _relative(path: Path, here: Path) -> str:

@@ -56,7 +56,7 @@ def find_file(
         ConfigError: if neither exists.
     """
     path = expand_user(Path(name_or_path))
-    if _is_file(path):
+    if is_file(path):
         return path
     name = path.as_posix().removesuffix(".yaml")
     if name in shipped:
@@ -70,6 +70,17 @@ def find_file(
     )
 
 
+def is_file(path: Path) -> bool:
+    """True if `path` is an existing file; false if the system cannot look it up.
+
+    A text that is not meant as a path, such as a program on a command line, may be too long for the name of a file.
+    """
+    try:
+        return path.is_file()
+    except OSError:  # the name is too long, or the folder may not be read
+        return False
+
+
 def _similar_file(path: Path) -> str | None:
     """Return the file beside `path` with the most similar name, if `path` is the name of a params file."""
     if path.suffix not in (".yaml", ".yml"):
@@ -79,13 +90,6 @@ def _similar_file(path: Path) -> str | None:
     except OSError:  # the folder cannot be read, or its name is too long
         return None
     return None if sibling is None else str(sibling)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that is too long, or a folder that may not be read
-        return False
 
 
 def _in_short(names: Collection[str]) -> list[str]:
@@ -162,7 +166,7 @@ def _read_base(
         )
     beside = path.parent / base
     try:
-        found = find_params(beside if _is_file(beside) else base)
+        found = find_params(beside if is_file(beside) else base)
     except ConfigError as error:
         raise ConfigError(error.what, where=where, remedy=error.remedy) from error
     chain = (*above, path)
