@@ -131,7 +131,7 @@ class GradScaler:
         """
         if id(optimizer) in self._found_finite:
             raise StreamError(
-                "the gradients of this optimizer are unscaled already",
+                "the gradients of this optimizer were unscaled already since the last update()",
                 where="GradScaler.unscale_",
                 remedy="call unscale_ once, and update() after each step",
             )

@@ -54,7 +54,7 @@ class Backend:
         self.validate_only = validate_only
         if self.kind == "GPU" and not torch.cuda.is_available():
             raise ConfigError(
-                "torch finds no GPU here",
+                "expected a GPU on this machine, but torch finds no GPU",
                 where="backend",
                 remedy="write CPU, or CSX for the best device of this machine",
             )

@@ -1,4 +1,4 @@
-"""A base class for mappings that pass as `dict` and keep their entries elsewhere."""
+"""A base class for mappings that are instances of `dict`, but keep their entries elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ else:
 class Dictionary(_Base):
     """A mapping that behaves as a `dict`. The storage of the `dict` itself stays empty.
 
-    Reading a missing key may create it, as in a `defaultdict`: `get`, `pop` and `setdefault` do not.
+    Reading a missing key with `mapping[key]` may create it, as in a `defaultdict`. `get`, `pop` and
+    `setdefault` do not create it.
     """
 
     @abc.abstractmethod

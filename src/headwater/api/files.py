@@ -104,10 +104,10 @@ def load(path: str | os.PathLike[str], map_location: torch.device | str | None =
     path = Path(path)
     if path.is_dir():
         raise CheckpointError(
-            "this is a folder, not a file",
+            "expected a file, found a folder",
             where=str(path),
-            remedy="load_pretrained reads a folder in Hugging Face's format; headwater checkpoint export "
-            "makes one of a checkpoint of headwater fit",
+            remedy="read a folder in Hugging Face's format with load_pretrained; for a checkpoint of "
+            "headwater fit, first run headwater checkpoint export",
         )
     if _is_pickled(path):
         return load_pickled(path, map_location or "cpu")

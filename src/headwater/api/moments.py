@@ -66,7 +66,7 @@ class Moment:
 
     @property
     def param(self) -> Moment:
-        """The source of a copy that `nn.Parameter(tensor)` makes: this object."""
+        """This object: `nn.Parameter(tensor)` copies from the `param` of a tensor that has one."""
         # Not an attribute, which would be a cycle: `keep` would copy values that the program has dropped.
         return self
 

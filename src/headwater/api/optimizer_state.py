@@ -120,7 +120,7 @@ class OptimizerState(Dictionary):
                 view = self._view(param)
                 self.take_out(view)
                 view.remove()
-        # At last: `stored` finds nothing in a mapping that is not installed.
+        # Last: `stored` finds nothing in a mapping that is not installed.
         self._is_installed = False
 
     def store(self) -> None:

@@ -129,7 +129,7 @@ class ParamState(Dictionary):
     def remove(self) -> None:
         """Move the state into this mapping, and end the link to the optimizer. Called when it is replaced."""
         self.take_out()
-        # At last: a state that is marked as removed is not looked up in the store.
+        # Last: a state that is marked as removed is not looked up in the store.
         self._is_removed = True
 
     def put(self, state: Mapping[str, Any]) -> None:

@@ -78,7 +78,7 @@ class Planner:
         # On stderr: a model of thousands of layers takes minutes, and a silent program seems to hang.
         with noticed("checking the model" if backend.validate_only else "planning the steps"):
             report = check(model, *call, options)
-        assert report is not None, "something was asked for"
+        assert report is not None, "this method is called only with compile_only or validate_only"
         Console().print(report.render())
         raise SystemExit(0)
 
@@ -93,8 +93,8 @@ class Planner:
     ) -> Plan:
         """Make a plan for the model of a dry run. Every rank returns the same plan.
 
-        A plan whose engine can use the store of the engine before comes first, because two stores would need
-        twice the memory for a moment.
+        A plan whose engine can use the store of the replaced engine is preferred. Otherwise both stores would
+        be in memory for a moment.
 
         Args:
             trace: the dry run.

@@ -378,7 +378,7 @@ def _replace_files(unfinished: Path, directory: Path) -> None:
     for name in sorted(new):
         (unfinished / name).replace(directory / name)
     sync_folder(directory)
-    # At last: a crash before this must not leave a folder without weights.
+    # Last: a crash before this must not leave a folder without weights.
     for path in old:
         is_weights = path.name in (WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name)
         if is_weights and path.name not in new:

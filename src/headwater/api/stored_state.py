@@ -61,16 +61,16 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
     }
     if tensors.keys() != layouts.keys():
         raise CheckpointError(
-            f"the optimizer state has {sorted(tensors)}, and this optimizer keeps {sorted(layouts)}",
+            f"expected optimizer state with the tensors {sorted(layouts)}, got {sorted(tensors)}",
             where=home.spec.name,
-            remedy="load the state of the same kind of optimizer, or assign all of these tensors",
+            remedy="load the state of the same kind of optimizer, or assign all expected tensors",
         )
     for name, value in tensors.items():
         shape = home.spec.shape if layouts[name].shape is None else layouts[name].shape
         if tuple(value.shape) != tuple(shape or ()):
             raise CheckpointError(
-                f"the optimizer state {name!r} has shape {list(value.shape)}, expected {list(shape or ())}",
-                where=home.spec.name,
+                f"expected optimizer state of shape {list(shape or ())}, got {list(value.shape)}",
+                where=f"{home.spec.name}, state {name!r}",
                 remedy="assign a tensor of the expected shape, or delete the state with pop",
             )
     if any(value.is_meta for value in tensors.values()):

@@ -177,7 +177,10 @@ class Submission:
                 remedy="write integers",
             )
         if not 0 <= self.umask <= _MAX_UMASK:
-            raise ConfigError(f"expected a umask of 0 to {_MAX_UMASK:#o}, got {self.umask}")
+            raise ConfigError(
+                f"expected a umask of 0 to {_MAX_UMASK:#o}, got {self.umask:#o}",
+                remedy="write 0o077, for example",
+            )
         read_labels([f"{name}={value}" for name, value in self.labels.items()])
 
     def to_record(self) -> dict[str, Any]:

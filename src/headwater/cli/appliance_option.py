@@ -52,7 +52,7 @@ def refuse_other_commands(command: str, words: Sequence[str]) -> None:
         words: the command line.
 
     Raises:
-        ConfigError: if it does. But the variable HEADWATER_APPLIANCE has no effect on such commands.
+        ConfigError: if it does. The variable HEADWATER_APPLIANCE is not refused: such commands ignore it.
     """
     end = words.index("--") if "--" in words else len(words)
     known = (*REMOTE, *REMOTE_IF_ASKED)

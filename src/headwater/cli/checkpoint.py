@@ -156,7 +156,7 @@ def _newest_that(use: Callable[[Path], None], named: Path | None, checkpoints: C
     Args:
         use: reads the checkpoint; raises `CorruptError` if it is damaged.
         named: the checkpoint that the user names.
-        checkpoints: of the run.
+        checkpoints: the checkpoints of the run.
     """
     while True:
         path = find_trained(named, checkpoints, checkpoints.model_dir).path

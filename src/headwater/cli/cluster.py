@@ -50,7 +50,7 @@ def check_cluster_arguments(args: argparse.Namespace) -> None:
     """Raise if options of the cluster simulator are combined with options that contradict them.
 
     Raises:
-        ConfigError: if they do not, with the name of the option.
+        ConfigError: if they are; the error names the option.
     """
     for name in ("counts", "scaling", "out"):
         if args.cluster is None and getattr(args, name) is not None:

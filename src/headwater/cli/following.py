@@ -66,7 +66,7 @@ def follow(connection: Connection, job: Job, folder: Path | None, args: argparse
         args: has the options of `add_following_options`.
 
     Returns:
-        0 if the job succeeded, its exit code or else 1 if it failed, 130 if Ctrl-C ended it or the following.
+        0 if the job succeeded; its exit code, or 1 without one, if it failed; 130 after Ctrl-C.
 
     Raises:
         HeadwaterError: if the job cannot be followed any more; how to continue is printed.

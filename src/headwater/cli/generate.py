@@ -137,7 +137,7 @@ def filled(config: RunConfig, args: argparse.Namespace) -> str:
     for option in ("chat", "system", "end_of_text"):
         if getattr(args, option) is not None:
             raise ConfigError(
-                f"a {config.init.model.name} fills in mask tokens, and has no use for --{option}",
+                f"--{option} has no effect on a {config.init.model.name}, which fills in mask tokens",
                 where=f"--{option}",
                 remedy="remove it",
             )

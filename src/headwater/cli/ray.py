@@ -134,10 +134,15 @@ def run_fit(args: argparse.Namespace, config: RunConfig) -> int:
 
 def run_manifest(args: argparse.Namespace, config: RunConfig) -> int:
     """Print a manifest; return the exit code."""
-    volumes = dict(map(_volume, args.volume))
-    if len(volumes) < len(args.volume):
-        problem = "expected different volume claims, but a claim is named twice"
-        raise ConfigError(problem, where="--volume", remedy="name each claim once")
+    named = [_volume(word) for word in args.volume]
+    volumes = dict(named)
+    if len(volumes) < len(named):
+        twice = next(claim for number, (claim, _) in enumerate(named) if claim in dict(named[:number]))
+        raise ConfigError(
+            f"expected each volume claim once, got {twice} twice",
+            where="--volume",
+            remedy="remove one of them",
+        )
     params = resolved_params(config)
     model_dir = str(config.init.model_dir.absolute())
     outside = [path for path in {model_dir: None, **_paths(params)} if not _is_below(path, volumes)]

@@ -73,11 +73,12 @@ def find_file(
 def is_file(path: Path) -> bool:
     """True if `path` is an existing file; false if the system cannot look it up.
 
-    A text that is not meant as a path, such as a program on a command line, may be too long for the name of a file.
+    The system refuses names that are too long, such as a program text on a command line, and folders that
+    this user may not read.
     """
     try:
         return path.is_file()
-    except OSError:  # the name is too long, or the folder may not be read
+    except OSError:
         return False
 
 

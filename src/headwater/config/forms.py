@@ -154,7 +154,7 @@ class _Translation:
             "model": self._model,
             "optimizer": self._optimizer,
             "sparsity": self._sparsity,
-            # At last: checkpoint_path goes to the sections that the inputs have made.
+            # Last: checkpoint_path goes to the sections that the inputs have made.
             "runconfig": self._runconfig,
         }
         for section, translate in sections.items():

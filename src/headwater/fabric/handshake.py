@@ -23,7 +23,7 @@ _ACCEPTED = b"\x01"
 
 
 class StrangerError(Exception):
-    """Raised if the process at the other end does not know the secret, or is not the expected rank."""
+    """The process at the other end does not know the secret, or is not the expected rank."""
 
 
 @dataclasses.dataclass(frozen=True)

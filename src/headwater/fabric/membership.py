@@ -38,7 +38,7 @@ def require_all_ranks(what: str) -> None:
         what: the thing that is divided among the ranks.
 
     Raises:
-        StreamError: if it is.
+        StreamError: if this rank is inside `alone`.
     """
     place = _alone_in.get()
     if place is not None:

@@ -61,7 +61,7 @@ class WrittenAnswer(Answer):
             for request in self._requests:
                 self.writings.append(Writing(self.model, request))
         except BaseException:
-            # Whatever it is, also an interrupt: the client never gets the texts that have begun.
+            # Also after an interrupt: no client reads the texts that have begun, so the model must stop.
             self.cancel()
             raise
 

@@ -162,7 +162,7 @@ class FillAnswer(Answer):
         refused = sorted(body.params.model_fields_set - {"top_k"})
         if refused:
             raise DataError(
-                f"{model.name} fills in mask tokens, and has no use for {refused[0]}",
+                f"{refused[0]} has no effect on {model.name}, which fills in mask tokens",
                 where="params",
                 remedy="send only input_data and top_k",
             )

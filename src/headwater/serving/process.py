@@ -53,7 +53,7 @@ class Address:
             )
         if self.token is None and not is_loopback(self.host):
             raise ConfigError(
-                f"anybody who reaches {self.host} could use the server",
+                f"expected a token, because other machines can reach {self.host} and use the server",
                 where="--host",
                 remedy=f"set a token with --token_file or the variable {TOKEN}, or listen on 127.0.0.1",
             )

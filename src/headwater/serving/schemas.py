@@ -101,7 +101,7 @@ class BeamSettings(Section):
         return BeamSearch(self.num_beams, self.early_stopping, self.length_penalty, self.no_repeat_ngram_size)
 
     def refuse_with_beams(self, **found: object) -> None:
-        """Raise `ValueError` if a setting is there that beam search does not have."""
+        """Raise `ValueError` if beam search is requested with a setting that it does not support."""
         named = [name for name, value in found.items() if value]
         if self.num_beams > 1 and named:
             raise ValueError(

@@ -136,7 +136,10 @@ def _check_queue(model: ServedModel | ServedFiller, count: int) -> None:
     """Raise `ApiError` if too many texts would wait for a model after a request for `count` texts."""
     waiting = model.worker.waiting
     if waiting + count > _MOST_WAITING:
-        message = f"{waiting} texts are waiting; remedy: send the request again later"
+        message = (
+            f"expected at most {_MOST_WAITING} waiting texts, got {count} more while {waiting} are waiting; "
+            "remedy: send the request again later"
+        )
         raise ApiError(TOO_MANY, message, code="overloaded")
 
 

@@ -84,7 +84,10 @@ class Decoder:
         place = self._held.find(MARK)
         if place < 0:
             if len(self._held) > _MAX_NOISE:
-                raise QueueError(f"expected a server of headwater, got {bytes(self._held[:80])!r}")
+                raise QueueError(
+                    f"expected an answer of headwater jobs stdio, got {bytes(self._held[:80])!r}",
+                    remedy="change the login script of that machine, so that it prints less",
+                )
             return False
         del self._held[: place + len(MARK)]
         self._skips = False
