@@ -45,8 +45,8 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     found = _shared(names, known)
     if found:
         warnings.warn(
-            f"a tensor that was made from {_listed(names.values(), found)} before the first forward keeps its "
-            "present values, because streaming moves the weights; make it after the first forward "
+            f"a tensor that was made from {_listed(names.values(), found)} before the first forward keeps "
+            "its present values, because streaming moves the weights; make it after the first forward "
             "(parameter.detach()), or clone() it if it is to keep the values",
             StaleTensorWarning,
             stacklevel=2,
