@@ -22,9 +22,9 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--lengths", type=positive, nargs="+", default=[128, 512, 2048, 8192], help="of a sequence"
+        "--lengths", type=positive, nargs="+", default=[128, 512, 2048, 8192], help="tokens of a sequence"
     )
-    parser.add_argument("--sizes", type=positive, nargs="+", default=[64, 128], help="of a head")
+    parser.add_argument("--sizes", type=positive, nargs="+", default=[64, 128], help="elements of a head")
     parser.add_argument("--rounds", type=positive, default=5, help="measurements of each kernel, in turns")
     return parser
 

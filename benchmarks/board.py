@@ -98,7 +98,7 @@ def opened_s(browser: Browser, address: str) -> float:
 
 
 def read_share(address: str) -> float:
-    """Return the part of all histories that the board has read, as the least share of a run."""
+    """Return the share of its history that the board has read, for the run with the smallest share."""
     base, token = address.split("#token=")
     request = urllib.request.Request(f"{base}api/state", headers={"authorization": f"Bearer {token}"})
     with urllib.request.urlopen(request) as answer:

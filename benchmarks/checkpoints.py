@@ -168,7 +168,7 @@ class Row:
 
     Attributes:
         name: its name.
-        use: what is done with the plain file: `write`, `read` or `copy`.
+        use: the operation on the plain file: `write`, `read` or `copy`.
         files: the files whose bytes count.
         run: what is measured.
         sources: files that it reads; they leave the page cache first.

@@ -2,7 +2,7 @@
 
 Each job appends a line to a common file when it starts and when it ends. So the lines are in the order of all
 starts and ends. In the end every job must have started once and ended with the right result, and two jobs
-must never have had the same CSX at a time.
+must never have had the same CSX at the same time.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def run(place: Path, *, jobs: int, submitters: int, kills: int, seed: int = 0) -
 
 
 def check(jobs: list[Job], records: list[str]) -> list[str]:
-    """Return problems: jobs that started twice or ended wrongly, and CSXs that two jobs had at a time."""
+    """Return problems: jobs that started twice or ended wrongly, and CSXs that two jobs shared."""
     problems: list[str] = []
     starts: Counter[str] = Counter()
     owners: dict[str, str] = {}
@@ -134,7 +134,7 @@ def check(jobs: list[Job], records: list[str]) -> list[str]:
             starts[name] += 1
             for csx in rest[0].split(","):
                 if csx in owners:
-                    problems.append(f"{name} and {owners[csx]} had CSX {csx} at a time")
+                    problems.append(f"{name} and {owners[csx]} had CSX {csx} at the same time")
                 owners[csx] = name
         else:
             owners = {csx: owner for csx, owner in owners.items() if owner != name}

@@ -128,7 +128,7 @@ class Hosts:
             timeout_s: limit of each, in seconds.
 
         Raises:
-            TimeoutError: if one takes longer; says what the hosts printed and where their threads were.
+            TimeoutError: if one takes longer; with the output of the hosts and the stacks of their threads.
         """
         try:
             codes = [launcher.wait(timeout_s) for launcher in launchers]
@@ -178,7 +178,7 @@ class Hosts:
 
 
 def _descendants(launchers: Sequence[subprocess.Popen[str]]) -> list[psutil.Process]:
-    """Return the processes that these launchers, and what they have started, have started."""
+    """Return all descendants of these launchers: their children, the children of these, and so on."""
     found: list[psutil.Process] = []
     for launcher in launchers:
         with contextlib.suppress(psutil.Error):

@@ -13,6 +13,9 @@ from pathlib import Path
 from headwater.config import load_params
 from headwater.core.errors import ConfigError
 
+_NO_NAME = "the key 'name' of the model is missing"
+"""The error for a file that names no model."""
+
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
@@ -43,11 +46,14 @@ def main() -> None:
 
 
 def problem_of(path: Path, model: str | None) -> str | None:
-    """Return what is wrong with a file, or `None` if it is understood."""
+    """Return the problem of a file, or `None` if the file is understood.
+
+    A file that names no model is read again with `model`, if that is given.
+    """
     try:
         load_params(path)
     except ConfigError as error:
-        if error.what != "the model has no name" or model is None:
+        if error.what != _NO_NAME or model is None:
             return error.what.partition(" (and ")[0][:150]
     else:
         return None

@@ -1,6 +1,6 @@
 """Predictions of plans compared with measured runs: `python -m benchmarks.plan_truth --folder /scratch`.
 
-The rates of the machine are measured before each run: on a shared machine those of an hour ago say little.
+The rates of the machine are measured before each run, because on a shared machine they change within an hour.
 """
 
 from __future__ import annotations

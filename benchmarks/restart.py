@@ -90,7 +90,7 @@ def kill_watcher(folder: QueueFolder, model_dir: Path) -> None:
     parent.kill()
 
 
-def kill_giver(folder: QueueFolder, model_dir: Path) -> None:
+def kill_supervisor_and_cancel(folder: QueueFolder, model_dir: Path) -> None:
     """Kill the supervisor: the job continues, and cancelling it starts another supervisor."""
     kill_supervisor(folder)
     queue = open_own(folder)
@@ -99,7 +99,11 @@ def kill_giver(folder: QueueFolder, model_dir: Path) -> None:
 
 
 Kill = Callable[[QueueFolder, Path], None]
-KILLS: dict[str, Kill] = {"rank": kill_rank, "watcher": kill_watcher, "supervisor": kill_giver}
+KILLS: dict[str, Kill] = {
+    "rank": kill_rank,
+    "watcher": kill_watcher,
+    "supervisor": kill_supervisor_and_cancel,
+}
 
 
 def restart_s(folder: QueueFolder, data: Path, model_dir: Path, kill: Kill) -> tuple[float, float]:

@@ -56,15 +56,17 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=("speed", "clients", "fuzz", "disk"))
-    parser.add_argument("--hidden_size", type=int, default=512, help="of the model (%(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="of the model (%(default)s)")
-    parser.add_argument("--new_tokens", type=int, default=64, help="of each answer (%(default)s)")
+    parser.add_argument("--hidden_size", type=int, default=512, help="width of the model (%(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model (%(default)s)")
+    parser.add_argument("--new_tokens", type=int, default=64, help="tokens of each answer (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind (%(default)s)")
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1, 32], help="clients at once (%(default)s)"
     )
-    parser.add_argument("--requests", type=int, default=1000, help="of `clients` and `fuzz` (%(default)s)")
-    parser.add_argument("--host_memory", default="1.5GiB", help="of `disk` (%(default)s)")
+    parser.add_argument(
+        "--requests", type=int, default=1000, help="requests of `clients` and `fuzz` (%(default)s)"
+    )
+    parser.add_argument("--host_memory", default="1.5GiB", help="memory limit of `disk` (%(default)s)")
     parser.add_argument("--folder", type=Path, help="folder for models and weights on disk (a temporary one)")
     parser.add_argument("--out", type=Path, help="also write the results as JSON")
     return parser

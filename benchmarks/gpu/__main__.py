@@ -21,7 +21,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")
     parser.add_argument("--kept", type=Path, help="folder of a second copy of the JSON files")
-    parser.add_argument("--seconds", type=float, default=520, help="no row ends later (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=520, help="time limit of all rows together (%(default)s)"
+    )
     parser.add_argument("--disk", type=Path, help="folder of disk tiers; a temporary one if not given")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     return parser

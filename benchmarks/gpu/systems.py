@@ -37,8 +37,8 @@ class Ready:
 
     Attributes:
         step: runs one step.
-        remarks: how the system was set up, where it is not as the row's name says.
-        predicted: what the plan has promised: seconds of a step, bytes on the device and on the host.
+        remarks: settings of the system that the name of the row does not show.
+        predicted: predictions of the plan: seconds of a step, bytes on the device and on the host.
     """
 
     step: Step
@@ -174,7 +174,7 @@ def deepspeed(load: Load, stack: ExitStack) -> Ready:
 
 
 def streaming_peer(name: str, load: Load, stack: ExitStack) -> Ready:
-    """Return a system of `streaming_peers`. Its module is in bf16, also where its masters are in fp32."""
+    """Return a system of `streaming_peers`. Its module is in bf16, even if its masters are in fp32."""
     check_presence(name)
     model = _filled(dataclasses.replace(load, dtype="pure_bf16"), "cpu")
     step, remarks = PEERS[name](load, model)

@@ -64,7 +64,7 @@ def measured(name: str, load: Load, disk: Path | None = None) -> Row:
 
 
 def _compared(predicted: dict[str, object], row: Row) -> Row:
-    """Return what was predicted, and its ratios to what was measured."""
+    """Return the predictions of the plan, and their ratios to the measurements."""
     if not predicted:
         return {}
     ratios = {}

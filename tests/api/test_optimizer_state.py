@@ -252,7 +252,7 @@ def test_incomplete_state_is_refused(tmp_path):
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     del optimizer.state[model[1][0].weight]["exp_avg"]
-    with pytest.raises(CheckpointError, match=r"(?s)exp_avg_sq.*this optimizer keeps.*1\.0\.weight"):
+    with pytest.raises(CheckpointError, match=r"(?s)'exp_avg_sq'\], got \['exp_avg_sq'\].*1\.0\.weight"):
         train(model, optimizer, 1)
     place.release()
 
@@ -263,7 +263,7 @@ def test_moment_of_another_shape_is_refused(tmp_path):
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     optimizer.state[model[1][0].weight]["exp_avg"] = torch.zeros(2, 2)
-    with pytest.raises(CheckpointError, match=r"(?s)\[2, 2\].*\[6, 6\]"):
+    with pytest.raises(CheckpointError, match=r"shape \[6, 6\], got \[2, 2\]"):
         train(model, optimizer, 1)
     place.release()
 

@@ -18,4 +18,4 @@ def test_jobs_run_once_and_csxs_are_not_shared_whatever_is_killed(tmp_path):
 
 def test_the_check_finds_shared_csxs():
     records = ["start a 0", "start b 0,1", "end a", "start c 0"]
-    assert check([], records) == ["b and a had CSX 0 at a time", "c and b had CSX 0 at a time"]
+    assert check([], records) == [f"{pair} had CSX 0 at the same time" for pair in ("b and a", "c and b")]

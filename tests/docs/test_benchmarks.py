@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from benchmarks import curves, large, memory, options, plan_truth, ranks, runner
+from benchmarks import curves, large, memory, options, params_files, plan_truth, ranks, runner
 from benchmarks.runner import FailedRunError, Results, System, interleave, reason_of, table
 from benchmarks.systems import deepspeed_
 from benchmarks.transformers_walk.pool import ChildError, run_isolated
@@ -299,3 +299,10 @@ def test_options_that_make_a_run_a_part_exist(module):
     for listed in re.findall(r"is_part\(parser, args, (.*?)\)", text):
         for option in re.findall(r'"(\w+)"', listed):
             assert f"--{option}" in parser_of(module).format_help()
+
+
+def test_a_params_file_without_a_model_is_read_with_the_model_of_the_command_line(tmp_path):
+    file = tmp_path / "params.yaml"
+    file.write_text("trainer: {init: {model: {hidden_size: 8}}}")
+    assert params_files.problem_of(file, None) == "the key 'name' of the model is missing"
+    assert str(params_files.problem_of(file, "gpt2")).startswith("--model gpt2: ")

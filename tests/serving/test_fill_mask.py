@@ -107,7 +107,7 @@ def test_many_clients_get_their_own_answers(server, expected):
     [
         (["the mill"], {}, "with the mask token [MASK]"),
         (["[MASK] " * 30], {}, "at most 24 tokens, got 32"),
-        (["[MASK]"], {"do_sample": True}, "no use for do_sample"),
+        (["[MASK]"], {"do_sample": True}, "do_sample has no effect"),
     ],
 )
 def test_wrong_requests(server, texts, params, message):

@@ -80,7 +80,7 @@ def test_a_server_with_a_token_answers_only_those_who_send_it(folders):
 def test_addresses():
     assert is_loopback("localhost") and is_loopback("127.0.0.9") and is_loopback("::1")
     assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
-    with pytest.raises(ConfigError, match="anybody who reaches"):
+    with pytest.raises(ConfigError, match="expected a token, because other machines"):
         Address("0.0.0.0", 80)
     with pytest.raises(ConfigError, match="at least 16 ASCII characters"):
         Address("0.0.0.0", 80, "short")

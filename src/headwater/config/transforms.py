@@ -239,7 +239,7 @@ def check_order(transforms: Transforms) -> None:
     """Check that `to_tensor` occurs once, after all transforms of images and before `normalize`.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: if `to_tensor` is missing, occurs twice or is at another place.
     """
     names = [each.name for each in transforms]
     if names.count("to_tensor") != 1:

@@ -115,7 +115,7 @@ def attention_scale(kind: Literal["scaled_dot_product", "dot_product"], head_siz
 
 
 def check_heads(hidden_size: int, num_heads: int, key: str = "hidden_size") -> None:
-    """Check that the heads can share the width equally.
+    """Raise if the heads cannot share the width equally.
 
     Args:
         hidden_size: width of all heads together.
@@ -123,14 +123,14 @@ def check_heads(hidden_size: int, num_heads: int, key: str = "hidden_size") -> N
         key: key of the width, for the error.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: if `hidden_size` is not a multiple of `num_heads`.
     """
     if hidden_size % num_heads:
         raise ValueError(f"{key} ({hidden_size}) is not a multiple of num_heads ({num_heads})")
 
 
 def check_both_or_none(section: Section, first: str, second: str) -> None:
-    """Check that both or none of two keys have a value.
+    """Raise if only one of two keys has a value.
 
     Args:
         section: the section.
@@ -138,10 +138,11 @@ def check_both_or_none(section: Section, first: str, second: str) -> None:
         second: the other key.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: if only one of them has a value.
     """
-    if (getattr(section, first) is None) != (getattr(section, second) is None):
-        raise ValueError(f"expected both or none of {first} and {second}, found one")
+    given = [key for key in (first, second) if getattr(section, key) is not None]
+    if len(given) == 1:
+        raise ValueError(f"expected both or none of {first} and {second}, found only {given[0]}")
 
 
 def with_defaults(data: Any, families: Mapping[str, Mapping[str, Any]], name: str | None = None) -> Any:
