@@ -30,7 +30,7 @@ from headwater.utils import CSConfig
         ),
     ],
 )
-def test_a_wrong_option(options, what, where, remedy):
+def test_the_error_for_a_wrong_option_has_place_and_remedy(options, what, where, remedy):
     with pytest.raises(ConfigError) as caught:
         hw.backend("CSX", **options)
     error = caught.value

@@ -213,7 +213,7 @@ def test_tied_weights_under_any_name(checkpoints, tmp_path):
         load_pretrained(make_model("gpt2", 1), tmp_path)
 
 
-def test_dtypes(checkpoints, tmp_path):
+def test_weights_are_converted_to_the_dtypes_of_model_and_files(checkpoints, tmp_path):
     folder, theirs = checkpoints("llama")
     model = make_model("llama", 1).to(torch.bfloat16)
     load_pretrained(model, folder)

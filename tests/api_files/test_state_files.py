@@ -229,7 +229,7 @@ def test_pickles_run_no_code(tmp_path, zipped):
     assert not (tmp_path / "executed").exists()
 
 
-def test_other_files(tmp_path):
+def test_files_of_other_formats_are_refused(tmp_path):
     path = tmp_path / "x"
     for content in (
         b"",

@@ -22,7 +22,7 @@ def folder(tmp_path):
     prepare(folder, num_csx=4, grace_s=600)
     yield folder
     end(processes_of(folder, "supervisor"))
-    end(processes_of(folder, "wrapper"))
+    end(processes_of(folder, "watcher"))
     end_jobs(folder)
 
 

@@ -47,7 +47,7 @@ def job_processes(folder):
 
 
 def end_jobs(folder):
-    """Kill all processes of a queue's jobs. Only the first process of a job ends with its wrapper."""
+    """Kill all processes of a queue's jobs. Only the first process of a job ends with its watcher."""
     for name in {name for name, _ in job_processes(folder)}:
         assert kill_processes(folder.path, name)
 

@@ -202,14 +202,14 @@ def test_the_next_supervisor_starts_jobs_of_a_killed_one(submit, queue, supervis
     assert (tmp_path / "starts").read_text() == "start\n"
 
 
-def test_concurrent_wrappers_start_a_job_only_once(submit, queue, supervisor, folder, tmp_path):
+def test_concurrent_watchers_start_a_job_only_once(submit, queue, supervisor, folder, tmp_path):
     blocker = running(queue, submit(*LONG, num_csx=4))
     job = submit("sh", "-c", "echo start >> starts; sleep 0.3")
     end([supervisor()])
     database = Database(folder)
     database.execute("UPDATE jobs SET phase = ?, slots = '[0]' WHERE id = 2", (Phase.INITIALIZING,))
     database.close()
-    command = [sys.executable, "-m", "headwater.appliance.wrapper", str(folder.path), "2"]
+    command = [sys.executable, "-m", "headwater.appliance.watcher", str(folder.path), "2"]
     watchers = [subprocess.Popen(command) for _ in range(5)]
     assert [watcher.wait(60) for watcher in watchers] == [0] * 5
     assert queue.show(job.name).phase == Phase.SUCCEEDED
@@ -217,12 +217,12 @@ def test_concurrent_wrappers_start_a_job_only_once(submit, queue, supervisor, fo
     queue.cancel(blocker.name)
 
 
-def test_a_job_without_a_wrapper_has_failed(submit, queue, supervisor, folder, tmp_path):
+def test_a_job_without_a_watcher_has_failed(submit, queue, supervisor, folder, tmp_path):
     job = submit("sh", "-c", "setsid sleep 1000 & touch up; sleep 1000", num_csx=4)
     wait_until((tmp_path / "up").exists)
-    end([supervisor(), *processes_of(folder, "wrapper")])
+    end([supervisor(), *processes_of(folder, "watcher")])
     failed = queue.wait(job.name, 120)
-    assert failed.phase == Phase.FAILED and "wrapper process was killed" in failed.reason
+    assert failed.phase == Phase.FAILED and "watcher process was killed" in failed.reason
     assert job_processes(folder) == [], "its CSXs would be used twice"
     assert queue.wait(submit("true", num_csx=4).name, 120).phase == Phase.SUCCEEDED
 

@@ -167,7 +167,7 @@ def test_the_environment_of_a_job_is_that_of_the_login(tmp_path):
     assert found["PATH"].endswith(":/bin") and found["PYTHONPATH"] == str(tmp_path)
 
 
-def test_the_command_of_ssh():
+def test_the_command_of_ssh_has_options_of_the_user_and_the_address():
     words = command_line(Address("wafer", "alice", 22), {"HEADWATER_SSH": "ssh -i 'my key'"})
     assert words[:3] == ["ssh", "-i", "my key"]
     assert words[-7:] == ["-p", "22", "-l", "alice", "--", "wafer", "headwater jobs stdio"]

@@ -248,7 +248,7 @@ def start(*words):
 
 
 @pytest.mark.parametrize("action", ["detach", "cancel"])
-def test_ctrl_c(action, sshd, queue, script, laptop, capfd):
+def test_ctrl_c_cancels_the_job_or_detaches(action, sshd, queue, script, laptop, capfd):
     options = ("--follow", "--model_dir", "run", "--on_interrupt", "ask" if action == "detach" else action)
     process = start("jobs", "submit", *options, "--", "python", "train.py", "{model_dir}", script)
     wait_until(lambda: (laptop / "run" / "checkpoint_3").exists())

@@ -166,7 +166,7 @@ def test_another_protocol(sshd, monkeypatch):
         ("ssh://[fe80::1]:22", Address("fe80::1", port=22)),
     ],
 )
-def test_addresses(text, address):
+def test_an_address_is_read_and_written(text, address):
     assert read_address(text, where="--appliance") == address
     assert read_address(str(address), where="--appliance") == address
 

@@ -70,7 +70,7 @@ def folder():
         wait_until(folder.socket.exists)
         yield folder
         end(processes_of(folder, "supervisor"))
-        end(processes_of(folder, "wrapper"))
+        end(processes_of(folder, "watcher"))
 
 
 def run_as(uid, program, *arguments):

@@ -82,7 +82,7 @@ def test_a_port_in_use_is_explained(tmp_path, capsys):
     assert "Address already in use" in capsys.readouterr().err
 
 
-def test_tokens():
+def test_the_page_needs_a_given_token_only_if_other_machines_reach_it():
     given = "0123456789abcdef"
     assert chosen_token(given, "0.0.0.0") == given
     assert len(chosen_token(None, "127.0.0.1")) == 64 and len(chosen_token(None, "::1")) == 64

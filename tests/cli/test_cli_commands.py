@@ -142,13 +142,13 @@ def test_export_is_read_by_transformers_and_import_reads_it_back(headwater, para
     assert code == 2 and "already contains a run" in err
 
 
-def test_config(headwater, params):
+def test_config_validates_a_file_and_lists_the_shipped_ones(headwater, params):
     assert headwater("config", "validate", params)[:2] == (0, f"{params} is valid\n")
     code, out, _ = headwater("config", "list")
     assert code == 0 and "gpt/tiny" in out.split()
 
 
-def test_data(headwater, tmp_path):
+def test_data_prepares_text_and_trains_a_tokenizer(headwater, tmp_path):
     (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 50)
     out = tmp_path / "out"
     words = ("--out", out, "--vocab_size", 300, "--sequence_length", 16, "--num_workers", 1)
@@ -158,7 +158,7 @@ def test_data(headwater, tmp_path):
 
 
 @pytest.mark.pictures
-def test_demo(headwater, tmp_path):
+def test_demo_trains_evaluates_and_explains_the_run(headwater, tmp_path):
     folder = tmp_path / "demo"
     code, out, _ = headwater("demo", "--max_steps", 2, "--model_dir", folder)
     assert code == 0

@@ -111,7 +111,7 @@ def test_the_error_for_an_unknown_tensor_names_the_nearest_known_tensor(tmp_path
     assert not (tmp_path / "own").exists()
 
 
-def test_list(capsys):
+def test_the_list_of_converters_has_whole_names(capsys):
     assert main(["checkpoint", "list-converters"]) == 0
     printed = capsys.readouterr().out
     assert "LlamaForCausalLM" in printed

@@ -51,7 +51,7 @@ def test_cs2_has_the_published_numbers():
     assert 4 * cs2.host.saved_bytes_per_s.bf16 == pytest.approx(20e15)
 
 
-def test_units(tmp_path):
+def test_sizes_and_rates_are_converted_to_bytes(tmp_path):
     file = load(tmp_path, CLUSTER)
     assert file.network.bytes_per_s == 1.25e8
     assert file.host.memory.size == 24 << 30
@@ -69,7 +69,7 @@ def test_units(tmp_path):
         ("8b/s", 1),
     ],
 )
-def test_rates(text, rate):
+def test_rates_are_converted_to_bytes_per_second(text, rate):
     assert parse_rate(text) == pytest.approx(rate)
 
 

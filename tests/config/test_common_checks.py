@@ -35,7 +35,7 @@ def test_heads_share_the_width_equally():
         check_heads(65, 4, "attention_inner_dim")
 
 
-def test_both_or_none():
+def test_one_of_two_keys_that_belong_together_is_refused():
     keys = ("mup_base_hidden_size", "mup_base_filter_size")
     check_both_or_none(EncoderSection(), *keys)
     with pytest.raises(ValueError, match="expected both or none of mup_base_hidden_size"):

@@ -52,5 +52,5 @@ def test_locations_of_the_schema_are_found_in_the_document():
     assert document.locate(("optimizer",), location) == ("optimizer", "adamw", "betas", 0)
 
 
-def test_dotted():
+def test_a_path_is_written_with_dots_and_positions():
     assert dotted(("a", 0, "b", 1)) == "a[0].b[1]"

@@ -72,7 +72,7 @@ def test_the_first_limit_reached_ends_the_loop(start, max_steps, num_steps):
     assert LoopConfig(num_steps=num_steps).end_step(start) == start + num_steps
 
 
-def test_epochs():
+def test_epochs_end_after_their_steps():
     assert LoopConfig(num_epochs=3).end_step(0, steps_per_epoch=7) == 21
     assert LoopConfig(num_epochs=3, steps_per_epoch=5).end_step(0, steps_per_epoch=7) == 15
 

@@ -86,7 +86,7 @@ def test_a_rate_of_the_optimizer_is_a_constant_schedule(tmp_path):
         ("{fp16_type: cbfloat16, loss_scaling_factor: dynamic}", Precision("bf16")),
     ],
 )
-def test_precision(tmp_path, section, precision):
+def test_precision_sections_name_the_precision(tmp_path, section, precision):
     start, end = NEWER.index("    precision:"), NEWER.index("    loop:")
     run = load_params(write(tmp_path, f"{NEWER[:start]}    precision: {section}\n{NEWER[end:]}"))
     assert run.init.precision.precision == precision

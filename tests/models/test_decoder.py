@@ -242,7 +242,7 @@ def test_all_parameters_have_different_initial_values(tiny):
     assert len({tuple(m.tolist()) for m in matrices}) == len(matrices)
 
 
-def test_initial_distributions(tiny):
+def test_weights_have_the_spread_of_their_initializers(tiny):
     def truncated(std):
         return {"name": "truncated_normal", "std": std, "a": -2 * std, "b": 2 * std}
 

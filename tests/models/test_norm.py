@@ -8,7 +8,7 @@ from headwater.models.layers.norm import LayerNorm, RMSNorm, make_norm
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "biasless-layernorm", "rmsnorm"])
-def test_kinds(kind):
+def test_each_kind_equals_torch(kind):
     norm = make_norm(kind, 8, 1e-3)
     with torch.no_grad():
         for parameter in norm.parameters():

@@ -11,7 +11,7 @@ def make(name="t5", stack="encoder", **keys):
     return initializers(Seq2SeqConfig(name=name, **sizes | keys), stack)
 
 
-def test_t5():
+def test_initializers_of_t5():
     found = make(initializer_factor=2.0)
     assert found.embedding.std == 2.0
     assert found.key_value.std == found.ffn_input.std == found.attention_output.std == 2 * 64**-0.5
@@ -19,7 +19,7 @@ def test_t5():
     assert found.ffn_output.std == 2 * 256**-0.5
 
 
-def test_first_transformer():
+def test_initializers_of_the_first_transformer():
     found = make("transformer")
     assert {each.name for each in (found.query, found.key_value, found.ffn_output)} == {"xavier_uniform"}
     assert (found.key_value.gain, found.ffn_input.gain) == (1 / 3, 1.0)

@@ -110,12 +110,12 @@ def test_many_clients_get_their_own_answers(server, expected):
         (["[MASK]"], {"do_sample": True}, "do_sample has no effect"),
     ],
 )
-def test_wrong_requests(server, texts, params, message):
+def test_a_wrong_request_says_what_was_expected(server, texts, params, message):
     answer = ask(server, texts, **params)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
 
 
-def test_other_paths(server):
+def test_paths_of_text_generation_are_refused_and_state_is_served(server):
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "[MASK]"})
     assert answer.status_code == 400 and "send it to /score" in answer.json()["error"]["message"]
     assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 24

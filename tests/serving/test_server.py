@@ -145,7 +145,7 @@ def test_stop_strings_end_a_text(client):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_seeds(client):
+def test_equal_seeds_give_equal_texts(client):
     def sampled(seed):
         settings = {"temperature": 1.5, "top_p": 0.9, "extra_body": {"top_k": 50}}
         answer = client.completions.create(model="small", prompt="The", max_tokens=20, seed=seed, **settings)

@@ -77,7 +77,7 @@ def test_a_server_with_a_token_answers_only_those_who_send_it(folders):
         assert "Headwater chat" in httpx.get(url).text
 
 
-def test_addresses():
+def test_other_addresses_than_loopback_need_a_long_token():
     assert is_loopback("localhost") and is_loopback("127.0.0.9") and is_loopback("::1")
     assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
     with pytest.raises(ConfigError, match="expected a token, because other machines"):

@@ -25,7 +25,7 @@ from headwater.appliance.machine import slot_name
 from headwater.appliance.schedule import Request, choose_slots, schedule
 from headwater.appliance.server import serving
 from headwater.appliance.types import Phase, Priority
-from headwater.appliance.wrapper import try_lock
+from headwater.appliance.watcher import try_lock
 from headwater.core.errors import QueueError
 from headwater.core.placement import wrong_num_csx
 from headwater.core.signals import handled
@@ -117,7 +117,7 @@ class Supervisor:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._wrappers: dict[int, subprocess.Popen[bytes]] = {}
+        self._watchers: dict[int, subprocess.Popen[bytes]] = {}
         self._tries: dict[int, int] = {}
         self._locks = os.open(database.folder.job_locks, os.O_RDWR | os.O_CREAT, 0o600)
 
@@ -126,7 +126,7 @@ class Supervisor:
         changes, looked, busy = None, 0.0, time.monotonic()
         while not stop.asked:
             now = time.monotonic()
-            ended = [wrapper for wrapper in self._wrappers.values() if wrapper.poll() is not None]
+            ended = [watcher for watcher in self._watchers.values() if watcher.poll() is not None]
             if ended or changes != self._database.changes or now - looked > _LOOK_S:
                 changes, looked = self._database.changes, now
                 try:
@@ -140,12 +140,12 @@ class Supervisor:
 
     def look(self) -> bool:
         """Update the state of all jobs, and start those that can start. True if some job is not over."""
-        self._wrappers = {number: one for number, one in self._wrappers.items() if one.poll() is None}
+        self._watchers = {number: one for number, one in self._watchers.items() if one.poll() is None}
         # First: it frees CSXs that `_give_slots` can give away.
         self._find_lost()
         self._admit()
         self._give_slots()
-        self._start_wrappers()
+        self._start_watchers()
         return bool(self._numbers(*(phase for phase in Phase if not phase.over)))
 
     def _numbers(self, *phases: Phase) -> list[int]:
@@ -155,18 +155,18 @@ class Supervisor:
         ]
 
     def _find_lost(self) -> None:
-        """Mark running jobs as failed if their wrapper process is gone. Their exit codes are then unknown."""
+        """Mark running jobs as failed if their watcher process is gone. Their exit codes are then unknown."""
         for number in self._numbers(Phase.RUNNING):
             if not try_lock(self._locks, number):
                 continue
-            # Released at once: the lock was taken only to see that no wrapper holds it.
+            # Released at once: the lock was taken only to see that no watcher holds it.
             fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, number)
             if number not in self._numbers(Phase.RUNNING):
-                continue  # the wrapper has recorded the end since the query
+                continue  # the watcher has recorded the end since the query
             # Before its CSXs are free: the next job must not meet processes of this one.
             if not kill_processes(self._database.folder.path, job_name(number)):
                 logger.warning("some processes of %s do not end", job_name(number))
-            reason = "its wrapper process was killed, or the machine was restarted"
+            reason = "its watcher process was killed, or the machine was restarted"
             with self._database.transaction():
                 self._database.finish(number, Phase.FAILED, reason, now=time.time())
 
@@ -206,23 +206,23 @@ class Supervisor:
                 )
                 logger.info("%s on %s", job_name(request.number), ", ".join(map(slot_name, slots)))
 
-    def _start_wrappers(self) -> None:
-        """Start a wrapper process for each job that has CSXs and no wrapper."""
+    def _start_watchers(self) -> None:
+        """Start a watcher process for each job that has CSXs and no watcher."""
         folder = self._database.folder
         for number in self._numbers(Phase.INITIALIZING):
-            if number in self._wrappers:
+            if number in self._watchers:
                 continue
-            # A wrapper that dies before it claims the job would be started for ever.
+            # A watcher that dies before it claims the job would be started for ever.
             tries = self._tries[number] = self._tries.get(number, 0) + 1
             if tries > _TRIES:
-                reason = "its wrapper process does not start; see the supervisor's log"
+                reason = "its watcher process does not start; see the supervisor's log"
                 with self._database.transaction():
                     if number in self._numbers(Phase.INITIALIZING):
                         self._database.finish(number, Phase.FAILED, reason, now=time.time())
                 continue
             with os.fdopen(folder.open_supervisor_log(), "ab") as log:
-                self._wrappers[number] = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "headwater.appliance.wrapper", folder.path, str(number)],
+                self._watchers[number] = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "headwater.appliance.watcher", folder.path, str(number)],
                     cwd="/",
                     stdin=subprocess.DEVNULL,
                     stdout=log,

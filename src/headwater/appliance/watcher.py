@@ -1,10 +1,10 @@
-"""The wrapper process of a job: it starts the job, ends it on request, and records its exit code.
+"""The watcher process of a job: it starts the job, ends it on request, and records its exit code.
 
 Each running job has one. It does not depend on the supervisor, and runs as the owner of the queue, so that
 the job cannot stop it. While it lives, it holds the job's byte of the file `jobs.lock`. It claims the job in
 the database before it starts the job's process, so a job is never started twice.
 
-    python -m headwater.appliance.wrapper FOLDER NUMBER
+    python -m headwater.appliance.watcher FOLDER NUMBER
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def main(folder: str, number: str) -> int:
     Returns:
         The exit code of this process (not that of the job).
     """
-    # At shutdown these signals also reach the job. The wrapper must survive them to record the job's end.
+    # At shutdown these signals also reach the job. The watcher must survive them to record the job's end.
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     database = Database(QueueFolder(Path(folder)))
     lock = os.open(database.folder.job_locks, os.O_RDWR | os.O_CREAT, 0o600)
     # The lock first: the supervisor takes a running job without a lock for lost.
     if not try_lock(lock, int(number)) or (row := claim(database, int(number))) is None:
-        return 0  # the job has another wrapper, or was cancelled
+        return 0  # the job has another watcher, or was cancelled
     # Orphaned processes of the job become children of this process, so that it can end all of them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     phase, reason, exit_code = Watch(database, row).run()
@@ -211,7 +211,7 @@ def _become(row: sqlite3.Row, folder: Path, log: Path, slots: Sequence[Slot], wa
         folder: the queue's folder.
         log: file for the job's output.
         slots: the job's CSXs.
-        watcher: process number of the wrapper.
+        watcher: process number of the watcher.
     """
     os.setsid()
     for ignored in _IGNORED:
@@ -222,9 +222,9 @@ def _become(row: sqlite3.Row, folder: Path, log: Path, slots: Sequence[Slot], wa
     os.umask(row["umask"])
     if row["uid"] != os.geteuid():
         _become_user(row["uid"], row["gid"])
-    # Die with the wrapper. It may have died before prctl, so check that it is still the parent.
+    # Die with the watcher. It may have died before prctl, so check that it is still the parent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    assert os.getppid() == watcher, "the wrapper process is gone"
+    assert os.getppid() == watcher, "the watcher process is gone"
     os.chdir(row["folder"])
     log.parent.mkdir(parents=True, exist_ok=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
