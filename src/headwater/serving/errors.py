@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from pydantic import ValidationError
 
 from headwater.core.errors import ConfigError, DataError, HeadwaterError
+from headwater.core.names import nearest
 from headwater.serving.schemas import Section, known_keys
 
 TOO_MANY = 429
 """Status code of a request that the server may answer later."""
-_LONGEST_KEY = 64
-"""Characters of an unknown key that are compared with the known ones."""
 
 
 class ApiError(Exception):
@@ -61,9 +59,8 @@ def of_validation(error: ValidationError, schema: type[Section]) -> ApiError:
     place = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         *path, key = first["loc"]
-        # The key is the client's: a long one would take the comparison long.
-        close = difflib.get_close_matches(str(key)[:_LONGEST_KEY], known_keys(schema, path), n=1)
-        message = f"{place} is not supported; remedy: {f'write {close[0]}, or ' if close else ''}remove it"
+        close = nearest(str(key), known_keys(schema, path))
+        message = f"{place} is not supported; remedy: {f'write {close}, or ' if close else ''}remove it"
     else:
         message = f"{place or 'the request'}: {first['msg'][:1].lower()}{first['msg'][1:]}"
     return ApiError(400, message, param=place or None)
