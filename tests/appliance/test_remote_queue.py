@@ -192,4 +192,4 @@ def test_a_command_that_runs_only_here(said):
     code, _, err = said("--appliance", WAFER, "generate", "--prompt", "x")
     assert code == 2 and "headwater generate runs only on this machine" in err
     code, _, err = said("jobs", "list", "--appliance")
-    assert code == 2 and "expected an address after --appliance" in err
+    assert code == 2 and "expected an address, got none\n  where: --appliance" in err

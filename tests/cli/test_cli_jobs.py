@@ -108,13 +108,13 @@ def test_jobs_from_submission_to_end_with_both_commands(headwater, control, queu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("get", "pods"), "unknown resource 'pods'\n  remedy: available: jobs"),
+        (("get", "pods"), "unknown resource 'pods'\n  where: command line\n  remedy: available: jobs"),
         (("get", "jbs"), "did you mean jobs?"),
         (("cancel", "node", NAMES[0]), "unknown resource 'node'"),
         (("cancel", "job", NAMES[0]), "there is no job"),
         (("label", "job", NAMES[0], "x"), "expected a label name=value, got 'x'"),
         (("label", "job", NAMES[0], "a.b=1"), "expected a label name=value, got 'a.b=1'"),
-        (("job", "set-priority", NAMES[0], "p9"), "unknown priority 'p9'\n  remedy: write one of p1, p2, p3"),
+        (("job", "set-priority", NAMES[0], "p9"), "unknown priority 'p9'\n  where: priority of the job"),
         (("get", "jobs", "-o", "xml"), "yaml, got 'xml'"),
         (("get", "jobs", "--queue", "cloud"), "unknown queue 'cloud'"),
         (("get",), "RESOURCE"),

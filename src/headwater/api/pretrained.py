@@ -157,6 +157,7 @@ def _require_buffers(model: nn.Module) -> None:
     if empty:
         raise CheckpointError(
             f"buffers of the model have no values, and few checkpoints hold buffers: {_listed(empty)}",
+            where=type(model).__name__,
             remedy="build the model within headwater.empty_parameters(), not on the meta device",
         )
 

@@ -73,7 +73,8 @@ class SparsityOptimizer:
     ) -> None:
         if self.algorithm != "static" and schedule is None:
             raise ConfigError(
-                f"expected a schedule for {type(self).__name__}, got None",
+                "expected a schedule of the changes of the mask, got None",
+                where=type(self).__name__,
                 remedy="pass the number of steps between two changes of a mask",
             )
         self._parameters = {name: param for name, param in named_parameters if param.requires_grad}

@@ -127,7 +127,8 @@ def checkpoint_closure(function: Callable[P, object]) -> Callable[P, None]:
     def closure(*args: P.args, **kwargs: P.kwargs) -> None:
         if _closures.is_running:
             raise StreamError(
-                f"the checkpoint closure {function.__qualname__!r} is called from within a closure",
+                "a checkpoint closure is called from within a closure",
+                where=function.__qualname__,
                 remedy="call it in the loop, after the step",
             )
         if not _loops or _loops[-1].at_checkpoint_step:

@@ -52,7 +52,9 @@ class TracedValue(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.Tensor.backward and not args[0].requires_grad:
             raise StreamError(
-                "the result of a traced step has no graph", remedy="call backward within the traced function"
+                "the result of a traced step has no graph",
+                where="backward",
+                remedy="call backward within the traced function",
             )
         if func in _READS:
             _warn_once(func.__name__)

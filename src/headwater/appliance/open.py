@@ -31,9 +31,12 @@ def open_queue(backend: str | None = None, folder: Path | None = None) -> Queue:
         ConfigError: if the backend is unknown.
         QueueError: if the queue cannot be used.
     """
+    where = "--queue" if backend else ENVIRONMENT
     backend = backend or os.environ.get(ENVIRONMENT) or BACKENDS[0]
     if backend not in BACKENDS:
-        raise ConfigError(f"unknown queue {backend!r}", remedy=f"write one of {', '.join(BACKENDS)}")
+        raise ConfigError(
+            f"unknown queue {backend!r}", where=where, remedy=f"write one of {', '.join(BACKENDS)}"
+        )
     if backend == "slurm":
         return SlurmQueue()
     found = find_folder(folder)

@@ -87,7 +87,9 @@ def read_priority(text: str) -> Priority:
         return Priority(text)
     except ValueError:
         raise ConfigError(
-            f"unknown priority {text!r}", remedy=f"write one of {', '.join(Priority)}"
+            f"unknown priority {text!r}",
+            where="priority of the job",
+            remedy=f"write one of {', '.join(Priority)}",
         ) from None
 
 
@@ -103,6 +105,7 @@ def read_labels(words: Sequence[str]) -> dict[str, str]:
         if not (equals and _NAME.fullmatch(name) and _VALUE.fullmatch(value)):
             raise ConfigError(
                 f"expected a label name=value, got {word!r}",
+                where="labels of the job",
                 remedy="use letters, digits, - and _ in a name; in a value also . / : @ +",
             )
         labels[name] = value

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from headwater.config.files import is_file
 from headwater.trainer.run_dir import RunDir
 
 _LOG_BYTES = 1 << 16
@@ -26,7 +26,7 @@ def find_runs(folder: Path) -> Iterator[str]:
     """Yield the relative paths of the folders below `folder` that hold a history. Links are not followed."""
     for path, folders, files in os.walk(folder):
         history = RunDir(Path(path)).history
-        is_run = history.name in files and _is_file(history)
+        is_run = history.name in files and is_file(history)
         parts = _PARTS_OF_RUNS if is_run else ()
         folders[:] = sorted(name for name in folders if name not in parts and not _NOT_RUNS.fullmatch(name))
         if is_run:
@@ -35,7 +35,7 @@ def find_runs(folder: Path) -> Iterator[str]:
 
 def logs(run: RunDir) -> list[str]:
     """Return the names of the log files of a run, such as those of its jobs; the newest last."""
-    found = [path for path in run.path.glob("*.log") if _is_file(path)]
+    found = [path for path in run.path.glob("*.log") if is_file(path)]
     return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
 
 
@@ -55,7 +55,7 @@ def end_of_log(path: Path) -> str:
 
 def timeline(run: RunDir) -> Path | None:
     """Return the newest picture of a profiled step; `None` if no step was profiled."""
-    found = [path for path in run.profile.glob("**/timeline.png") if _is_file(path)]
+    found = [path for path in run.profile.glob("**/timeline.png") if is_file(path)]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -73,7 +73,7 @@ def samples(run: RunDir) -> list[dict[str, str]]:
     Returns:
         Records with the keys `source` (name of the file), `prompt` and `text`; at most 20.
     """
-    files = [path for path in run.path.glob("*_*.json") if _is_file(path)]
+    files = [path for path in run.path.glob("*_*.json") if is_file(path)]
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         found = list(_samples_in(path))
         if found:
@@ -100,11 +100,3 @@ def _first_text(value: Any) -> str:
     while isinstance(value, list | dict) and value:
         value = value[0] if isinstance(value, list) else next(iter(value.values()))
     return value if isinstance(value, str) else str(value)
-
-
-def _is_file(path: Path) -> bool:
-    """True for a regular file. Opening a pipe without a writer would block."""
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return False

@@ -34,7 +34,7 @@ def take_address(words: Sequence[str]) -> tuple[Address | None, list[str]]:
         if name not in _NAMES:
             continue
         if not equals and place + 1 == len(rest):
-            raise ConfigError(f"expected an address after {name}", remedy=f"write {name} ssh://host")
+            raise ConfigError("expected an address, got none", where=name, remedy=f"write {name} ssh://host")
         where, text = name, value if equals else rest[place + 1]
         del rest[place : place + (1 if equals else 2)]
         break

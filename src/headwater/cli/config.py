@@ -122,7 +122,11 @@ def run_list(args: argparse.Namespace) -> int:
         name: run for name, run in runs.items() if args.word.lower() in describe_params(name, run).lower()
     }
     if not found:
-        raise ConfigError(f"no line of the list contains {args.word!r}", remedy="see headwater config list")
+        raise ConfigError(
+            f"no line of the list contains {args.word!r}",
+            where="WORD",
+            remedy="write another word, or leave it out to see the whole list",
+        )
     for name, run in found.items():
         print(describe_params(name, run, _parameters(run) if args.sizes else None))
     return 0

@@ -48,7 +48,9 @@ def _run(address: Address | None, words: list[str]) -> int:
     if "resource" in args and args.resource not in _RESOURCES:
         listed = f"available: {', '.join(dict.fromkeys(_RESOURCES.values()))}"
         raise ConfigError(
-            f"unknown resource {args.resource!r}", remedy=suggestion(args.resource, _RESOURCES, listed)
+            f"unknown resource {args.resource!r}",
+            where="command line",
+            remedy=suggestion(args.resource, _RESOURCES, listed),
         )
     return int(args.action(args))
 

@@ -167,7 +167,9 @@ def _parsed(words: list[str]) -> argparse.Namespace | None:
     name = next((word for word in words if not word.startswith("-")), None)
     if name is not None and name not in COMMANDS:
         listed = f"available: {', '.join(COMMANDS)}"
-        raise ConfigError(f"unknown command {name!r}", remedy=suggestion(name, COMMANDS, listed))
+        raise ConfigError(
+            f"unknown command {name!r}", where="command line", remedy=suggestion(name, COMMANDS, listed)
+        )
     for known, (module, help_text) in COMMANDS.items():
         subparser = commands.add_parser(known, help=help_text)
         if known == name:  # import only the module of the chosen command

@@ -121,7 +121,8 @@ def open_service(args: argparse.Namespace) -> Iterator[Service]:
     named = models_by_name([*args.models, *args.model_dir])
     if len(named) > 1 and (args.checkpoint_path or args.tokenizer or args.eos_id is not None):
         raise ConfigError(
-            f"--checkpoint_path, --tokenizer and --eos_id belong to one model, got {len(named)} models",
+            f"expected one model with --checkpoint_path, --tokenizer or --eos_id, got {len(named)} models",
+            where="headwater serve",
             remedy="leave these options out, or serve one model",
         )
     for option in ("batch_size", "pass_tokens"):

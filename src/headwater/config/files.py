@@ -71,10 +71,10 @@ def find_file(
 
 
 def is_file(path: Path) -> bool:
-    """True if `path` is an existing file; false if the system cannot look it up.
+    """True if `path` is an existing regular file, and not a folder or a pipe.
 
-    The system refuses names that are too long, such as a program text on a command line, and folders that
-    this user may not read.
+    False if the system cannot look up the path: its name is too long (a word of a command line may be the
+    text of a program), or the user may not read its folder.
     """
     try:
         return path.is_file()

@@ -211,7 +211,11 @@ def _reduce(every: Sequence[Tensor], operation: Any) -> Tensor:
     pair = next((function for kind, function in _REDUCE.items() if operation == kind), None)
     if pair is None:
         names = ", ".join(kind.name for kind in _REDUCE)
-        raise RankError(f"the reduce operation {operation} is not supported", remedy=f"use one of {names}")
+        raise RankError(
+            f"the reduce operation {operation} is not supported",
+            where="torch.distributed",
+            remedy=f"use one of {names}",
+        )
     reduced = functools.reduce(pair, every)
     return reduced / len(every) if operation == ReduceOp.AVG else reduced
 

@@ -185,6 +185,7 @@ def library_arguments(task: Task, batch: Mapping[str, Tensor]) -> dict[str, Any]
     if "attention_span" in batch:
         raise DataError(
             "several texts are packed into a sequence, but this model cannot keep them apart",
+            where="attention_span of the batch",
             remedy="prepare the data without --use_vsl, or set use_vsl: false in the data section",
         )
     if task == "causal_lm":

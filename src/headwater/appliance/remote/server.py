@@ -160,7 +160,10 @@ class Server:
         with self._opened() as queue:
             job = queue.show(name)
         if job.model_dir is None:
-            raise QueueError(f"job {job.name} has no model_dir, so it has no artifacts")
+            raise QueueError(
+                f"job {job.name} has no model_dir, so it has no artifacts",
+                remedy="follow the job with --artifacts none",
+            )
         return job.model_dir
 
     @contextmanager
