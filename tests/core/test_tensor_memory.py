@@ -184,7 +184,8 @@ less = held - resident()
 again = torch.ones(64 * MIB, dtype=torch.uint8)
 print(less > 60 * MIB, again.data_ptr() == address, range_bytes().free)
 """
-    assert run(script) == "True True 0"
+    # Python's own arenas are mappings, too, and malloc extends the heap instead.
+    assert run(script, PYTHONMALLOC="malloc") == "True True 0"
 
 
 def test_a_profiler_hears_that_a_block_is_freed_before_another_thread_can_take_it(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headwater.config.files import is_file
+from headwater.core.files import is_file
 from headwater.trainer.run_dir import RunDir
 
 _LOG_BYTES = 1 << 16

@@ -16,8 +16,8 @@ from headwater.appliance.remote.submission import RemoteSubmission, submit
 from headwater.appliance.types import Job, read_labels, read_priority
 from headwater.cli.appliance_option import say
 from headwater.cli.following import folder_of, follow
-from headwater.config.files import is_file
 from headwater.core.errors import ConfigError
+from headwater.core.files import is_file
 
 _CODE = (".py", ".pyi", ".toml", ".cfg", ".yaml", ".yml", ".json", ".txt", ".sh")
 _CODE_BYTES = 1 << 20

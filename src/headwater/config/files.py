@@ -13,6 +13,7 @@ from headwater.config.overrides import apply_overrides
 from headwater.config.releases.folders import name_model
 from headwater.config.yaml_reader import read_document
 from headwater.core.errors import ConfigError, shorten
+from headwater.core.files import is_file
 from headwater.core.names import nearest_sibling
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "params"
@@ -68,18 +69,6 @@ def find_file(
         where=where,
         remedy=f"write {close!r}, or {listed}" if close else f"write {listed}",
     )
-
-
-def is_file(path: Path) -> bool:
-    """True if `path` is an existing regular file, and not a folder or a pipe.
-
-    False if the system cannot look up the path: its name is too long (a word of a command line may be the
-    text of a program), or the user may not read its folder.
-    """
-    try:
-        return path.is_file()
-    except OSError:
-        return False
 
 
 def _similar_file(path: Path) -> str | None:

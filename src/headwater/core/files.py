@@ -76,6 +76,18 @@ def _obstacle(path: Path) -> tuple[Path, str] | None:
     return None
 
 
+def is_file(path: Path) -> bool:
+    """True if `path` is an existing regular file, and not a folder or a pipe.
+
+    False if the system cannot look up the path: its name is too long (a word of a command line may be the
+    text of a program), or the user may not read its folder.
+    """
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def kind_of(path: Path) -> str | None:
     """Return in words what is at `path` (a file, a folder, …), or `None` if nothing is there."""
     try:
