@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -12,6 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 from headwater.core.errors import ConfigError
+from headwater.core.names import nearest, similar
 from headwater.core.units import parse_bytes
 
 
@@ -56,8 +56,8 @@ def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
         found = text.split(",")
         for name in found:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                more = f"; did you mean {near[0]!r}?" if near else ""
+                close = nearest(name, known)
+                more = f"; did you mean {close!r}?" if close else ""
                 raise argparse.ArgumentTypeError(f"expected {', '.join(known)}, found {name!r}{more}")
         return found
 
@@ -84,7 +84,7 @@ def matching(
     """Return the names that contain one of these words. End with an error if a word is in no name."""
     for word in words:
         if not any(word.lower() in name.lower() for name in names):
-            near = difflib.get_close_matches(word, names, 3, 0.3) or names[:3]
+            near = similar(word, names, 3, 0.3) or names[:3]
             parser.error(f"{option}: no name contains {word!r}; some names: {', '.join(near)}")
     return [name for name in names if any(word.lower() in name.lower() for word in words)]
 

@@ -156,7 +156,7 @@ def test_an_update_in_mixed_precision_continues_after_memory_was_missing(
 
 
 def with_bf16_state(plan):
-    return dataclasses.replace(plan, trace=plan.trace.with_bf16_state())
+    return dataclasses.replace(plan, trace=plan.trace.storing("bf16"))
 
 
 def test_the_error_says_which_step_is_committed_and_where_memory_was_missing(double, monkeypatch, tmp_path):

@@ -139,7 +139,7 @@ def test_a_bf16_run_has_the_bits_of_the_run_with_all_stages_in_host_memory(bf16_
         model = job.model()
         plan = dataclasses.replace(make_plan(job, model, setting, tmp_path), device="cuda")
         if bf16_state:
-            plan = dataclasses.replace(plan, trace=plan.trace.with_bf16_state())
+            plan = dataclasses.replace(plan, trace=plan.trace.storing("bf16"))
         history = History()
         with double, Engine(model, plan, job.optimizer, seed=SEED, loss_function=job.loss) as engine:
             steps_of(engine, job, history, range(3))

@@ -88,7 +88,7 @@ def change_saved_data(block, x):
 
 
 def change_saved_bits(block, x):
-    """Change a saved value through a view of another dtype, which `value.data` gives."""
+    """Change a saved value through a view of `value.data` with another dtype."""
     h = block.first(x)
     squares = h * h
     value = h + 1

@@ -21,6 +21,7 @@ from headwater.fabric.cluster import is_rank
 from headwater.fabric.fabric import DEFAULT_TIMEOUT_S
 from headwater.fabric.launch.script import use_ranks
 from headwater.fabric.membership import current
+from headwater.plan.options import check_gpu
 
 Kind = Literal["CSX", "CPU", "GPU"]
 
@@ -52,12 +53,7 @@ class Backend:
         self.compile_dir = compile_dir
         self.compile_only = compile_only
         self.validate_only = validate_only
-        if self.kind == "GPU" and not torch.cuda.is_available():
-            raise ConfigError(
-                "expected a GPU on this machine, but torch finds no GPU",
-                where="backend",
-                remedy="write CPU, or CSX for the best device of this machine",
-            )
+        check_gpu(config, where="backend")
 
     @property
     def torch_device(self) -> torch.device:

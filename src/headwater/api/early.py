@@ -167,7 +167,7 @@ def validate_only(
         loss_function=_loss_of(loss_function),
     )
     spec = _spec(optimizer, model)
-    params = [param for stage in _as_stored(record.trace, optimizer_state).stages for param in stage.params]
+    params = [param for stage in record.trace.storing(optimizer_state).stages for param in stage.params]
     return ValidateReport(record, spec, 0 if spec is None else optimizer_state_bytes(spec, params))
 
 
@@ -340,7 +340,7 @@ class _StepPlanner:
         """
         # The record is that of the CPU, and the plan counts the bytes of the device.
         trace = self.record.trace if self.device == "cpu" else self._trace(self.record.partition)
-        trace = _as_stored(trace, fixed.optimizer_state)
+        trace = trace.storing(fixed.optimizer_state)
         params = [param for stage in trace.stages for param in stage.params]
         trained = sum(param.numel for param in params if param.requires_grad)
         size = trace.micro_batch_size
@@ -380,8 +380,3 @@ class _StepPlanner:
             return functools.cache(lambda size: self._trace(partition))
 
         return map(lazy, divisions(self.model, self.record.partition))
-
-
-def _as_stored(trace: Trace, optimizer_state: OptimizerState) -> Trace:
-    """Return a trace whose stages keep optimizer state as the weight store is asked to."""
-    return trace.with_bf16_state() if optimizer_state == "bf16" else trace

@@ -91,6 +91,6 @@ def current_stream_id(device: torch.device) -> int:
 
 @functools.cache
 def _accelerator() -> str | None:
-    """Return the type of this machine's accelerator, such as `cuda`; `None` if it has none."""
+    """Return the type of this machine's accelerator, such as `cuda`; `None` without an accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else accelerator.type

@@ -115,9 +115,7 @@ def _has_ranges(asked: PlanRequest) -> bool:
 
 def _as_stored(asked: PlanRequest, trace_for: TraceFor) -> TraceFor:
     """Return dry runs for a request, whose parameters say how their optimizer state is stored."""
-    if asked.fixed.optimizer_state == "exact":
-        return trace_for
-    return lambda size: trace_for(size).with_bf16_state()
+    return lambda size: trace_for(size).storing(asked.fixed.optimizer_state)
 
 
 def _fastest(request: Request) -> Plan | None:

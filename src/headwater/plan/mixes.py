@@ -45,9 +45,9 @@ def filled_device(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Pl
         # The fewest with which the others fit in host memory. More are not always faster.
         counts.add(_first_within(footprint, mixes, "host", budgets.host_memory))
     found = [mixes[count] for count in sorted(counts & set(range(1, fitting)))]
-    if plan.tier == "memory":
-        return found
-    return [filled for mix in found for filled in filled_memory(footprint, mix, budgets)]
+    if plan.tier == "disk":
+        found = [filled for mix in found for filled in filled_memory(footprint, mix, budgets)]
+    return found
 
 
 def smallest_on_device(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Plan]:

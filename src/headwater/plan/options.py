@@ -202,17 +202,22 @@ def device_of(backend: BackendOptions) -> str:
     Raises:
         ConfigError: if the backend is `GPU` and torch finds no GPU.
     """
-    if backend.backend_type == "CPU":
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    if backend.backend_type == "GPU":
+    check_gpu(backend, where="trainer.init.backend.backend_type")
+    return "cuda" if backend.backend_type != "CPU" and torch.cuda.is_available() else "cpu"
+
+
+def check_gpu(backend: BackendOptions, *, where: str) -> None:
+    """Raise if a backend needs a GPU and this machine has none.
+
+    Raises:
+        ConfigError: if the backend is `GPU` and torch finds no GPU.
+    """
+    if backend.backend_type == "GPU" and not torch.cuda.is_available():
         raise ConfigError(
-            "torch finds no GPU here",
-            where="trainer.init.backend.backend_type",
-            remedy="write CPU, or CSX for the best device there is",
+            "expected a GPU on this machine, but torch finds no GPU",
+            where=where,
+            remedy="write CPU, or CSX for the best device of this machine",
         )
-    return "cpu"
 
 
 def resources_of(backend: BackendOptions, disk: Path | None = None) -> Resources:

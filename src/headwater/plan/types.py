@@ -159,8 +159,10 @@ class Trace:
             for block in sorted(parts)
         }
 
-    def with_bf16_state(self) -> Trace:
-        """Return a copy whose optimizer state is stored in bf16; see `ParamSpec.bf16_state`."""
+    def storing(self, optimizer_state: OptimizerState) -> Trace:
+        """Return this dry run for a store that keeps optimizer state so; see `ParamSpec.bf16_state`."""
+        if optimizer_state == "exact":
+            return self
 
         def changed(stage: StageSpec) -> StageSpec:
             params = (dataclasses.replace(param, bf16_state=True) for param in stage.params)

@@ -32,7 +32,7 @@ class Interrupt:
         requested: True if the run should stop as soon as its step is complete.
 
     Args:
-        last_checkpoint: returns the last complete checkpoint; `None` if the run has none.
+        last_checkpoint: returns the last complete checkpoint; `None` before the first one.
     """
 
     def __init__(self, last_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
