@@ -207,7 +207,7 @@ def device_of(backend: BackendOptions) -> str:
 
 
 def check_gpu(backend: BackendOptions, *, where: str) -> None:
-    """Raise if a backend needs a GPU and this machine has none.
+    """Raise if a backend needs a GPU and torch does not find one.
 
     Raises:
         ConfigError: if the backend is `GPU` and torch finds no GPU.
