@@ -1,5 +1,7 @@
 """Building a store: its gradients, its layouts and its ranks follow from the options."""
 
+import contextlib
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,10 @@ from headwater.core.errors import StoreError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
 from headwater.optim.spec import OptimizerSpec
-from headwater.store.build import GradientOptions, build_store
+from headwater.store.build import GradientOptions, build_store, make_gradients
 from headwater.store.disk import DiskTier
 from headwater.store.memory import MemoryTier
-from headwater.store.rule import UpdateRule
+from headwater.store.rule import UpdateRule, stage_layout
 
 STAGES = [StageSpec(i, f"s{i}", (ParamSpec(f"w{i}", (8,), torch.float32, torch.float32),)) for i in range(2)]
 USER_LOOP = GradientOptions(user_loop=True)
@@ -84,4 +86,54 @@ def test_the_files_of_the_weights_are_closed_if_gradients_have_no_room(tmp_path)
     store.close()
     with pytest.raises(StoreError):
         build(GradientOptions(folder=tmp_path / "missing"))
+    assert not open_files_in(tmp_path)
+
+
+def test_the_files_of_a_disk_tier_are_closed_if_memory_for_its_buffers_is_missing(tmp_path, monkeypatch):
+    def fail(num_bytes):
+        raise MemoryError
+
+    layout = stage_layout(STAGES[0], UpdateRule(OptimizerSpec("SGD", {"lr": 1.0})))
+    monkeypatch.setattr("headwater.store.disk.aligned_empty", fail)
+    with pytest.raises(MemoryError):
+        DiskTier([layout], tmp_path)
+    assert not open_files_in(tmp_path)
+
+
+def test_sums_are_unlocked_if_memory_for_their_counters_is_missing():
+    locked = []
+
+    def page_lock(memory):
+        locked.append(memory)
+        return locked.clear
+
+    def program(fabric):
+        allocate, calls = fabric.allocate, itertools.count()
+
+        def fail_later(num_bytes):
+            if next(calls):
+                raise MemoryError
+            return allocate(num_bytes)
+
+        fabric.allocate = fail_later
+        with pytest.raises(MemoryError):
+            make_gradients(STAGES, fabric, lambda *_: range(8), GradientOptions(page_lock=page_lock))
+
+    ranks(2, program)
+    assert not locked
+
+
+def test_a_store_closes_its_files_also_if_a_gradient_on_its_way_has_failed(tmp_path):
+    def fail():
+        raise StoreError("a gradient has failed")
+
+    store = build_store(
+        STAGES,
+        UpdateRule(OptimizerSpec("SGD", {"lr": 1.0})),
+        lambda own: DiskTier(own.layouts, tmp_path),
+        on_disk=range(len(STAGES)),
+    )
+    store.await_gradients = fail
+    with contextlib.suppress(StoreError):
+        store.close()
     assert not open_files_in(tmp_path)

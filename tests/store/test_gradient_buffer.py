@@ -1,5 +1,6 @@
 """Gradient buffers in memory and on disk behave the same."""
 
+import errno
 import shutil
 
 import pytest
@@ -66,6 +67,19 @@ def test_a_step_can_be_undone_after_its_sums_could_not_be_saved(tmp_path):
     shutil.rmtree(folder)
     with pytest.raises(StoreError):
         sums.open(0)
+    sums.restore([(0, 0)])
+    assert torch.equal(sums.look(0)[0], torch.ones(3, 2))
+    sums.close()
+
+
+def test_a_step_can_be_undone_after_the_copy_of_its_sums_could_not_be_written(tmp_path, monkeypatch):
+    sums = BufferedSums(STAGES, DiskBuffer(STAGES, tmp_path, lambda wire: wire))
+    sums.put(0, [torch.ones(3, 2), None])
+    sums.begin_undoable({0})
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+        with pytest.raises(StoreError):
+            sums.open(0)
     sums.restore([(0, 0)])
     assert torch.equal(sums.look(0)[0], torch.ones(3, 2))
     sums.close()

@@ -88,3 +88,21 @@ def test_every_rank_knows_of_a_non_finite_sum():
         return gradients.status.first_bad
 
     assert on_ranks(program) == [0] * SIZE
+
+
+def test_a_dropped_sum_stays_dropped_until_the_next_step():
+    def program(gradients, rank):
+        found = []
+        for drops in (True, False):
+            gradients.discard()
+            for key in (A, B):
+                gradients.add(key, torch.ones(4), last=True)
+            gradients.end_micro_batch()
+            gradients.complete()
+            if drops:
+                gradients.drop(A)
+            gradients.complete()
+            found.append(set(gradients.status.present))
+        return found
+
+    assert on_ranks(program) == [[{B}, {A, B}]] * SIZE

@@ -1,5 +1,8 @@
 """Access to stages: due updates come first, other threads block, and a hook is called before changes."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import pytest
 import torch
 
@@ -103,3 +106,27 @@ def test_whole_parameters_are_read_and_written(store):
     store.scalars.by_stage[1] = [{"step": 3}]
     store.scalars.share()
     assert store.scalars.by_stage[1] == [{"step": 3}]
+
+
+def test_a_roll_back_waits_for_an_update_that_another_thread_applies(store, monkeypatch):
+    step(store)
+    store.begin_transaction()
+    apply, is_taken, may_continue = store.ledger.apply, threading.Event(), threading.Event()
+
+    def pausing(stage):
+        pending = apply(stage)
+        is_taken.set()
+        assert may_continue.wait(20)
+        return pending
+
+    monkeypatch.setattr(store.ledger, "apply", pausing)
+    with ThreadPoolExecutor(2) as threads:
+        applied = threads.submit(store.flush_stage, 0)
+        assert is_taken.wait(20)
+        undone = threads.submit(store.roll_back)
+        wait([undone], timeout=0.2)
+        may_continue.set()
+        applied.result(20)
+        assert undone.result(20)
+    for stage in range(2):
+        assert torch.equal(store.parameters.read_param((stage, 0)), -torch.ones(6))

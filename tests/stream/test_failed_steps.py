@@ -262,3 +262,32 @@ def test_a_saved_tensor_that_changes_is_refused_as_in_plain_pytorch(setting, tmp
         pytest.raises((RuntimeError, StreamError), match=r"in.?place"),
     ):
         engine.train_step(job.batches(0), job.update(0))
+
+
+@pytest.mark.parametrize("setting", [Setting("memory", 2), Setting("disk", 2, "recompute")], ids=str)
+def test_a_forward_whose_weights_cannot_be_fetched_has_ended(setting, tmp_path, monkeypatch):
+    job = make_job()
+    with make_engine(job, setting, tmp_path) as engine:
+        (batch,) = job.batches(0)
+        expected = job.loss(engine.model, batch)
+        require = engine.executor._weights.require
+
+        def failing(stage):
+            if stage == 3:
+                raise StoreError("the disk has failed")
+            return require(stage)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.executor._weights, "require", failing)
+            raised(StoreError, lambda: job.loss(engine.model, batch))
+        assert engine.executor.is_idle
+        assert not any(parameters.is_bound for parameters in engine._binder.stages)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert torch.equal(job.loss(engine.model, batch), expected)
+
+
+def test_a_file_in_the_place_of_the_folder_of_gradients_is_refused(tmp_path):
+    place = tmp_path / "taken"
+    place.write_text("a file")
+    with pytest.raises(StoreError, match="found a file"):
+        make_engine(make_job(), Setting("memory", 2, gradient_tier="disk"), place)

@@ -96,3 +96,10 @@ def test_closing_leaves_out_the_loads_that_have_not_begun():
     threading.Timer(0.05, store.go.set).start()
     loader.close()
     assert first.done() and second.cancelled()
+
+
+def test_a_later_failure_replaces_the_whole_text_of_an_earlier_one():
+    directory = SlabDirectory(ALONE, 1)
+    directory.fail("stage 's1' cannot be read: the disk has failed")
+    directory.fail("stage 's0' cannot be read")
+    assert directory.failure == "stage 's0' cannot be read"

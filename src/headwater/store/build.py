@@ -95,7 +95,8 @@ def build_store(
     tier = make_tier(ownership)
     with on_failure(tier.close):  # there may be no room for the gradients: give the tier's room back
         sink = make_gradients(stages, fabric, ownership.host_run, gradients, on_device)
-    return WeightStore(rule, tier, ownership, sink, order=order, fabric=ranks)
+        with on_failure(sink.close):
+            return WeightStore(rule, tier, ownership, sink, order=order, fabric=ranks)
 
 
 def make_gradients(
@@ -119,12 +120,13 @@ def make_gradients(
     assert not (on_device and options.user_loop), "each rank would have other weights after a change"
     # A user's loop sums on each host, and hosts are put together when a sum is read.
     storage = _storage(stages, fabric.neighbours if options.user_loop else fabric, options)
-    if options.user_loop:
-        return LoopGradients(stages, fabric.neighbours, LastingSums(stages, fabric, storage))
-    ranks = RankGradients(stages, fabric, storage)
-    if fabric.num_hosts == 1:
-        return ranks
-    return HostGradients(ranks, fabric, StageExchange(stages, fabric, ranks.sums, host_run))
+    with on_failure(storage.close):  # memory that is freed while it is locked cannot be locked again
+        if options.user_loop:
+            return LoopGradients(stages, fabric.neighbours, LastingSums(stages, fabric, storage))
+        ranks = RankGradients(stages, fabric, storage)
+        if fabric.num_hosts == 1:
+            return ranks
+        return HostGradients(ranks, fabric, StageExchange(stages, fabric, ranks.sums, host_run))
 
 
 def _buffer(

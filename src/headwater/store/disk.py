@@ -71,6 +71,12 @@ class DiskTier(Tier):
             layout.wire_bytes - (groups[0].offset if groups else 0)
             for layout, groups in zip(layouts, kept, strict=True)
         ]
+        self._threads = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="headwater-disk")
+        self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for _ in range(_STAGING_BUFFERS):
+            self._staging.put(aligned_empty(largest_group_bytes(layouts)))
+        self._writes: list[deque[Future[None]]] = [deque() for _ in layouts]
+        # At last: if memory for the buffers is missing, no file stays open.
         self._files = open_files(
             file_sizes(layouts, folder, kept),
             direct=direct,
@@ -80,11 +86,6 @@ class DiskTier(Tier):
             stages=[layout.stage.name for layout in layouts],
         )
         self.origins = [file.origin for file in self._files]
-        self._threads = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="headwater-disk")
-        self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for _ in range(_STAGING_BUFFERS):
-            self._staging.put(aligned_empty(largest_group_bytes(layouts)))
-        self._writes: list[deque[Future[None]]] = [deque() for _ in layouts]
 
     def is_here(self, stage: int) -> bool:
         return True

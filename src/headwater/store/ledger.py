@@ -131,4 +131,6 @@ class Ledger:
 
     def waiting(self) -> set[ParamKey]:
         """Return the parameters with a pending update."""
-        return {(stage, param) for stage, pending in self._pending.items() for param in pending.parts}
+        # A list first: another thread may apply an update meanwhile.
+        pending = list(self._pending.items())
+        return {(stage, param) for stage, update in pending for param in update.parts}

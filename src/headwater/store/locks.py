@@ -26,9 +26,8 @@ class StageLocks:
         # Reentrant: a snapshot reads a stage that the updating thread holds already.
         self._locks = [threading.RLock() for _ in names]
         self._torn: dict[int, str] = {}  # torn stages, and why
-        self._lost: dict[
-            int, str
-        ] = {}  # stages that may have values of a step that has failed, and which step
+        # Stages that may have values of a step that has failed, and which step.
+        self._lost: dict[int, str] = {}
 
     @contextmanager
     def exclusive(self, stage: int) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -232,6 +232,20 @@ class StageAccess:
         else:
             self._propagation.skipped(stage, self._ledger.num_commits)
         self._versions[stage] += 1  # at last: a thread that sees the new version may fetch at once
+
+    @contextmanager
+    def undoing(self) -> Iterator[None]:
+        """Enter a context in which commits are undone. With one rank, no other thread updates a stage in it.
+
+        A thread that has removed a pending update from the ledger, and has not taken its gradients yet, would
+        lose these gradients: the ledger says that no update waits for them.
+        """
+        with ExitStack() as held:
+            # With several ranks a thread may hold a stage until another rank updates it, which may wait here.
+            if self._fabric.size == 1:
+                for stage in range(len(self._tier.layouts)):
+                    held.enter_context(self.locks.exclusive(stage))
+            yield
 
     def undo(self, last: int) -> None:
         """Discard pending updates that were committed after number `last`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -311,18 +312,23 @@ class WeightStore:
         Returns:
             True if all of them are undone.
         """
-        last = self.ledger.last_kept
-        # First: a fetch thread must not apply an update whose gradient is given back below.
-        self.access.undo(last)
-        editable(self.gradients).restore(self.ledger.taken(last), self.ledger.waiting())
-        return self.ledger.is_undone(last)
+        # Outside of the context: the thread that adds gradients may need a stage.
+        gradients = editable(self.gradients)
+        with self.access.undoing():
+            last = self.ledger.last_kept
+            # First: a fetch thread must not apply an update whose gradient is given back below.
+            self.access.undo(last)
+            gradients.restore(self.ledger.taken(last), self.ledger.waiting())
+            return self.ledger.is_undone(last)
 
     def close(self) -> None:
-        """Release memory, threads and files."""
-        if self.in_backward is not None:
-            self.in_backward.close()
-        self.access.close()  # first: its threads use the gradients and the tier
-        self.gradients.close()
-        if self.snapshots.link is not None:
-            self.snapshots.link.close()
-        self.tier.close()
+        """Release memory, threads and files, also if a part of the store raises an error."""
+        with ExitStack() as closed:  # calls these in reverse order
+            closed.callback(self.tier.close)
+            if self.snapshots.link is not None:
+                closed.callback(self.snapshots.link.close)
+            closed.callback(self._gradients.close)
+            closed.callback(self.await_gradients)
+            closed.callback(self.access.close)  # before the gradients and the tier, which its threads use
+            if self.in_backward is not None:
+                closed.callback(self.in_backward.close)

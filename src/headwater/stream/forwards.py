@@ -66,7 +66,7 @@ class Forwards:
         return self._nesting > 0
 
     def enter(self, stages: Sequence[int]) -> None:
-        """Bind the stages of a module whose forward begins."""
+        """Bind the stages of a module whose forward begins. After an error the forward has ended."""
         if not self.are_followed:
             return
         if not self._nesting:
@@ -80,11 +80,16 @@ class Forwards:
             lane.switch(_COMPUTE)
         if self._packing is not None:
             self._packing.begin_module(stages)
-        for stage in stages:
+        for count, stage in enumerate(stages, start=1):
             self._depth[stage] += 1
             # Several nested modules may use a stage; the outermost binds it.
             if self._depth[stage] == 1:
-                self._binder.bind(stage, self._require)
+                try:
+                    self._binder.bind(stage, self._require)
+                except BaseException:
+                    # The module does not run, so no call of `leave` follows.
+                    self.leave(stages[:count])
+                    raise
 
     def _begin(self) -> None:
         if self._backward.is_running:  # the previous recomputed stage is finished

@@ -157,8 +157,9 @@ class SlabDirectory:
 
     def fail(self, text: str) -> None:
         """Record why a stage cannot be fetched."""
-        data = text.encode()[: _TEXT_BYTES - 1]
-        self._text[: len(data)] = np.frombuffer(data, np.uint8)
+        # With zeros after it, which end an earlier, longer text.
+        data = text.encode()[: _TEXT_BYTES - 1].ljust(_TEXT_BYTES, b"\0")
+        self._text[:_TEXT_BYTES] = np.frombuffer(data, np.uint8)
 
     # the others
 

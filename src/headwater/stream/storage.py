@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headwater.core.files import disk_errors
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.types import Plan
 from headwater.store.build import GradientOptions, build_store
@@ -36,7 +37,8 @@ def make_store(
     """
     folder = settings.folder if settings.gradients_on_disk else None
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
     # In a user's loop each host updates all stages; see `build_store`.
     tiers = TierBuilder(settings, device, fabric.neighbours if options.user_loop else fabric, options)
     store = build_store(

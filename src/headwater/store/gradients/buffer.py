@@ -153,15 +153,19 @@ class DiskBuffer(GradientBuffer):
         return round_up(sum(round_up(size, 64) for size in sizes))
 
     def put(self, stage: int, gradients: Gradients) -> None:
+        # The mark of presence follows: a failed write must not leave a half sum that counts.
+        self._write(stage, self._files[stage], gradients)
+        self._sparse[stage] = {i: g for i, g in enumerate(gradients) if g is not None and g.is_sparse}
+        self._present[stage] = [gradient is not None for gradient in gradients]
+
+    def _write(self, stage: int, file: BlockFile, gradients: Gradients) -> None:
+        """Write the dense gradients of a stage to one of its files."""
         spec = self._stages[stage]
         buffer = aligned_empty(self._span(spec))
         for view, gradient in zip(self._views(spec, buffer), gradients, strict=True):
             if gradient is not None and not gradient.is_sparse:
                 view.copy_(gradient)
-        self._sparse[stage] = {i: g for i, g in enumerate(gradients) if g is not None and g.is_sparse}
-        # The mark of presence follows: a failed write must not leave a half sum that counts.
-        self._files[stage].write(0, buffer[: self._span(spec)])
-        self._present[stage] = [gradient is not None for gradient in gradients]
+        file.write(0, buffer[: self._span(spec)])
 
     def take(self, stage: int) -> Gradients | None:
         held = self.look(stage)
@@ -189,12 +193,14 @@ class DiskBuffer(GradientBuffer):
     def keep(self, stage: int) -> None:
         # The file that was written becomes the saved one, and a copy in the other file is held from now on.
         held = self.look(stage)
-        spare = self._spare.pop(stage, None) or self._open([stage])[0]
+        if stage not in self._spare:
+            self._spare[stage] = self._open([stage])[0]
+        # Before the files change their roles: after a failed write the old file still holds the gradients.
+        if held:
+            self._write(stage, self._spare[stage], held)
         present, sparse = list(self._present.get(stage, [])), dict(self._sparse.get(stage, {}))
         self._kept[stage] = self._files[stage], present, sparse
-        self._files[stage] = spare
-        if held:
-            self.put(stage, held)
+        self._files[stage] = self._spare.pop(stage)
 
     def restore(self, stage: int) -> None:
         self._spare[stage] = self._files[stage]

@@ -75,7 +75,8 @@ class BufferedSums:
         """Remove and return all sums of a stage, or `None` if nothing was added for it."""
         self.settle(stage)
         self._return_lent(stage)
-        self._returned = {key for key in self._returned if key[0] != stage}
+        # One by one: the user's loop may lend sums of other stages meanwhile.
+        self._returned.difference_update((stage, param) for param in range(len(self._stages[stage].params)))
         return self._buffer.take(stage)
 
     def put(self, stage: int, gradients: Gradients) -> None:

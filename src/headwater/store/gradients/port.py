@@ -84,7 +84,10 @@ class GradientSink(abc.ABC):
 
     @abc.abstractmethod
     def drop(self, key: ParamKey) -> None:
-        """Discard the sum of one parameter. Do nothing if a commit has taken the sum."""
+        """Discard the sum of one parameter. Do nothing if a commit has taken the sum.
+
+        With several ranks in `train_step` all ranks call it, after `complete`; before that it does nothing.
+        """
 
     @abc.abstractmethod
     def discard(self) -> None:

@@ -39,6 +39,7 @@ class RankGradients(GradientSink):
         self._stages = stages
         self._fabric = fabric
         self._committed: set[ParamKey] = set()
+        self._dropped: set[ParamKey] = set()  # in this step
 
     def add(
         self, key: ParamKey, gradient: torch.Tensor, *, last: bool, norm: torch.Tensor | None = None
@@ -68,9 +69,10 @@ class RankGradients(GradientSink):
 
     def publish(self) -> None:
         """Set `status` from the norms that the ranks have computed."""
-        self.status.present = {key for key in self.sums.keys if self.sums.has(key, self.step)}
-        for key in self.sums.keys:
-            if key in self.status.present:
+        filled = [key for key in self.sums.keys if self.sums.has(key, self.step)]
+        self.status.present = set(filled) - self._dropped
+        for key in filled:
+            if key not in self._dropped:
                 # A copy: the next step overwrites the shared memory.
                 self.status.measure(key, self.sums.norms[self.sums.slots[key]].clone())
 
@@ -91,10 +93,14 @@ class RankGradients(GradientSink):
         self._committed.update((stage, p) for p, each in enumerate(gradients) if each is not None)
 
     def drop(self, key: ParamKey) -> None:
-        self.status.present.discard(key)
+        if key in self.status.present:
+            # The shared sum stays as it is, so each later `publish` must leave it out.
+            self._dropped.add(key)
+            self.status.leave(key)
 
     def discard(self) -> None:
         self.status.leave_all()
+        self._dropped.clear()
         self.step += 1  # the first addition of the step replaces what is in the sums
 
     def borrow(self, key: ParamKey) -> torch.Tensor | None:
