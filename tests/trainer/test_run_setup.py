@@ -1,5 +1,6 @@
 """Workloads, starting points and files that follow from the params."""
 
+import dataclasses
 import io
 
 import pytest
@@ -22,6 +23,7 @@ from headwater.trainer.job import Job
 from headwater.trainer.loop import Trainer
 from headwater.trainer.planning import (
     Workload,
+    budget_notes,
     make_engine,
     optimizer_of,
     plan_run,
@@ -222,3 +224,30 @@ def test_learning_rates_of_mup_reach_the_optimizer():
         "blocks.0.ffn.input.weight", (128, 32), {"lr": 1.0}
     )
     assert options["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notes"),
+    [
+        ([], []),
+        (["host_memory=2GiB"], []),
+        (["host_memory=8TiB"], ["host_memory is 8.00 TiB, but this machine has"]),
+        (["device_memory=8TiB"], ["device_memory: without effect, because the CPU computes"]),
+    ],
+)
+def test_a_budget_that_limits_nothing_gives_a_note(overrides, notes, caplog):
+    config = tiny(*(f"trainer.init.backend.{each}" for each in overrides))
+    plan_run(config.init, zoo_trainable(config.init), Workload(4))
+    assert len(caplog.messages) == len(notes)
+    assert all(map(str.startswith, caplog.messages, notes))
+
+
+def test_a_budget_beyond_the_gpu_gives_a_note(monkeypatch):
+    config = tiny()
+    plan = plan_run(config.init, zoo_trainable(config.init), Workload(4))
+    resources = dataclasses.replace(plan.budget, device_memory=64 << 30)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (20 << 30, 24 << 30))
+    notes = budget_notes(dataclasses.replace(plan, device="cuda", budget=resources))
+    assert notes == [
+        "device_memory is 64.0 GiB, but the GPU has 24.0 GiB: a run that needs more than that fails here"
+    ]
