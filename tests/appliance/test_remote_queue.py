@@ -46,6 +46,7 @@ def test_a_remote_queue_answers_as_the_queue_there(queue, remote, submit, folder
     assert remote.show(job.name) == queue.show(job.name)
     assert remote.jobs(everything=True) == queue.jobs(everything=True)
     assert "".join(remote.logs(job.name)) == "".join(queue.logs(job.name))
+    assert [remote.read_log(job, -many)[-2:] for many in (2, 9000)] == ["é".encode()] * 2
     waiting = submit("true", num_csx=4)
     with pytest.raises(QueueError, match=f"job {job.name} has ended"):
         remote.set_priority(job.name, Priority.P1)

@@ -105,6 +105,15 @@ def test_jobs_from_submission_to_end_with_both_commands(headwater, control, queu
     assert "SIGTERM" in headwater("jobs", "wait", NAMES[0])[1]
 
 
+def test_a_failed_job_shows_its_last_error(headwater, control, queue_dir):
+    script = "echo start; yes | head -n 40000; echo 'error: the disk is full' >&2; echo '  remedy: x'; exit 1"
+    headwater("jobs", "submit", "--", "sh", "-c", script)
+    headwater("jobs", "wait", "1")
+    found = yaml.safe_load(headwater("jobs", "show", "1")[1])
+    assert (found["reason"], found["last_error"]) == ("ended with exit code 1", "error: the disk is full")
+    assert yaml.safe_load(control("get", "job", "1", "-o", "yaml")[1]) == found
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

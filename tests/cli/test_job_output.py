@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwater.cli.job_output import render_table, short_time, show_records
+from headwater.cli.job_output import last_error, render_table, short_time, show_records
 from headwater.cli.parser import Parser, suggestion
 from headwater.core.errors import ConfigError
 
@@ -23,6 +23,21 @@ def test_every_row_of_a_table_has_as_many_words():
 def test_records_are_written_in_both_formats():
     assert show_records({"name": "ü"}, "yaml") == "name: ü"
     assert show_records({"a": 1}, "json") == '{\n  "a": 1\n}'
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        (b"", None),
+        (b"job wsjob-000000000001 on csx-0, csx-1\n", None),
+        (b"job wsjob-000000000001 on csx-0\nstep 1\n\nkilled\n\n", "killed"),
+        (b"error: the disk is full\n  where: run\n  remedy: delete files\n", "error: the disk is full"),
+        (b"error: an old one\n" + b"step\n" * 20, "step"),
+        (b"\xc3\n" + b"x" * 2000, "x" * 333 + "\u2026" + "x" * 166),
+    ],
+)
+def test_the_line_that_says_why_a_job_failed(log, line):
+    assert last_error(log) == line
 
 
 def test_an_unknown_option_is_reported_before_a_missing_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -63,7 +64,7 @@ class Queue(ABC):
     def read_log(self, job: Job, position: int) -> bytes:
         """Return the output of a job from byte `position` on, or the beginning of this part if it is long.
 
-        Returns empty bytes until more output is written.
+        A negative position counts from the end. Returns empty bytes until more output is written.
 
         Raises:
             QueueError: if the log cannot be read.
@@ -103,7 +104,7 @@ class Queue(ABC):
 
 
 def read_local_log(job: Job, position: int) -> bytes:
-    """Return at most 64 KiB of the log of a job on this machine, from byte `position` on.
+    """Return at most 64 KiB of the log of a job on this machine; see `Queue.read_log`.
 
     Raises:
         QueueError: if the log cannot be read.
@@ -111,7 +112,8 @@ def read_local_log(job: Job, position: int) -> bytes:
     try:
         # Opened again each time: the job may create the file later, on another machine.
         with job.log.open("rb") as file:
-            file.seek(position)
+            size = os.fstat(file.fileno()).st_size
+            file.seek(position if position >= 0 else max(size + position, 0))
             return file.read(_BLOCK)
     except FileNotFoundError:
         return b""  # the job has not printed anything yet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 import yaml
 
 from headwater.appliance.types import Job
+from headwater.core.errors import shorten
 
 COLUMNS = ("NAME", "AGE", "DURATION", "PHASE", "SYSTEMS", "PRIORITY", "USER", "LABELS")
 FORMATS = ("table", "json", "yaml")
 _GAP = "   "
+_FIRST_LINE = re.compile(r"job wsjob-\d+ on csx-\d+(, csx-\d+)*")
+_LAST_LINES, _MAX_CHARS = 20, 500
 _TIMES = ("created", "started", "ended")
 _LONGEST = ((120, 1, "s"), (3 * 3600, 60, "m"), (48 * 3600, 3600, "h"))
 
@@ -80,6 +84,22 @@ def record(job: Job) -> dict[str, Any]:
         labels=dict(job.labels),
     )
     return known
+
+
+def last_error(log: bytes) -> str | None:
+    """Return the line that best says why a job failed; `None` if it has printed nothing.
+
+    That is the last error of Headwater among the last lines, or else the last line.
+
+    Args:
+        log: the end of the job's output.
+    """
+    # The watcher writes the first line of each log.
+    lines = [line.strip() for line in log.decode(errors="replace").splitlines()]
+    lines = [line for line in lines if line and not _FIRST_LINE.fullmatch(line)][-_LAST_LINES:]
+    errors = [line for line in lines if line.startswith("error: ")]
+    found = (errors or lines)[-1:]
+    return shorten(found[0], _MAX_CHARS) if found else None
 
 
 def short_time(seconds: float) -> str:

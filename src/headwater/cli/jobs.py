@@ -29,9 +29,11 @@ from headwater.appliance.types import (
 from headwater.cli import remote_jobs
 from headwater.cli.appliance_option import HELP, say
 from headwater.cli.following import add_following_options
-from headwater.cli.job_output import FORMATS, record, show_jobs, show_records
+from headwater.cli.job_output import FORMATS, last_error, record, show_jobs, show_records
 from headwater.cli.parser import Parser
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, QueueError
+
+_END_OF_LOG_BYTES = 1 << 14
 
 NAME_HELP = "name of a job, its number, or a unique prefix of its name"
 
@@ -247,12 +249,11 @@ def run_get(args: argparse.Namespace) -> int:
     """Print one job, or the list of jobs if no name is given; return the exit code."""
     if args.name is None:
         return run_list(args)
+    if args.output != "table":
+        return run_show(args)
     with chosen_queue(args) as queue:
         job = queue.show(args.name)
-    if args.output == "table":
-        print(show_jobs([job], args.output, reasons=True))
-    else:
-        print(show_records(record(job), args.output))
+    print(show_jobs([job], args.output, reasons=True))
     return 0
 
 
@@ -260,8 +261,18 @@ def run_show(args: argparse.Namespace) -> int:
     """Print all details of a job; return the exit code."""
     with chosen_queue(args) as queue:
         job = queue.show(args.name)
-    print(show_records(record(job), args.output))
+        details = record(job)
+        if job.phase == Phase.FAILED and (line := _last_error(queue, job)) is not None:
+            details["last_error"] = line
+    print(show_records(details, args.output))
     return 0
+
+
+def _last_error(queue: Queue, job: Job) -> str | None:
+    try:
+        return last_error(queue.read_log(job, -_END_OF_LOG_BYTES))
+    except QueueError:  # for example the log of another user; the other details are shown all the same
+        return None
 
 
 def run_logs(args: argparse.Namespace) -> int:
