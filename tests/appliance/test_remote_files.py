@@ -23,6 +23,23 @@ def digest(data):
     return hashlib.sha256(data).hexdigest()
 
 
+SUBMIT = {
+    "ask": "submit",
+    "token": "t",
+    "command": ["true"],
+    "is_headwater": False,
+    "files": [],
+    "python_paths": [],
+    "run": None,
+    "only_reads": False,
+    "origin": {},
+    "num_csx": 1,
+    "priority": "p2",
+    "labels": {},
+    "umask": 0o022,
+}
+
+
 def test_frames_in_parts_of_any_size():
     generator = random.Random(0)
     frames = [Frame({"n": n, "é": None}, generator.randbytes(generator.randrange(3000))) for n in range(50)]
@@ -145,13 +162,27 @@ def test_the_files_to_send_are_limited(tmp_path):
         {"ask": "find", "digests": [1]},
         {"ask": "ping", "more": 1},
         {"ask": "add", "digest": "../x", "size": 1, "position": 0},
+        {**SUBMIT, "command": [1]},
+        {**SUBMIT, "python_paths": [None]},
+        {**SUBMIT, "files": ["a.py"]},
+        {**SUBMIT, "files": [{"path": "../a.py", "digest": digest(b""), "executable": False}]},
+        {**SUBMIT, "files": [{"path": "a.py", "digest": digest(b""), "executable": False}]},
+        {**SUBMIT, "run": "../x"},
     ],
     ids=str,
 )
 def test_malformed_requests_have_an_error_as_reply(fields, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    reply = Server().reply(Frame(fields))
-    assert error_class(reply.header["error"]["kind"]) is not None
+    error = Server().reply(Frame(fields)).header["error"]
+    assert error_class(error["kind"]) is not None and error["remedy"]
+    assert not list(tmp_path.rglob("*.partial")), "no part of a refused submission is left"
+
+
+def test_negative_positions_are_refused(tmp_path):
+    (tmp_path / "log").write_bytes(b"data")
+    with pytest.raises(QueueError, match="expected a position of at least 0, got -1"):
+        read_block(tmp_path, list_artifacts(tmp_path)[0], -1, None)
+    assert Contents(tmp_path / "contents").add(digest(b"data"), 4, -1, b"data") == 0
 
 
 def test_the_environment_of_a_job_is_that_of_the_login(tmp_path):

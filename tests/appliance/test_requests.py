@@ -56,10 +56,14 @@ def test_malformed_requests_are_answered(served, capfd):
         (b'{"ask": "jobs"}', "the field 'everything' is missing"),
         (b'{"ask": "label", "name": "1", "labels": {"a": 3}}', "expected strings or null"),
         (b'{"ask": "label", "name": "1", "labels": {"a b": "c"}}', "expected a label name=value, got"),
+        (b'{"ask": "submit", "submission": {}, "token": "t"}', "the field 'command' is missing"),
+        (b'{"ask": "drop"}', "expected one of submit, jobs, show"),
+        (b"[]", "expected a request as a JSON object, got a list"),
     ],
 )
-def test_an_error_says_what_was_expected(served, request_, what):
-    assert what in json.loads(ask(served, request_))["error"]["what"]
+def test_an_error_says_what_was_expected_and_what_to_do(served, request_, what):
+    error = json.loads(ask(served, request_))["error"]
+    assert what in error["what"] and error["remedy"]
 
 
 def test_a_job_with_numbers_beyond_64_bits_is_refused(served):

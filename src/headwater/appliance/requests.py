@@ -8,7 +8,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from headwater.appliance.queue import Queue
-from headwater.appliance.types import Job, Submission, read_fields, read_label_changes, read_priority
+from headwater.appliance.types import (
+    SAME_VERSION,
+    Job,
+    Submission,
+    read_fields,
+    read_label_changes,
+    read_priority,
+)
 from headwater.core.errors import ConfigError, HeadwaterError, QueueError
 
 MAX_BYTES = 8 << 20
@@ -17,9 +24,6 @@ MAX_BYTES = 8 << 20
 _MAX_ERROR_CHARS = 2000
 """Longest text of an error in an answer. Errors may quote the request, which can be large."""
 
-_SAME_VERSION = "send requests with the command headwater of the version that serves the queue"
-"""Remedy of a malformed request, which a command of the same version never sends."""
-
 _Arguments = Mapping[str, Any]
 
 
@@ -27,7 +31,7 @@ def _label(queue: Queue, arguments: _Arguments) -> Job:
     labels: dict[str, str | None] = arguments["labels"]
     if not all(value is None or isinstance(value, str) for value in labels.values()):
         raise ConfigError(
-            "expected strings or null as labels", where="the request: labels", remedy=_SAME_VERSION
+            "expected strings or null as labels", where="the request: labels", remedy=SAME_VERSION
         )
     # The rules for labels of the command line, because a client can send anything.
     read_label_changes([f"{name}-" if value is None else f"{name}={value}" for name, value in labels.items()])
@@ -94,17 +98,17 @@ def _parse(line: bytes) -> dict[str, Any]:
         request = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise QueueError(
-            f"expected a request in JSON, got {line[:40]!r}: {error}", remedy=_SAME_VERSION
+            f"expected a request in JSON, got {line[:40]!r}: {error}", remedy=SAME_VERSION
         ) from error
     if not isinstance(request, dict):
         raise QueueError(
-            f"expected a request as a JSON object, got a {type(request).__name__}", remedy=_SAME_VERSION
+            f"expected a request as a JSON object, got a {type(request).__name__}", remedy=SAME_VERSION
         )
     if not isinstance(request.get("ask"), str) or request["ask"] not in _ANSWERS:
         raise QueueError(
             f"expected one of {', '.join(_ANSWERS)}, got {request.get('ask')!r}",
             where="the request: ask",
-            remedy=_SAME_VERSION,
+            remedy=SAME_VERSION,
         )
     return request
 

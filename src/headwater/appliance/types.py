@@ -69,6 +69,9 @@ _SUBMISSION: dict[str, tuple[type, ...]] = {
 
 _MAX_UMASK = 0o777
 
+SAME_VERSION = "send requests with the command headwater of the version that serves the queue"
+"""Remedy of a malformed request, which a command of the same version never sends."""
+
 
 def ending(exit_code: int) -> str:
     """Return a text that says how a process ended; a negative code is the signal that killed it."""
@@ -200,7 +203,11 @@ class Submission:
         given = read_fields(record, _SUBMISSION, "the submission")
         texts = [*given["command"], *given["environment"].values(), *given["labels"].values()]
         if not all(isinstance(text, str) for text in texts):
-            raise ConfigError("expected command, environment and labels of a job to be strings")
+            raise ConfigError(
+                "expected strings in command, environment and labels, got another type",
+                where="the submission",
+                remedy=SAME_VERSION,
+            )
         return cls(**_from_record({**given, "priority": read_priority(given["priority"])}))
 
 
@@ -254,29 +261,37 @@ class Job:
         return cls(**_from_record(record))
 
 
-def read_fields(
-    record: Mapping[str, Any], fields: Mapping[str, tuple[type, ...]], where: str
-) -> dict[str, Any]:
+def read_fields(record: object, fields: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
     """Return a copy of `record` after checking its fields.
 
     Args:
-        record: any mapping.
+        record: a value that another process has sent.
         fields: the names of the expected fields, with their types. A bool is not accepted for an int.
         where: place for the error.
 
     Raises:
-        ConfigError: if a field is missing, unknown or of another type.
+        ConfigError: if `record` is not a mapping, or a field is missing, unknown or of another type.
     """
-    for name in fields.keys() ^ record.keys():
+    if not isinstance(record, Mapping):
+        raise ConfigError(
+            f"expected an object with the fields {', '.join(fields)}, got a {type(record).__name__}",
+            where=where,
+            remedy=SAME_VERSION,
+        )
+    for name in sorted(fields.keys() ^ record.keys()):
         problem = "is missing" if name in fields else "is unknown"
         raise ConfigError(
-            f"the field {name!r} {problem}; expected {', '.join(fields) or 'no fields'}", where=where
+            f"the field {name!r} {problem}; expected {', '.join(fields) or 'no fields'}",
+            where=where,
+            remedy=SAME_VERSION,
         )
     for name, types in fields.items():
         if type(record[name]) not in types:
             expected = " or ".join(kind.__name__ for kind in types)
             raise ConfigError(
-                f"expected {expected} for {name!r}, got {type(record[name]).__name__}", where=where
+                f"expected {expected} for {name!r}, got {type(record[name]).__name__}",
+                where=where,
+                remedy=SAME_VERSION,
             )
     return dict(record)
 

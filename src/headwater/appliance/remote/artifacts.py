@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from headwater.appliance.types import read_fields
+from headwater.appliance.types import SAME_VERSION, read_fields
 from headwater.core.errors import QueueError
 from headwater.core.files import PARTIAL_SUFFIX
 
@@ -54,7 +54,11 @@ class Artifact:
         path = PurePosixPath(found.path)
         # A file of this name is written on this machine, so its path must not lead out of the folder.
         if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in found.path or found.size < 0:
-            raise QueueError(f"expected a path inside of the folder of the run, got {found.path!r}")
+            raise QueueError(
+                f"expected a path inside of the folder of the run, got {found.path!r}",
+                where="an artifact",
+                remedy=SAME_VERSION,
+            )
         return found
 
 
@@ -133,7 +137,16 @@ def read_block(folder: Path, artifact: Artifact, position: int, known: str | Non
         `same` without bytes if the block has the SHA-256 `known`; `data` with its bytes; or `changed` without
         bytes if the file has changed or was removed since it was listed. A file that was only appended to has
         not changed: it still begins with the listed version.
+
+    Raises:
+        QueueError: if the position is negative.
     """
+    if position < 0:
+        raise QueueError(
+            f"expected a position of at least 0, got {position}",
+            where=f"the request to read {artifact.path}",
+            remedy=SAME_VERSION,
+        )
     try:
         handle = os.open(folder / artifact.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from headwater.appliance.types import SAME_VERSION
 from headwater.core.errors import QueueError
 from headwater.core.files import PARTIAL_SUFFIX, disk_errors
 
@@ -34,7 +35,11 @@ class Contents:
             QueueError: if `digest` is not a SHA-256 in hexadecimal digits.
         """
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise QueueError(f"expected a SHA-256, got {digest!r}")
+            raise QueueError(
+                f"expected a SHA-256 of 64 hexadecimal digits, got {digest!r}",
+                where="digest of a file",
+                remedy=SAME_VERSION,
+            )
         return self._folder / digest[:2] / digest
 
     def received(self, digest: str) -> int | None:
@@ -65,7 +70,7 @@ class Contents:
             QueueError: if all bytes are there and do not have this SHA-256; they are deleted.
         """
         have = self.received(digest)
-        if have is None or position > have or position + len(data) > size:
+        if have is None or not 0 <= position <= have or position + len(data) > size:
             return have
         path = self.path(digest)
         partial = _partial(path)

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headwater.appliance.types import SAME_VERSION
 from headwater.core.errors import QueueError
 
 PROTOCOL = 2
@@ -98,14 +99,19 @@ def _parse(text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise QueueError(f"expected a header in JSON, got {text[:40]!r}: {error}") from error
+        raise QueueError(
+            f"expected a header in JSON, got {text[:40]!r}: {error}", remedy=SAME_VERSION
+        ) from error
     if not isinstance(header, dict):
-        raise QueueError(f"expected a header that is an object in JSON, got a {type(header).__name__}")
+        raise QueueError(
+            f"expected a header that is an object in JSON, got a {type(header).__name__}", remedy=SAME_VERSION
+        )
     return header
 
 
 def _too_long(header: int, body: int) -> QueueError:
     return QueueError(
         f"expected a frame with a header of at most {MAX_HEADER} bytes and a body of at most {MAX_BODY}, "
-        f"got {header} and {body}"
+        f"got {header} and {body}",
+        remedy="send less in one request, or install the same version of headwater on both machines",
     )

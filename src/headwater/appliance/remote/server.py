@@ -25,7 +25,7 @@ from headwater.appliance.remote.artifacts import Artifact, digest_of, list_artif
 from headwater.appliance.remote.frames import MARK, PROTOCOL, Decoder, Frame, encode
 from headwater.appliance.remote.workspace import MODEL_DIR, find_workspace
 from headwater.appliance.requests import answer, refusal
-from headwater.appliance.types import Submission, read_fields, read_priority
+from headwater.appliance.types import SAME_VERSION, Submission, read_fields, read_priority
 from headwater.core.errors import HeadwaterError, QueueError
 
 _BLOCK = 1 << 18
@@ -35,6 +35,7 @@ _UNSAFE = ("SSH_", "HEADWATER_JOB", "HEADWATER_CSX", ENVIRONMENT)
 
 _Handler = Callable[["Server", Mapping[str, Any], bytes], Frame]
 _TEXT, _NUMBER = (str,), (int,)
+_LISTS_OF_TEXTS = {"command", "digests", "python_paths"}
 
 
 def serve(source: int, target: int) -> None:
@@ -75,9 +76,16 @@ class Server:
         name = fields.pop("ask", None)
         try:
             if not isinstance(name, str) or name not in _HANDLERS:
-                raise QueueError(f"expected one of {', '.join(_HANDLERS)}, got {name!r}", where="ask")
+                raise QueueError(
+                    f"expected one of {', '.join(_HANDLERS)}, got {name!r}",
+                    where="the request: ask",
+                    remedy=SAME_VERSION,
+                )
             types, handle = _HANDLERS[name]
-            return handle(self, read_fields(fields, types, f"the request {name}"), request.body)
+            where = f"the request {name}"
+            checked = read_fields(fields, types, where)
+            _check_texts(checked, where)
+            return handle(self, checked, request.body)
         except HeadwaterError as error:
             return Frame(refusal(error))
 
@@ -171,6 +179,15 @@ class Server:
         # Once for a connection: opening reads the file system and the environment.
         self._queue = self._queue or open_queue()
         yield self._queue
+
+
+def _check_texts(fields: Mapping[str, Any], where: str) -> None:
+    """Raise `QueueError` if a list that must have strings has other values."""
+    for name in _LISTS_OF_TEXTS & fields.keys():
+        if not all(isinstance(item, str) for item in fields[name]):
+            raise QueueError(
+                f"expected a list of strings for {name!r}, got other values", where=where, remedy=SAME_VERSION
+            )
 
 
 def job_environment(own: Mapping[str, str], python_paths: Sequence[Path]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from headwater.appliance.remote.contents import Contents
-from headwater.appliance.types import Job, read_fields
+from headwater.appliance.types import SAME_VERSION, Job, read_fields
 from headwater.core.errors import QueueError
 from headwater.core.files import disk_errors, make_folder
 
@@ -83,20 +83,25 @@ class Workspace:
         if folder.is_dir():
             return folder
         if len(files) > MAX_FILES:
-            raise QueueError(f"expected at most {MAX_FILES} files, got {len(files)}")
+            raise QueueError(
+                f"expected at most {MAX_FILES} files in a submission, got {len(files)}",
+                remedy="send fewer files, or copy the data to the appliance first",
+            )
         # Under another name until it is complete: another connection may lay out the same job.
         partial = folder.parent.with_name(f"{uuid.uuid4().hex}.partial")
-        with disk_errors(folder):
-            (partial / folder.name).mkdir(parents=True)
-            for each in files:
-                self._copy(read_fields(each, _FILE, "a file of the submission"), partial / folder.name)
-            (partial / _ORIGIN).write_text(json.dumps(dict(origin)))
-            try:
-                partial.rename(folder.parent)
-            except OSError:
-                shutil.rmtree(partial)
-                if not folder.is_dir():
-                    raise
+        try:
+            with disk_errors(folder):
+                (partial / folder.name).mkdir(parents=True)
+                for each in files:
+                    self._copy(read_fields(each, _FILE, "a file of the submission"), partial / folder.name)
+                (partial / _ORIGIN).write_text(json.dumps(dict(origin)))
+                try:
+                    partial.rename(folder.parent)
+                except OSError:
+                    if not folder.is_dir():  # if it is one, another connection was faster
+                        raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # does nothing after the rename
         return folder
 
     def origin(self, job: Job) -> dict[str, Any]:
@@ -111,7 +116,11 @@ class Workspace:
     def _copy(self, file: Mapping[str, Any], folder: Path) -> None:
         relative = PurePosixPath(file["path"])
         if relative.is_absolute() or ".." in relative.parts or not relative.parts:
-            raise QueueError(f"expected a path inside of the job's folder, got {file['path']!r}")
+            raise QueueError(
+                f"expected a path inside of the job's folder, got {file['path']!r}",
+                where="a file of the submission",
+                remedy=SAME_VERSION,
+            )
         source = self.contents.path(file["digest"])
         if not source.exists():
             raise QueueError(f"the content of {file['path']} is missing", remedy="submit again")
@@ -132,5 +141,9 @@ def find_workspace(path: str | None) -> Workspace:
 
 def _checked(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise QueueError(f"expected a name of letters, digits and . _ -, got {name!r}")
+        raise QueueError(
+            f"expected a name of at most 201 letters, digits, '.', '_' and '-', got {name!r}",
+            where="name of a run, or token of a submission",
+            remedy=SAME_VERSION,
+        )
     return name
