@@ -164,9 +164,9 @@ def _commit(optimizer: Optimizer) -> None:
     _check_parts(optimizer)
     adopt(optimizer)
     _used.pop(optimizer, None)  # entries of a step that failed
-    spent = next((home for home in _homes(optimizer) if home.gradient_is_spent), None)
-    if spent is not None:
-        raise consumed_error(spent.spec.name)
+    consumed = next((home for home in _homes(optimizer) if home.gradient_is_consumed), None)
+    if consumed is not None:
+        raise consumed_error(consumed.spec.name)
     if _scaler_found_overflow(optimizer):
         for home in _homes(optimizer):
             home.set_gradient(None)

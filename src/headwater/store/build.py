@@ -38,7 +38,7 @@ class GradientOptions:
             own dtype.
         folder: where gradients wait on disk; `None` if they wait in memory.
         verify: compare all that is read from disk with checksums of what was written.
-        page_lock: locks the pages of sums in memory, which a device then reads faster; `None` if none does.
+        page_lock: locks the pages of sums in memory, which a device then reads faster; `None` to lock none.
         user_loop: true if a user's loop reads gradients, changes them and keeps them over steps.
     """
 
@@ -111,14 +111,14 @@ def make_gradients(
     Args:
         stages: the stages.
         fabric: the ranks of all hosts.
-        host_run: says which host updates which elements.
+        host_run: returns the elements that a host updates.
         options: the ways in which gradients are summed.
         on_device: indices of the stages in device memory. With one rank their gradients stay there.
     """
     if fabric.size == 1:
         return LocalGradients(stages, _buffer(stages, options, on_device), options.sum_dtype)
     assert not (on_device and options.user_loop), "each rank would have other weights after a change"
-    # A user's loop sums on each host, and hosts are put together when a sum is read.
+    # In a user's loop each host has its own sums. They are added up when a sum is read.
     storage = _storage(stages, fabric.neighbours if options.user_loop else fabric, options)
     with on_failure(storage.close):  # memory that is freed while it is locked cannot be locked again
         if options.user_loop:

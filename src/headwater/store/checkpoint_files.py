@@ -147,7 +147,7 @@ class CheckpointFiles:
             self._syncing.append(self._transfers.threads.submit(files.pop_all().close))
 
     def finish_stage(self, stage: StageSpec, scalars: Sequence[Scalars | None]) -> None:
-        """Note that a stage is written.
+        """Record that a stage is written.
 
         Args:
             stage: the stage.
@@ -179,7 +179,7 @@ class CheckpointFiles:
             stages=[self._saved[index] for index in range(len(self._weights))],
             files={file.path.name: FileEntry(file.num_bytes, file.chunks) for file in files},
         )
-        # At last: a folder with a manifest is complete.
+        # Last: a folder with a manifest is complete.
         self._write_extra(MANIFEST_FILE, manifest.to_json())
         publish(self._partial, self._folder)
 

@@ -39,8 +39,8 @@ class DiskTier(Tier):
         direct: bypass the page cache.
         verify: compare what is read with checksums of what was written.
         kept: the groups of each stage that this host keeps, in one run; all groups if not given.
-        sums: memory for the checksums of each file; see `open_files`.
-        origins: of the files, if another rank of the host has made them.
+        checksums: memory for the checksums of each file; see `open_files`.
+        origins: the paths of the files, if another rank of the host has created them.
         write_behind: let writes of `groups` continue after its end; otherwise they have ended by then.
 
     Raises:
@@ -55,7 +55,7 @@ class DiskTier(Tier):
         direct: bool = True,
         verify: bool = False,
         kept: Sequence[Sequence[Group]] | None = None,
-        sums: Sequence[torch.Tensor] | None = None,
+        checksums: Sequence[torch.Tensor] | None = None,
         origins: Sequence[Path] | None = None,
         write_behind: bool = True,
     ) -> None:
@@ -76,12 +76,12 @@ class DiskTier(Tier):
         for _ in range(_STAGING_BUFFERS):
             self._staging.put(aligned_empty(largest_group_bytes(layouts)))
         self._writes: list[deque[Future[None]]] = [deque() for _ in layouts]
-        # At last: if memory for the buffers is missing, no file stays open.
+        # Last: if memory for the buffers is missing, no file stays open.
         self._files = open_files(
             file_sizes(layouts, folder, kept),
             direct=direct,
             contents=[f"stage {layout.stage.name!r}" for layout in layouts] if verify else None,
-            sums=sums,
+            checksums=checksums,
             origins=origins,
             stages=[layout.stage.name for layout in layouts],
         )

@@ -25,18 +25,18 @@ class Checksums:
     Args:
         path: the file, for errors.
         contents: what it holds, for errors.
-        sums: memory for checksums, zero at first: 8 bytes for each page of the file. Only the entries of the
-            first pages of blocks are touched. Processes that share the file share this memory.
+        memory: for the checksums, zero at first: 8 bytes for each page of the file. Only the entries of the
+            first pages of blocks are used. Processes that share the file share this memory.
     """
 
-    def __init__(self, path: Path, contents: str, sums: torch.Tensor) -> None:
+    def __init__(self, path: Path, contents: str, memory: torch.Tensor) -> None:
         self._path = path
         self._contents = contents
-        self._sums = sums.view(torch.int64).numpy()
+        self._values = memory.view(torch.int64).numpy()
 
     def note(self, offset: int, block: memoryview) -> None:
         """Store the checksum of a block that has been written."""
-        self._sums[offset // PAGE_BYTES] = zlib.crc32(block) + 1
+        self._values[offset // PAGE_BYTES] = zlib.crc32(block) + 1
 
     def check(self, offset: int, block: memoryview) -> None:
         """Compare a block that was read with its stored checksum. Do nothing if the block was never written.
@@ -44,7 +44,7 @@ class Checksums:
         Raises:
             CorruptError: if it differs from what was written.
         """
-        written = self._sums[offset // PAGE_BYTES]
+        written = self._values[offset // PAGE_BYTES]
         if written and zlib.crc32(block) + 1 != written:
             end = offset + len(block)
             raise CorruptError(
@@ -57,18 +57,18 @@ class Checksums:
 class BlockFile:
     """A scratch file of fixed size. Offsets, lengths and buffers are multiples of the page size.
 
-    It has no name: two runs cannot use the same file, nobody else can replace it, and nothing is left behind
-    however the process ends. See [Note: shared scratch folders].
+    The file has no name. So two runs cannot use the same file, no other process can replace it, and it does
+    not stay behind, even if the process is killed. See [Note: shared scratch folders].
 
     Attributes:
         origin: the path at which another process of this user opens it, while this process has it open.
 
     Args:
-        path: its name in errors; it is created in this folder.
+        path: its name in errors. The file is created in the folder of this path.
         num_bytes: its size. The space is reserved at once, so that a full disk is an error now.
         direct: bypass the page cache (O_DIRECT); ignored where the file system refuses it.
         checksums: compare what is read with what was written.
-        origin: of a file that another process has created; then it is opened, not created.
+        origin: the `origin` of a file that another process has created. That file is opened instead.
         stage: name of the stage to which its contents belong, for the recorder.
 
     Raises:
@@ -152,7 +152,7 @@ def open_files(
     *,
     direct: bool = True,
     contents: Sequence[str] | None = None,
-    sums: Sequence[torch.Tensor] | None = None,
+    checksums: Sequence[torch.Tensor] | None = None,
     origins: Sequence[Path] | None = None,
     stages: Sequence[str] | None = None,
 ) -> list[BlockFile]:
@@ -162,7 +162,7 @@ def open_files(
         sizes: bytes of each file.
         direct: bypass the page cache.
         contents: what each file holds, for errors; given to compare what is read with checksums.
-        sums: memory for the checksums, shared by the processes that share the files; see `sums_bytes`.
+        checksums: memory for checksums, shared by the processes that share the files; see `checksum_bytes`.
         origins: of files that another process has created.
         stages: name of the stage of each file, for the recorder.
 
@@ -172,22 +172,20 @@ def open_files(
     with contextlib.ExitStack() as opened:
         files = []
         for index, (path, num_bytes) in enumerate(sizes.items()):
-            checksums = None
+            own = None
             if contents is not None:
-                own = aligned_empty(sums_bytes(num_bytes)) if sums is None else sums[index]
-                checksums = Checksums(path, contents[index], own)
+                memory = aligned_empty(checksum_bytes(num_bytes)) if checksums is None else checksums[index]
+                own = Checksums(path, contents[index], memory)
             origin = None if origins is None else origins[index]
             stage = "" if stages is None else stages[index]
-            files.append(
-                BlockFile(path, num_bytes, direct=direct, checksums=checksums, origin=origin, stage=stage)
-            )
+            files.append(BlockFile(path, num_bytes, direct=direct, checksums=own, origin=origin, stage=stage))
             opened.callback(files[-1].close)
         # All are open: the caller closes them.
         opened.pop_all()
     return files
 
 
-def sums_bytes(num_bytes: int) -> int:
+def checksum_bytes(num_bytes: int) -> int:
     """Return how many bytes the checksums of a file of `num_bytes` take."""
     return 8 * -(-num_bytes // PAGE_BYTES)
 

@@ -52,11 +52,11 @@ class _Step:
         number: of the commit that it will make.
         complete: stages that have all gradients, and that the backward may still need. Those that are left at
             its end are updated after the commit.
-        excluded: stages that are not updated before the commit.
+        excluded: stages that must not be updated before the commit, because the backward uses them again.
         handed_over: stages whose update was begun.
-        norms: of the gradients of these.
+        norms: of the gradients of the stages in `handed_over`.
         is_over: true when the step has failed: no stage may be handed over any more.
-        reached: the backward has come to this use. Read and written by its thread alone.
+        reached: the index of the use that the backward has reached. Only the backward's thread uses it.
         received: by stage, the parameters that have a gradient of the last micro-batch.
     """
 
@@ -77,8 +77,8 @@ class BackwardUpdates:
 
     A stage is handed over to its update when two things have happened. All its trained parameters have a
     gradient. And a gradient has arrived of another stage, all of whose uses come earlier in the forward:
-    autograd runs in the reverse order, so the backward is done with the first stage. If it runs in another
-    order, `note_use` finds out: such a stage waits for the commit, or the step fails.
+    autograd runs in the reverse order, so the backward no longer needs the complete stage. `note_use` detects
+    another order. Then the stage is updated after the commit, or the step fails.
 
     The commit takes the stages that are left at the end of the backward. Those that have all gradients are
     updated at once, and the others when they are fetched next.
@@ -259,7 +259,7 @@ class BackwardUpdates:
         self._step.reached = min(self._step.reached, self._last.get(stage, len(self._moments.uses)))
         self._update_here()
         while len(self._running) > MOST_UNFINISHED or (self._running and self._running[0].done()):
-            # Removed at last: after an interrupt of this wait it still counts.
+            # Removed last: after an interrupt of this wait it still counts.
             self._running[0].result()
             self._running.popleft()
 

@@ -24,7 +24,7 @@ class Ledger:
         self._pending: dict[int, Pending] = {}
         self._mark = 0  # number of commits when the transaction began
         self._taken: dict[ParamKey, int] = {}  # the commit since then that has taken the gradient
-        self._last_used = 0  # the newest commit with which a stage was used, or was to be
+        self._last_used = 0  # the newest commit whose weights were used, or will be
 
     def __contains__(self, stage: int) -> bool:
         return stage in self._pending

@@ -19,7 +19,7 @@ class StageOwnership:
 
     Args:
         layout: of the stage.
-        owners: their equal parts of the elements follow each other; a rank may be there several times.
+        owners: the ranks, in the order of their equal parts of the elements; a rank may occur several times.
         hosts: the host of each rank.
     """
 
@@ -77,12 +77,13 @@ class StageOwnership:
 
 @final
 class Ownership:
-    """Ownership of the pieces of all stages, with questions that one rank asks.
+    """Ownership of the pieces of all stages, from the point of view of one rank.
 
     Every rank updates a part of a stage in memory. A single rank of a host updates all that the host has of a
-    stage on disk, so that nobody else writes in the stage's file. That is the first rank, which fills slabs,
-    or one store rank after the other. A replicated stage is in the device memory of every rank, and each rank
-    updates all of its replica; see [Note: replicas] in `store/device.py`.
+    stage on disk, so that no other process writes in the stage's file. Without store ranks this is the first
+    rank of the host, which also fills slabs. With store ranks, the stages are given to these ranks in turn. A
+    replicated stage is in the device memory of every rank, and each rank updates all of its replica; see
+    [Note: replicas] in `store/device.py`.
 
     Attributes:
         layouts: of the stages.

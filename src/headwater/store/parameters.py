@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 StoredName = tuple[int, str | None]
-"""Names a tensor of a stage: the index of a parameter, and a state; its master if there is no state."""
+"""A tensor of a stage: the index of its parameter, and the name of a state tensor (`None`: the master)."""
 
 
 @final

@@ -219,7 +219,7 @@ class Pieces:
         *,
         keep: bool = False,
     ) -> None:
-        """Call `fill` with a piece, then store it. If `keep`, the piece has its old master before."""
+        """Call `fill` with a piece, then store it. `fill` gets the present master only if `keep`."""
         spec = self._stage(stage).params[piece.param]
         encoding, fields = piece.encoding, piece.views(rest)
         flat_wire = wire[piece.start : piece.stop]

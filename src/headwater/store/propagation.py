@@ -35,7 +35,7 @@ class Propagation:
         self._tier = tier
         count = len(tier.layouts)
         self._updated = Board(fabric, count * fabric.local_size)  # by stage and rank, the last commit applied
-        self._last = [0] * count  # by stage, the last commit that this rank has applied or left
+        self._last = [0] * count  # by stage, the last commit that this rank has applied, or that others apply
         self._spread = Board(fabric, count)  # by stage, the last commit that has come from all hosts
         self._link = fabric.connect("weights")
         self._buffer: torch.Tensor | None = None  # for a wire image on its way between disk and other hosts

@@ -137,7 +137,7 @@ class UpdateRule(UpdateRules):
         # Before the first write.
         undo = _copies(masters, gradients, used) if undoable and not is_fused else []
         optimizer.param_groups = [group]
-        # A state that an error has left must not be found by another tensor.
+        # After an error the state of an earlier call is left, which must not be used for another tensor.
         optimizer.state.clear()
         # torch's fused kernels read scalars on their device, all others in host memory.
         place = device if is_fused else torch.device("cpu")

@@ -59,14 +59,14 @@ class Snapshot:
         self._up_to = store.ledger.num_commits
         self._saved: set[int] = set()
         self._failure: HeadwaterError | None = None
-        self._no_hook = store.access.before_update
+        self._hook_before = store.access.before_update
         self._received = receive_pieces(store)
         for stage in store.stages:
             # Here, because another thread would need its own workspaces on the device.
             if store.tier.on_device(stage.index) is not None:
                 store.flush_stage(stage.index)
         self._files = CheckpointFiles(folder, store.stages, store.rule, buffers=buffers, extras=extras)
-        # At last: an error above must not leave a hook behind.
+        # Last: an error above must not leave a hook behind.
         store.access.before_update = self._save_first
 
     def _save_first(self, stage: int, commit: int) -> None:
@@ -127,7 +127,7 @@ class Snapshot:
                 self._files.publish(self._step)
         finally:
             self._files.wait()
-            self._store.access.before_update = self._no_hook
+            self._store.access.before_update = self._hook_before
             for _ in self._received:  # also after an error, because other hosts wait until all is received
                 pass
             # Also after an error, so that no rank waits for a stage that will never be saved.

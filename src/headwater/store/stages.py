@@ -1,4 +1,4 @@
-"""Access to stages. The thread that has a stage has it alone, with all committed updates applied."""
+"""Access to stages: one thread at a time holds a stage, with all committed updates applied."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class StageAccess:
         # Outside of the lock: others may wait for updates of this rank before they come here, and those
         # updates for the lock.
         self._propagation.written(stage)
-        self._versions[stage] += 1  # at last: a rank that sees the new version may fetch at once
+        self._versions[stage] += 1  # last: a rank that sees the new version may fetch at once
 
     @contextmanager
     def replacing(self, stage: int) -> Iterator[torch.Tensor]:
@@ -223,7 +223,7 @@ class StageAccess:
         Only a run of one rank calls this, in which no other rank waits for the commit.
         """
         self._ledger.add(stage, parts, self._ledger.num_commits + 1)
-        self._versions[stage] += 1  # at last, as in `_queue`
+        self._versions[stage] += 1  # last, as in `_queue`
 
     def _queue(self, stage: int, parts: Mapping[int, Part]) -> None:
         """Make parts of a commit a pending update of a stage, or note that other ranks will apply them."""
@@ -231,7 +231,7 @@ class StageAccess:
             self._ledger.add(stage, parts, self._ledger.num_commits)
         else:
             self._propagation.skipped(stage, self._ledger.num_commits)
-        self._versions[stage] += 1  # at last: a thread that sees the new version may fetch at once
+        self._versions[stage] += 1  # last: a thread that sees the new version may fetch at once
 
     @contextmanager
     def undoing(self) -> Iterator[None]:

@@ -285,7 +285,7 @@ class WeightStore:
             place = self.tier.on_device(stage)
             if place is not None:
                 place.commit()
-        # At last: from here on another thread may apply the updates.
+        # Last: from here on another thread may apply the updates.
         self.access.commit(by_stage)
         if self.in_backward is not None:
             self.in_backward.committed()

@@ -1,4 +1,4 @@
-"""The settings of an optimizer step (`Update`), and a stage's share of them until applied (`Pending`)."""
+"""The settings of an optimizer step (`Update`), and the pending update of a stage (`Pending`)."""
 
 from __future__ import annotations
 

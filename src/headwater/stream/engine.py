@@ -158,7 +158,7 @@ class Engine:
         self,
         micro_batches: Sequence[Any],
         update: Update,
-        amend: Callable[[Update], None] = lambda update: None,
+        before_commit: Callable[[Update], None] = lambda update: None,
         shares: Sequence[float] | None = None,
     ) -> StepReport:
         """Run one optimizer step. Its loss is the weighted mean of the losses of the micro-batches.
@@ -167,8 +167,8 @@ class Engine:
             micro_batches: the arguments of the loss function, one for each micro-batch. A store rank passes
                 the same number of `None`.
             update: step number, learning rate, clipping.
-            amend: called after all gradients are computed and before their norm is. It may change gradients
-                and weights in the store.
+            before_commit: called after all gradients are computed, and before their norm is computed. It may
+                change gradients and weights in the store.
             shares: the weight of each micro-batch in the loss; the sum over all ranks is 1. Equal weights if
                 not given.
 
@@ -182,7 +182,8 @@ class Engine:
             ConfigError: if the plan's updates are in backward, and `update` needs all gradients first.
 
         With updates in backward an error may leave a part of the step applied; its remedy says so. Then every
-        later use of the weights raises `StoreError`. `amend` finds the gradients of the other stages alone.
+        later use of the weights raises `StoreError`. When `before_commit` is called, some stages are updated
+        already: it finds only the gradients of the others.
         """
         early = self.store.in_backward
         with _errors(self.plan.device):
@@ -191,7 +192,7 @@ class Engine:
             self.store.begin_step()
         # Outermost: it sees errors of a GPU as errors of this package.
         with nullcontext() if early is None else early.step(update), _errors(self.plan.device):
-            return self._step.run(micro_batches, update, amend, shares)
+            return self._step.run(micro_batches, update, before_commit, shares)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Return the loss of a batch, computed without gradients. The caller sets train or eval mode."""
@@ -279,7 +280,7 @@ class Engine:
     def close(self) -> None:
         """Call `detach`, then release memory, threads and files, also if `detach` raises an error."""
         with ExitStack() as closed:
-            # At last: what the parts below free is in the allocators' caches, where no other process gets it.
+            # Last: what the parts below free is in the allocators' caches, where no other process gets it.
             closed.callback(return_free_memory)
             closed.callback(self._device.return_cached)
             # The store after the executor, because threads of the executor read it.

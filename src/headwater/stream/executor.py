@@ -90,9 +90,9 @@ class Executor:
         self._gradients = GradientHooks(binder, store, weights, self._backward, copies, share)
         self._recomputed = RecomputedForwards(
             _recomputed_modules(model, plan),
-            lambda stage: self._heir._forwards.enter(_bound_again(plan.trace, stage)),
-            lambda stage: self._heir._forwards.leave(_bound_again(plan.trace, stage)),
-            lambda stage: self._heir._versions(_bound_again(plan.trace, stage)),
+            lambda stage: self._current._forwards.enter(_bound_again(plan.trace, stage)),
+            lambda stage: self._current._forwards.leave(_bound_again(plan.trace, stage)),
+            lambda stage: self._current._versions(_bound_again(plan.trace, stage)),
         )
         self._earlier_versions = [0] * len(plan.trace.stages)  # counted by the predecessor's store
         self._forwards_expected = 0  # of the step that `begin` has announced
@@ -143,12 +143,12 @@ class Executor:
 
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
         """Fetch the stage of a weight that autograd has saved as a handle, and return the weight."""
-        heir = self._heir
+        current = self._current
         # Before the fetch: after an update the slab would hold values of another step.
-        heir._binder.stages[handle.stage].check_unchanged(handle)
-        image = heir._require(handle.stage)
-        if heir._backward.is_running:  # from here on it computes the gradients of this stage
-            RECORDER.lane().switch((COMPUTE, heir._plan.trace.stages[handle.stage].name))
+        current._binder.stages[handle.stage].check_unchanged(handle)
+        image = current._require(handle.stage)
+        if current._backward.is_running:  # from here on it computes the gradients of this stage
+            RECORDER.lane().switch((COMPUTE, current._plan.trace.stages[handle.stage].name))
         return handle.resolve(image)
 
     def _versions(self, stages: Stages) -> list[int]:
@@ -238,27 +238,27 @@ class Executor:
         try:
             self._gradients.close()
         finally:
-            # At last: no hook asks for weights any more.
+            # Last: no hook asks for weights any more.
             self._weights.close()
 
     @property
-    def _heir(self) -> Executor:
+    def _current(self) -> Executor:
         """The executor that has the model now.
 
         Raises:
             StreamError: if none has it, or the model has another structure or precision there.
         """
-        heir = self
-        while heir._successor is not None:
-            heir = heir._successor
-        if heir._is_outlived:
+        current = self
+        while current._successor is not None:
+            current = current._successor
+        if current._is_outlived:
             raise StreamError(
                 "the model got a new plan between this forward and its backward: its structure was changed, "
                 "its first forward outside of autocast has run, or a block was divided for a larger call; or "
                 "the new plan failed",
                 remedy="run this backward before such a forward, or the very first forward without autocast",
             )
-        return heir
+        return current
 
     def refuse_backwards(self) -> None:
         """Make backwards of forwards that ran here raise, because no executor has the model after `leave`."""

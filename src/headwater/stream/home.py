@@ -75,7 +75,7 @@ class Home:
         self.store.parameters.write_param(self.key, value.detach())
 
     @property
-    def gradient_is_spent(self) -> bool:
+    def gradient_is_consumed(self) -> bool:
         """True if a step has consumed the gradient, and the gradient was not dropped since then."""
         return self.key in self.store.gradients.status.consumed
 

@@ -70,13 +70,13 @@ class ParameterAtRest(AtRest, nn.Parameter):
 
         After a step has consumed it, it exists until it is dropped, as in plain PyTorch, but has no values.
         """
-        if not self.home.gradient_is_spent:
+        if not self.home.gradient_is_consumed:
             gradient = self.home.gradient()
             return None if gradient is None else exposed_on(self.home.device, gradient)
         with torch._C.DisableTorchFunctionSubclass():
-            spent = stand_in(SpentGradient, self.shape, self)
-        spent.home = self.home
-        return spent
+            consumed = stand_in(ConsumedGradient, self.shape, self)
+        consumed.home = self.home
+        return consumed
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -173,7 +173,7 @@ def _is_replaced(param: object, value: torch.Tensor) -> bool:
     return not (torch.is_grad_enabled() and param.requires_grad)
 
 
-class SpentGradient(torch.Tensor):
+class ConsumedGradient(torch.Tensor):
     """The `grad` of a parameter after a step has consumed the gradient. It has no values to read.
 
     It can be dropped, zeroed, or converted to the dtype, device and layout that it has.
@@ -191,26 +191,26 @@ class SpentGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if is_metadata(func) or func in _WITHOUT_VALUES:
                 return func(*args, **(kwargs or {}))
-            spent = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SpentGradient)]
+            consumed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ConsumedGradient)]
             # `model.cpu()` and the like convert each gradient and assign the result to `grad.data`.
             if func in _CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
                 return args[0]
-            if func == DATA.__set__ and len(spent) == 2 and spent[0].home == spent[1].home:
+            if func == DATA.__set__ and len(consumed) == 2 and consumed[0].home == consumed[1].home:
                 return None
             if func not in _ZEROING:
-                raise consumed_error(spent[0].home.spec.name)
-            for gradient in spent:
+                raise consumed_error(consumed[0].home.spec.name)
+            for gradient in consumed:
                 gradient.home.zero_gradient()
             if func is torch.Tensor.zero_:
                 return args[0]
-            rest = [gradient for gradient in args[0] if not isinstance(gradient, SpentGradient)]
+            rest = [gradient for gradient in args[0] if not isinstance(gradient, ConsumedGradient)]
             return func(rest) if rest else None
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if a conversion of a consumed gradient would return the gradient itself."""
     gradient, *rest = args
-    if not isinstance(gradient, SpentGradient):  # `tensor.to(gradient)` asks for its dtype
+    if not isinstance(gradient, ConsumedGradient):  # `tensor.to(gradient)` asks for its dtype
         return False
     options = dict(kwargs)
     default = torch.contiguous_format if func is torch.Tensor.contiguous else torch.preserve_format

@@ -76,13 +76,13 @@ class TrainStep:
         self,
         batches: Sequence[Any],
         update: Update,
-        amend: Callable[[Update], None],
+        before_commit: Callable[[Update], None],
         shares: Sequence[float] | None,
     ) -> StepReport:
         """Run one step, after `WeightStore.begin_step`; see `Engine.train_step`."""
         begin = time.perf_counter_ns()
         with RECORDER.span(COMPUTE):
-            report = self._run(batches, update, amend, shares)
+            report = self._run(batches, update, before_commit, shares)
         end = time.perf_counter_ns()
         thread = RECORDER.lane().thread
         times = busy_times(RECORDER.events(begin, end), begin, end, thread, self._fetches)
@@ -92,7 +92,7 @@ class TrainStep:
         self,
         batches: Sequence[Any],
         update: Update,
-        amend: Callable[[Update], None],
+        before_commit: Callable[[Update], None],
         shares: Sequence[float] | None,
     ) -> StepReport:
         statistics = self._executor.begin(len(batches))
@@ -100,9 +100,9 @@ class TrainStep:
             # The forward may put values into BatchNorm statistics that are not finite.
             unless_applied.callback(self._buffers.remember())
             loss, refusal = self._accumulate(batches, update, shares)
-            # Before `amend`: all ranks raise here, or none does, so no rank waits in a later collective.
+            # First: all ranks raise here, or none does, so no rank waits in a later collective.
             losses = self._agree(loss, refusal, update)
-            amend(update)
+            before_commit(update)
             with RECORDER.span(GRADIENT):
                 committed = self._store.commit(update)
             if committed.applied:

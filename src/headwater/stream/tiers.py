@@ -11,7 +11,7 @@ from typing import final
 from headwater.fabric.fabric import Fabric
 from headwater.store.device import DeviceMemory, DeviceTier, arriving_bytes
 from headwater.store.disk import DiskTier, file_sizes
-from headwater.store.files import sums_bytes
+from headwater.store.files import checksum_bytes
 from headwater.store.layout import StageLayout
 from headwater.store.memory import MemoryTier
 from headwater.store.mixed import MixedTier
@@ -75,14 +75,16 @@ class TierBuilder:
         assert folder is not None, "settings with stages on disk name a folder"
         kept = [ownership.host_groups(stage) for stage in stages]
         sizes = file_sizes(layouts, folder, kept).values()
-        sums = [self.ranks.allocate(sums_bytes(size)) for size in sizes] if self.options.verify_disk else None
+        checksums = None
+        if self.options.verify_disk:
+            checksums = [self.ranks.allocate(checksum_bytes(size)) for size in sizes]
         make = functools.partial(
             DiskTier,
             layouts,
             folder,
             verify=self.options.verify_disk,
             kept=kept,
-            sums=sums,
+            checksums=checksums,
             write_behind=not self.options.user_loop or self.ranks.local_size == 1,
         )
         # The other ranks open the leader's files by the descriptors that it sends below.

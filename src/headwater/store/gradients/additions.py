@@ -76,7 +76,7 @@ class LaterAdditions(Additions):
 
     def abandon(self) -> None:
         while self._waiting:
-            # It runs nevertheless: it waits for a copy, whose memory must live until then.
+            # It runs although its sum is not used: it waits for a copy, whose memory must live until then.
             with contextlib.suppress(Exception):
                 self._run_first()
 
@@ -89,7 +89,7 @@ class AdditionThread(Additions):
     """Runs additions on a thread, in the order of their submission. Counts the bytes of gradients that wait.
 
     Args:
-        limit_bytes: gradients beyond this count as a backlog.
+        limit_bytes: if more bytes wait to be added, there is a backlog.
     """
 
     def __init__(self, limit_bytes: int) -> None:

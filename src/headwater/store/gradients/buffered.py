@@ -167,7 +167,7 @@ class BufferedSums:
             self.settle(stage)
             self._return_lent(stage)
             self._buffer.keep(stage)
-            self._saved.add(stage)  # at last: `restore` must not look for sums that a full disk has refused
+            self._saved.add(stage)  # last: `restore` must not look for sums that could not be saved
 
     def restore(self, keys: Collection[ParamKey]) -> None:
         """Bring back the saved sums, then discard all sums that are not in `keys`."""

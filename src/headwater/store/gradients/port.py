@@ -55,7 +55,7 @@ class GradientSink(abc.ABC):
 
     @abc.abstractmethod
     def end_micro_batch(self) -> None:
-        """Note that this rank has no more gradients for this micro-batch."""
+        """Record that this rank has no more gradients for this micro-batch."""
 
     @abc.abstractmethod
     def complete(self) -> None:

@@ -48,7 +48,7 @@ class RankSums:
         fabric: the ranks.
         storage: where the sums lie.
         begin: called when an addition to a sum is submitted.
-        together: nobody adds before all ranks have begun the micro-batch; see `TurnQueue`.
+        together: true if no rank may add before all ranks have begun the micro-batch; see `TurnQueue`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RankSums:
             else:
                 self.storage.write(key, gradient)
                 self.note_written(key, beginning.generation)
-        self.turns.pass_on(turn)  # at last: then the next rank reads what was written above
+        self.turns.pass_on(turn)  # last: then the next rank reads what was written above
 
     def _release_pages(self) -> None:
         """On the host's last rank, release the page cache of the stage to which the thread has last added."""

@@ -71,7 +71,7 @@ class StageExchange:
         self.measure(key for key, _, _ in self._runs[stage][self._host])
         # After the norms are measured, which reads the sums once more.
         self._sums.storage.release_pages(stage)
-        # At last: other ranks of the host use the sums from here on.
+        # Last: other ranks of the host use the sums from here on.
         self._exchanged.post(stage, step)
 
     def finish(self, step: int) -> None:

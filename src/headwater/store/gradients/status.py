@@ -20,7 +20,7 @@ class GradientStatus:
 
     Attributes:
         present: parameters with a sum that no commit has taken.
-        consumed: parameters whose sum an optimizer has used, and that nobody has dropped since. A gradient
+        consumed: parameters whose sum an optimizer has used, and whose sum was not dropped since. A gradient
             that is added to a consumed sum is lost, because plain PyTorch would add it to the used one.
         sparse: parameters whose newest sum is or was a sparse tensor.
         norms: the 2-norms of sums that have been measured.

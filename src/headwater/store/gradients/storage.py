@@ -14,7 +14,7 @@ import torch
 from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_up
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Fabric
-from headwater.store.files import BlockFile, open_files, sums_bytes
+from headwater.store.files import BlockFile, checksum_bytes, open_files
 from headwater.store.gradients.sizes import SumSizes
 
 _BLOCK_BYTES = 4 << 20
@@ -243,10 +243,10 @@ def _shared_files(
     sizes: Mapping[Path, int], stages: Sequence[StageSpec], fabric: Fabric, verify: bool
 ) -> list[BlockFile]:
     """Open the files that the ranks of a host share. The first rank creates them."""
-    sums = [fabric.allocate(sums_bytes(size)) for size in sizes.values()] if verify else None
+    checksums = [fabric.allocate(checksum_bytes(size)) for size in sizes.values()] if verify else None
     contents = [f"the gradients of stage {stage.name!r}" for stage in stages] if verify else None
     # Through the page cache, because the next rank reads what this one has just written.
-    make = functools.partial(open_files, sizes, direct=False, contents=contents, sums=sums)
+    make = functools.partial(open_files, sizes, direct=False, contents=contents, checksums=checksums)
     files = make() if fabric.local_rank == 0 else None
     every = fabric.gather_objects([] if files is None else [file.origin for file in files], list[Path])
     return make(origins=every[fabric.rank - fabric.local_rank]) if files is None else files

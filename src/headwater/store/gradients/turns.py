@@ -54,7 +54,7 @@ class TurnQueue:
         rank: this rank.
         num_ranks: how many ranks.
         taken: per sum, the turns that ranks have taken.
-        entered: per rank, the micro-batches that it has begun; if given, nobody adds to a sum before all
+        entered: per rank, the micro-batches that it has begun; if given, no rank adds to a sum before all
             ranks have begun the micro-batch. Then a rank that waits for a sum finds no later gradient in it.
     """
 
