@@ -1,5 +1,8 @@
 """The gradients of `train_step` with several ranks of one host, which are threads here."""
 
+import threading
+import time
+
 import pytest
 import torch
 from thread_fabric import ranks
@@ -106,3 +109,31 @@ def test_a_dropped_sum_stays_dropped_until_the_next_step():
         return found
 
     assert on_ranks(program) == [[{B}, {A, B}]] * SIZE
+
+
+def test_a_rank_that_begins_the_next_step_changes_nothing_for_a_slower_rank():
+    has_added = threading.Event()
+
+    def program(gradients, rank):
+        if rank == 1:
+            publish = gradients.publish
+
+            def late(*args):
+                has_added.wait(10)
+                publish(*args)
+
+            gradients.publish = late
+        present = []
+        for step in range(2):
+            gradients.discard()
+            gradients.add(A, torch.ones(4), last=True)
+            if (step, rank) == (1, 0):
+                while not gradients.sums.has(A, 2):
+                    time.sleep(1e-4)
+                has_added.set()
+            gradients.end_micro_batch()
+            gradients.complete()
+            present.append(set(gradients.status.present))
+        return present
+
+    assert on_ranks(program) == [[{A}, {A}]] * SIZE

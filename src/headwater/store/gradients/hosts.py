@@ -74,7 +74,8 @@ class HostGradients(GradientSink):
         self._exchange.gather_norms(self._ranks.step)
         self._fabric.barrier("the norms of the gradients")
         # After the barrier: the leader has written the norms by now.
-        self._ranks.publish()
+        self._ranks.publish(self._ranks.filled())
+        self._fabric.neighbours.barrier("the norms of the gradients to be read")  # see `RankGradients.filled`
 
     def _sum_all(self) -> None:
         """Block until every host has the summed gradients of the elements that it updates."""

@@ -54,12 +54,13 @@ class RankGradients(GradientSink):
 
     def complete(self) -> None:
         self.wait_for_sums()
-        for key in self.sums.keys:
-            if self.sums.has(key, self.step) and self.sums.is_mine(key):
+        filled = self.filled()
+        for key in filled:
+            if self.sums.is_mine(key):
                 self.sums.norms[self.sums.slots[key]] = gradient_norm(self.sums.storage.read(key))
         # Each rank has measured some of the sums, and all read every norm.
         self._fabric.barrier("the norms of the gradients")
-        self.publish()
+        self.publish(filled)
 
     def wait_for_sums(self) -> None:
         """Block until the gradients of all ranks of the host are summed."""
@@ -67,9 +68,19 @@ class RankGradients(GradientSink):
         for key in self.sums.keys:
             self.sums.wait_for_all(key)
 
-    def publish(self) -> None:
-        """Set `status` from the norms that the ranks have computed."""
-        filled = [key for key in self.sums.keys if self.sums.has(key, self.step)]
+    def filled(self) -> list[ParamKey]:
+        """Return the parameters to whose sums a rank has added in this step.
+
+        Call it while all ranks are in the same step: the next step's first addition marks a sum as a new one.
+        """
+        return [key for key in self.sums.keys if self.sums.has(key, self.step)]
+
+    def publish(self, filled: Sequence[ParamKey]) -> None:
+        """Set `status` from the norms that the ranks have computed.
+
+        Args:
+            filled: the sums of this step, of `filled`.
+        """
         self.status.present = set(filled) - self._dropped
         for key in filled:
             if key not in self._dropped:
