@@ -13,7 +13,7 @@ from headwater.core.errors import StreamError
 
 
 class UsesWeight(nn.Module):
-    """Uses the weight of a layer without a call of that layer."""
+    """A model that uses the weight of a layer without a call of that layer."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ def test_a_pruned_weight_is_used_without_a_call_of_its_layer(first, plan, tmp_pa
 
 
 class Conditioned(nn.Module):
-    """Adds a condition that the loop has computed before the call."""
+    """A model that adds a condition that the loop has computed before the call."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ def test_an_attribute_computed_by_another_model_trains_that_model(plan, tmp_path
 
 
 class Offset(nn.Module):
-    """Adds a tensor that requires a gradient, and is not a parameter."""
+    """A model that adds a tensor that requires a gradient, and is not a parameter."""
 
     def __init__(self, where):
         super().__init__()
@@ -112,7 +112,7 @@ def test_a_tensor_that_is_not_a_parameter_gets_the_gradient_of_the_backward_alon
 
 
 class Checkpointed(UsesWeight):
-    """Uses the weight inside of a checkpoint, after a use outside of it."""
+    """A model that uses a weight inside of a checkpoint, after a use outside of it."""
 
     def forward(self, x):
         x = F.linear(self.first(x), self.middle.weight, self.middle.bias)

@@ -65,7 +65,7 @@ def test_an_update_that_waits_and_a_gradient_that_is_summed_stay_in_the_store(pl
 
 
 class Counted:
-    """Counts the bytes of the memory tiers' blocks that are alive: now, and at most so far."""
+    """A count of the bytes of the memory tiers' blocks that are alive: now, and at most so far."""
 
     def __init__(self):
         self.alive = self.most = 0

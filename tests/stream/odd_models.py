@@ -20,7 +20,7 @@ def linears(count: int) -> list[nn.Linear]:
 
 
 class Twice(nn.Module):
-    """One module is used twice, and once more in another order."""
+    """A model that uses one module twice, and once more in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Pair:
 
 
 class ManyOutputs(nn.Module):
-    """Takes a tuple and keywords, and returns tuples, dictionaries and dataclasses."""
+    """A model that takes a tuple and keywords, and returns tuples, dictionaries and dataclasses."""
 
     class Block(nn.Module):
         def __init__(self, kind: str) -> None:
@@ -64,7 +64,7 @@ class ManyOutputs(nn.Module):
 
 
 class ClassToken(nn.Module):
-    """The container itself holds parameters: a token and a position table."""
+    """A container that holds parameters itself: a token and a position table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ClassToken(nn.Module):
 
 
 class ForeignRead(nn.Module):
-    """The head multiplies by the weight of an embedding that another module owns."""
+    """A model whose head multiplies by the weight of an embedding that another module owns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ForeignRead(nn.Module):
 
 
 class PassesViews(nn.Module):
-    """A view of a weight is passed to another module and used after its owner's forward."""
+    """A model that passes a view of a weight to another module, which uses it after the owner's forward."""
 
     class User(nn.Module):
         def __init__(self) -> None:
@@ -136,7 +136,7 @@ class EncoderDecoder(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes to the expert with the highest router score; an expert may get no token."""
+    """A layer that sends each token to the expert with the highest router score; an expert may get no token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class RandomOrder(nn.Module):
-    """Uses three of six layers in an order that changes from step to step."""
+    """A model that uses three of six layers in an order that changes from step to step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class RandomOrder(nn.Module):
 
 
 class DependsOnData(nn.Module):
-    """A number read from a tensor decides whether a layer runs."""
+    """A model in which a number read from a tensor decides whether a layer runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Nested(nn.Module):
 
 
 class KeepsTable(nn.Module):
-    """Keeps a tensor and a counter in plain attributes, made at the first forward."""
+    """A model that keeps a tensor and a counter in plain attributes, made at the first forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def spectral() -> nn.Module:
 
 
 class MovingAverage(nn.Module):
-    """The forward assigns a new tensor to a buffer instead of changing it in place."""
+    """A model whose forward assigns a new tensor to a buffer instead of changing it in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class EmptyParameter(nn.Module):
 
 
 class KeepsOutputs(nn.Module):
-    """Keeps its outputs, and so their graphs."""
+    """A model that keeps its outputs, and so their graphs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Measures the memory of training a stack of layers in this process, for comparison with its plan."""
+"""Measurement of the memory of training a stack of layers in this process, for comparison with its plan."""
 
 import dataclasses
 
