@@ -1,13 +1,16 @@
 """Errors of the command line: a short message with place and remedy, and an exit code; no data are lost."""
 
+import io
 import os
+import subprocess
+import sys
 
 import h5py
 import numpy as np
 import pytest
 from run_samples import assert_same_checkpoint, history, model_dir
 
-from headwater.cli.main import forget_useless_width
+from headwater.cli.main import escape_unprintable, forget_useless_width
 from headwater.core.errors import StoreError
 from headwater.data.statistics import read_statistics
 from headwater.store.store import WeightStore
@@ -69,6 +72,36 @@ def test_a_value_of_the_wrong_type(headwater, params):
 )
 def test_a_misspelt_command_line(headwater, params, words, texts):
     assert_refused(headwater(*(params if word == "PARAMS" else word for word in words)), *texts)
+
+
+def test_a_name_that_the_locale_cannot_encode(tmp_path):
+    (tmp_path / "text.txt").write_text("seven words of a text\n" * 500)
+    command = ("data", "text.txt", "--vocab_size", "260", "--sequence_length", "16", "--out", "prüf")
+    done = subprocess.run(
+        [sys.executable, "-m", "headwater", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C"},
+        capture_output=True,
+        text=True,
+    )
+    assert_refused((done.returncode, done.stdout, done.stderr), "encoding ascii", "set PYTHONUTF8=1")
+    assert "pr\\udcc3\\udcbcf" in done.stderr
+
+
+def test_a_text_that_is_not_unicode(headwater, monkeypatch, params):
+    def read(arguments):
+        "\udcfc.yaml".encode()
+
+    monkeypatch.setattr("headwater.cli.plan.read_params", read)
+    assert_refused(headwater("plan", params), "expected text in UTF-8, got '\\udcfc.yaml'", "rename the file")
+
+
+def test_stdout_escapes_what_its_encoding_does_not_have(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    escape_unprintable()
+    print("grün")
+    assert written.getvalue() == b"gr\\xfcn\n"
 
 
 @pytest.mark.parametrize(("columns", "kept"), [("0", None), ("20", None), ("120", "120"), ("wide", "wide")])

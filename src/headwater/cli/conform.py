@@ -132,7 +132,7 @@ def _write(file: Path, text: str) -> None:
         ConfigError: if it cannot be written.
     """
     try:
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"the report cannot be written: {error.strerror}", where=str(file), remedy="name another path"

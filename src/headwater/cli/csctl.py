@@ -10,7 +10,7 @@ from importlib.metadata import version
 from headwater.appliance.remote.address import Address
 from headwater.cli import jobs
 from headwater.cli.appliance_option import take_address
-from headwater.cli.main import guarded
+from headwater.cli.main import escape_unprintable, guarded
 from headwater.cli.parser import Parser, suggestion
 from headwater.core.errors import ConfigError
 
@@ -20,6 +20,8 @@ _RESOURCES = {"jobs": "jobs", "job": "jobs"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code, as `headwater.cli.main.main` does."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        escape_unprintable()
     return guarded(lambda: _run(*take_address(words)))
 
 

@@ -110,5 +110,9 @@ def _first_rank_speaks(fabric: Fabric) -> Iterator[None]:
     if fabric.rank == 0:
         yield
         return
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with (
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
         yield

@@ -83,7 +83,7 @@ def _serve_run() -> int:
         )
     with tempfile.TemporaryDirectory() as folder:
         params = Path(folder, "params.yaml")
-        params.write_text(order["params"])
+        params.write_text(order["params"], encoding="utf-8")
         data = data_of_run(load_params(params))
     # SSH_CONNECTION contains the address of this host that the run has used to reach it.
     connection = os.environ.get("SSH_CONNECTION", "").split()

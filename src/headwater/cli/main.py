@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         find_parent()
         outlive_terminal()
         forget_useless_width()
+        escape_unprintable()
         if not _LITTLE_AT_A_TIME.isdisjoint(words[:1]):  # before the command imports torch
             never_spin()
     with errors_printed() as outcome:
@@ -105,6 +107,15 @@ def forget_useless_width() -> None:
         del os.environ["COLUMNS"]
 
 
+def escape_unprintable() -> None:
+    """Print characters that the encoding of stdout does not have as escapes such as `\\xfc`.
+
+    Python does so on stderr. On stdout it would raise an error, and a run would end because of a message.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 @dataclasses.dataclass
 class Outcome:
     """The exit code of a command, which the command sets if it ends without an error."""
@@ -120,7 +131,8 @@ def errors_printed() -> Iterator[Outcome]:
     outcome = Outcome()
     try:
         yield outcome
-    except HeadwaterError as error:
+    except (HeadwaterError, UnicodeEncodeError) as raised:
+        error = raised if isinstance(raised, HeadwaterError) else _unencodable(raised)
         # If a launcher has started this process, the launcher prints the error, once for all ranks.
         outcome.exit_code = 1 if report(error) else print_error(error)
     except KeyboardInterrupt:
@@ -131,6 +143,21 @@ def errors_printed() -> Iterator[Outcome]:
         # Otherwise Python would fail once more when it flushes stdout at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         outcome.exit_code = EXIT_CODE
+
+
+def _unencodable(error: UnicodeEncodeError) -> ConfigError:
+    """Return the error for a text, mostly the name of a file, that the encoding of files does not have."""
+    encoding = sys.getfilesystemencoding()
+    if encoding == "utf-8":
+        return ConfigError(
+            f"expected text in UTF-8, got {error.object!a}",
+            remedy="rename the file, or correct the text",
+        )
+    return ConfigError(
+        f"expected text that the encoding {encoding} has, got {error.object!a}",
+        where="locale of this process (LC_ALL, LC_CTYPE, LANG)",
+        remedy="set PYTHONUTF8=1, or a locale in UTF-8, for example LC_ALL=C.UTF-8",
+    )
 
 
 def guarded(run: Callable[[], int]) -> int:
