@@ -340,3 +340,8 @@ def test_the_log_of_the_supervisor_is_private(submit, queue, supervisor, folder)
     folder.supervisor_log.chmod(0o644)
     queue.wait(submit("true").name, 120)
     assert folder.supervisor_log.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_job_that_a_signal_without_a_name_ends(queue, submit):
+    job = queue.wait(submit("sh", "-c", "kill -40 $$").name, 60)
+    assert (job.phase, job.exit_code, job.reason) == (Phase.FAILED, -40, "ended by signal 40")

@@ -50,6 +50,9 @@ def test_each_gpu_is_a_csx(monkeypatch, tmp_path):
     monkeypatch.setattr("headwater.appliance.machine._DEVICES", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert [(slot.gpu, slot.cores) for slot in find_slots()] == [("3", (0, 1, 2, 3)), ("5", (4, 5, 6, 7))]
+    for hidden, gpus in (("-1", [None] * 8), ("1,-1,0", ["1"]), ("", [None] * 8)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert [slot.gpu for slot in find_slots()] == gpus
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert [slot.gpu for slot in find_slots()] == ["0", "1"]
     with pytest.raises(ConfigError, match="1 to 2 \\(GPUs of this machine\\), got 3"):

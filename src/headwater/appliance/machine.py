@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +71,9 @@ def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return names
-    return [name.strip() for name in visible.split(",") if name.strip()][: len(names)]
+    chosen = [name.strip() for name in visible.split(",")]
+    # CUDA ignores an invalid name and all names after it. `-1` is the usual way to hide all GPUs.
+    return list(itertools.takewhile(lambda name: name and not name.startswith("-"), chosen))[: len(names)]
 
 
 def job_environment(slots: Sequence[Slot]) -> dict[str, str]:

@@ -75,9 +75,12 @@ SAME_VERSION = "send requests with the command headwater of the version that ser
 
 def ending(exit_code: int) -> str:
     """Return a text that says how a process ended; a negative code is the signal that killed it."""
-    if exit_code < 0:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
         return f"ended by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
+    except ValueError:  # most real-time signals have no name
+        return f"ended by signal {-exit_code}"
 
 
 def read_priority(text: str) -> Priority:

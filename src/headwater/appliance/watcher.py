@@ -53,7 +53,7 @@ def main(folder: str, number: str) -> int:
         signal.signal(ignored, signal.SIG_IGN)
     database = Database(QueueFolder(Path(folder)))
     lock = os.open(database.folder.job_locks, os.O_RDWR | os.O_CREAT, 0o600)
-    # The lock first: the supervisor takes a running job without a lock for lost.
+    # The lock comes before the claim, because the supervisor marks a running job without a lock as failed.
     if not try_lock(lock, int(number)) or (row := claim(database, int(number))) is None:
         return 0  # the job has another watcher, or was cancelled
     # Orphaned processes of the job become children of this process, so that it can end all of them.
@@ -130,7 +130,7 @@ class Watch:
         assert code is not None, "the process was a child of this one"
         if complaint:
             return Phase.FAILED, complaint, code
-        # Asked, not killed by itself: the exit code alone would not tell.
+        # A process that was asked to end may return any exit code, so the exit code does not decide.
         if child in self._asked:
             return Phase.CANCELLED, f"cancelled; {ending(code)}", code
         return (Phase.SUCCEEDED, None, code) if code == 0 else (Phase.FAILED, ending(code), code)

@@ -35,7 +35,7 @@ def run_name(model_dir: Path, address: Address) -> str:
         raise ConfigError(
             "the model_dir has checkpoints of a run on this machine, which an appliance cannot continue",
             where=str(model_dir),
-            remedy="name another model_dir, and its start with --checkpoint_path if you want to continue",
+            remedy="name another model_dir; to continue from a checkpoint, name it with --checkpoint_path",
         )
     stem = _OTHER.sub("-", model_dir.absolute().name).strip("-")[:80]
     name = f"{stem or 'run'}-{uuid.uuid4().hex[:12]}"

@@ -105,7 +105,7 @@ class Workspace:
         return folder
 
     def origin(self, job: Job) -> dict[str, Any]:
-        """Return the facts of the client that has submitted a job; empty for jobs of other ways."""
+        """Return the facts of the client that has submitted a job; empty if the job came another way."""
         try:
             found = json.loads((job.folder.parent / _ORIGIN).read_text())
         except (OSError, ValueError):
