@@ -136,7 +136,7 @@ class EncoderDecoder(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A layer that sends each token to the expert with the highest router score; an expert may get no token."""
+    """Experts: each token goes to the one with the highest router score; an expert may get no token."""
 
     def __init__(self) -> None:
         super().__init__()
