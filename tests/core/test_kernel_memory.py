@@ -7,13 +7,13 @@ behaviour ends the process, which is therefore a child of the test.
 import ctypes
 import faulthandler
 import mmap
-import multiprocessing
 
 import pytest
 import torch
 
+from children import exit_code_of_child
 from headwater.core import attention, few_rows, native
-from headwater.core.attention import attention_kernel_available
+from headwater.core.attention import compiled_attention_available
 from headwater.core.few_rows import few_row_linear
 from headwater.core.native import load
 from headwater.store.native_adam import AdamKernel, AdamPiece, AdamSettings
@@ -62,19 +62,6 @@ class Fences:
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
-def exit_code_of_child(target, *args):
-    """Return the exit code of a child of this process. After a fork OpenMP can use one thread only."""
-
-    def call():
-        torch.set_num_threads(1)
-        target(*args)
-
-    process = multiprocessing.get_context("fork").Process(target=call)
-    process.start()
-    process.join()
-    return process.exitcode
-
-
 def attend(shape, causal, fences):
     """Compute one attention, and its gradients, between fences. Compare it with the usual one."""
     *_, heads, key_heads, queries, keys, size = shape
@@ -98,7 +85,7 @@ def attend(shape, causal, fences):
 @pytest.mark.parametrize("side", ["low", "high"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_stays_inside_of_its_tensors(shape, causal, side):
-    if attention_kernel_available():
+    if compiled_attention_available():
         assert exit_code_of_child(attend, shape, causal, Fences(side)) == 0
 
 

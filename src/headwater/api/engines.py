@@ -11,6 +11,7 @@ from torch import nn
 
 from headwater.config.sections import BackendConfig
 from headwater.core.files import disk_errors
+from headwater.core.half_products import use_fast_half_products
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.tensor_memory import tune_allocator
 from headwater.fabric.fabric import ALONE, Fabric
@@ -76,6 +77,8 @@ def build_engine(
         StreamError: if weights have no values, or another engine streams them.
         DiskFullError: if the files of the disk tier do not fit.
     """
+    if plan.device == "cpu" and plan.precision.mixed:
+        use_fast_half_products()
     # Before the engine allocates: memory that malloc has taken already keeps its pages.
     if plan.device == "cpu" and backend.allocator == "tuned":
         tune_allocator(keep=plan.memory_is_ample)

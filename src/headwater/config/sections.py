@@ -119,8 +119,8 @@ class BackendConfig(Section):
         loss: `liger` computes the loss of a decoder by the package liger-kernel, on a CUDA device. `chunked`
             needs no package, and has no logits of the whole batch in memory either.
         attention: `torch` computes all attention by torch's kernels. `auto` lets models of params files use
-            the package's kernel for attention in bf16 without a mask, on processors with AVX-512 BF16 and
-            without AMX. Its results differ from torch's in rounding.
+            the package's kernels for attention in bf16 without a mask, on processors without AVX-512, and on
+            those with AVX-512 BF16 and without AMX. Results differ from torch's in rounding.
         allocator: `tuned` keeps the memory of large CPU tensors for later ones; `system` leaves torch's
             allocator as it is.
         verify_disk: check data read from the disk tier against checksums.

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 from headwater.core.errors import ConfigError
+from headwater.core.half_products import use_fast_half_products
 from headwater.core.units import GIB, MIB
 from headwater.plan.types import ADAMW_BYTES, Calibration
 from headwater.plan.update_probe import StageOfAllKinds
@@ -30,7 +31,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MATRIX_SHAPES = ((512, 768, 3072), (256, 768, 8192))
 _QUICK_SHAPE = (256, 768, 3072)
 _BLOCK_SHAPE = (4, 128, 512, 8)  # sequences, their length, width, heads
-_ATTENTION_SHAPE = (1, 4, 512, 64)  # sequences, heads, length, size of a head
+_ATTENTION_SHAPE = (1, 2, 1024, 64)  # sequences, heads, length, size of a head
 _DEVICE_MATRIX_SHAPES, _DEVICE_BLOCK_SHAPE = ((8192, 4096, 14336),), (8, 2048, 4096, 32)
 _DEVICE_ATTENTION_SHAPE = (4, 32, 4096, 128)
 _SMALL_DEVICE_MATRIX_SHAPES, _SMALL_DEVICE_BLOCK_SHAPE = ((4096, 2048, 8192),), (4, 1024, 1024, 16)
@@ -156,6 +157,8 @@ def measure(device: str, folder: Path | None) -> Measurement:
     Raises:
         ConfigError: if `folder` cannot be written to.
     """
+    if device == "cpu":
+        use_fast_half_products()
     with ExitStack() as stack:
         disk = {} if folder is None else stack.enter_context(_disk(folder))
         sizes = {name: _sizes(device, dtype) for name, dtype in _DTYPES.items()}

@@ -1,0 +1,166 @@
+"""Matrix products in bf16 and fp16 on processors that have no instructions for them.
+
+[Note: products in half precision] On a processor without AVX-512, as in most laptops, torch multiplies bf16
+matrices in plain loops, at a fifth to a twentieth of its rate for fp32. Here the factors are converted to
+fp32, torch's fp32 kernels multiply them, and the results are rounded. Both ways sum in fp32, in another
+order, so results differ by rounding. `use_fast_half_products` replaces torch's kernels in the whole process:
+so forward and backward of any model use them, and dry runs and counts of operations see the same operators
+as before. Products with an argument `out`, as in code of `torch.compile`, stay torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import platform
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST_ELEMENTS = 8 * 1024**2
+"""Most elements of the fp32 copies that exist at once. Larger products are computed in pieces."""
+
+_X86 = frozenset({"x86_64", "AMD64"})
+
+
+def use_fast_half_products() -> None:
+    """Use this module's products from now on, if torch has only slow ones here. Later calls do nothing."""
+    if slow_half_dtypes():
+        _install()
+
+
+@functools.cache
+def slow_half_dtypes() -> frozenset[torch.dtype]:
+    """Return bf16 and fp16 if torch multiplies them in plain loops on this processor."""
+    library: Any = torch.ops.mkldnn
+    # On other processors and without oneDNN nothing was measured.
+    known = platform.machine() in _X86 and torch.backends.mkldnn.is_available()
+    is_slow = known and not library._is_mkldnn_bf16_supported()
+    return frozenset({torch.bfloat16, torch.float16}) if is_slow else frozenset()
+
+
+@functools.cache
+def _install() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # torch warns of a kernel that replaces another one, which is the intent here.
+        warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+        for name, kernel in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm), ("baddbmm", _baddbmm)):
+            library.impl(name, kernel, "CPU")
+    return library
+
+
+# Other products call torch's kernel with `out`, which computes the same bits and is not replaced. They do not
+# call the kernel that was replaced, because Python can call it only while no other thread of Python runs.
+
+
+def _mm(left: Tensor, right: Tensor) -> Tensor:
+    if not _is_slow(left, right):
+        return torch.mm(left, right, out=left.new_empty(0))
+    return _product(left, right, None, 1, 1)
+
+
+def _addmm(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if not _is_slow(left, right, added):
+        return torch.addmm(added, left, right, beta=beta, alpha=alpha, out=left.new_empty(0))
+    return _product(left, right, added.expand(len(left), right.shape[1]), beta, alpha)
+
+
+def _bmm(left: Tensor, right: Tensor) -> Tensor:
+    if not _is_slow(left, right):
+        return torch.bmm(left, right, out=left.new_empty(0))
+    return _products(left, right, None, 1, 1)
+
+
+def _baddbmm(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if not _is_slow(left, right, added):
+        return torch.baddbmm(added, left, right, beta=beta, alpha=alpha, out=left.new_empty(0))
+    return _products(left, right, added.expand(len(left), left.shape[1], right.shape[2]), beta, alpha)
+
+
+def _is_slow(left: Tensor, right: Tensor, added: Tensor | None = None) -> bool:
+    """True if this module computes a product. It leaves errors and empty products to torch."""
+    return (
+        left.dtype in slow_half_dtypes()
+        and left.dtype == right.dtype
+        and left.dim() == right.dim()
+        and left.shape[-1] == right.shape[-2]
+        and left.shape[:-2] == right.shape[:-2]
+        and 0 not in (*left.shape, *right.shape)
+        and (added is None or (added.dtype == left.dtype and _expands(added, left, right)))
+    )
+
+
+def _expands(added: Tensor, left: Tensor, right: Tensor) -> bool:
+    shape = (*left.shape[:-1], right.shape[-1])
+    ends = zip(reversed(added.shape), reversed(shape), strict=False)
+    return added.dim() <= len(shape) and all(size in (1, end) for size, end in ends)
+
+
+def _products(left: Tensor, right: Tensor, added: Tensor | None, beta: float, alpha: float) -> Tensor:
+    """Return alpha · left @ right + beta · added, where the first dimension counts products.
+
+    Args:
+        left: [products, rows, inner].
+        right: [products, inner, columns].
+        added: [products, rows, columns]; nothing is added if it is `None`.
+        beta: factor of `added`.
+        alpha: factor of the products.
+    """
+    count, rows, inner = left.shape
+    columns = right.shape[2]
+    out = left.new_empty(count, rows, columns)
+    at_once = _MOST_ELEMENTS // _elements(rows, inner, columns)
+    if at_once == 0:
+        for index in range(count):
+            out[index] = _product(
+                left[index], right[index], None if added is None else added[index], beta, alpha
+            )
+        return out
+    for start in range(0, count, at_once):
+        part = slice(start, start + at_once)
+        factors = left[part].float(), right[part].float()
+        result = factors[0].new_empty(0)
+        if added is None:
+            torch.bmm(*factors, out=result)
+        else:
+            torch.baddbmm(added[part].float(), *factors, beta=beta, alpha=alpha, out=result)
+        out[part] = result
+    return out
+
+
+def _product(left: Tensor, right: Tensor, added: Tensor | None, beta: float, alpha: float) -> Tensor:
+    """Return alpha · left @ right + beta · added of matrices; nothing is added if `added` is `None`."""
+    (rows, inner), columns = left.shape, right.shape[1]
+    out = left.new_empty(rows, columns)
+    most_rows, most_inner, most_columns = _piece(rows, inner, columns)
+    for row, column in itertools.product(range(0, rows, most_rows), range(0, columns, most_columns)):
+        here = slice(row, row + most_rows), slice(column, column + most_columns)
+        result = left.new_empty(0, dtype=torch.float32)
+        for start in range(0, inner, most_inner):
+            part = slice(start, start + most_inner)
+            factors = left[here[0], part].float(), right[part, here[1]].float()
+            if start > 0:
+                torch.addmm(result, *factors, alpha=alpha, out=result)
+            elif added is None:
+                torch.mm(*factors, out=result)
+            else:
+                torch.addmm(added[here].float(), *factors, beta=beta, alpha=alpha, out=result)
+        out[here] = result
+    return out
+
+
+def _piece(rows: int, inner: int, columns: int) -> tuple[int, int, int]:
+    """Return the rows, inner size and columns of the pieces of a product: the longest is halved first."""
+    sizes = [rows, inner, columns]
+    while _elements(*sizes) > _MOST_ELEMENTS:
+        longest = sizes.index(max(sizes))
+        sizes[longest] = -(-sizes[longest] // 2)
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _elements(rows: int, inner: int, columns: int) -> int:
+    """Return the number of elements of both factors and the result."""
+    return rows * inner + inner * columns + rows * columns

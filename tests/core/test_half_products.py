@@ -1,0 +1,92 @@
+"""Products of bf16 and fp16 by kernels of fp32, against products in fp64."""
+
+import pytest
+import torch
+
+from children import exit_code_of_child
+from headwater.core import half_products
+from headwater.core.half_products import use_fast_half_products
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+def assert_rounded(found, exact, dtype):
+    """Check that a product was summed in fp32 and rounded once."""
+    assert found.dtype == dtype and found.shape == exact.shape
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+def matrices(dtype, *shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("most_elements", [8 * 1024**2, 3000, 50], ids="in pieces of {}".format)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_products_are_rounded_once_whatever_their_pieces(dtype, most_elements, monkeypatch):
+    monkeypatch.setattr(half_products, "_MOST_ELEMENTS", most_elements)
+    left, right, added = matrices(dtype, (3, 37, 90), (3, 90, 53), (3, 37, 53))
+    exact = left.double() @ right.double()
+    assert_rounded(half_products._product(left[0], right[0], None, 1, 1), exact[0], dtype)
+    assert_rounded(half_products._products(left, right, None, 1, 1), exact, dtype)
+    sums = 0.5 * added.double() - 2 * exact
+    assert_rounded(half_products._product(left[0], right[0], added[0], 0.5, -2), sums[0], dtype)
+    assert_rounded(half_products._products(left, right, added, 0.5, -2), sums, dtype)
+
+
+def test_nothing_is_read_of_a_sum_whose_factor_is_zero():
+    left, right, added = matrices(torch.bfloat16, (1, 4, 5), (1, 5, 3), (1, 4, 3))
+    added.fill_(torch.nan)
+    assert half_products._products(left, right, added, 0, 1).isfinite().all()
+
+
+def test_pieces_are_bounded():
+    for sizes in ((2048, 768, 50257), (50257, 2048, 768), (2048, 50257, 768), (10**9, 1, 1), (1, 10**9, 1)):
+        piece = half_products._piece(*sizes)
+        assert half_products._elements(*piece) <= half_products._MOST_ELEMENTS
+        assert all(1 <= part <= size for part, size in zip(piece, sizes, strict=True))
+    assert half_products._piece(512, 768, 3072) == (512, 768, 3072)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Make this module compute products in half precision on every processor."""
+    monkeypatch.setattr(half_products, "slow_half_dtypes", lambda: frozenset(HALF))
+
+
+def train_a_layer(dtype):
+    use_fast_half_products()
+    weight, bias, inputs = matrices(dtype, (30, 90), (30,), (4, 7, 90))
+    tensors = [each.requires_grad_() for each in (inputs, weight, bias)]
+    exact = [each.detach().double().requires_grad_() for each in tensors]
+    found, right = torch.nn.functional.linear(*tensors), torch.nn.functional.linear(*exact)
+    assert_rounded(found, right.detach(), dtype)
+    (upstream,) = matrices(dtype, found.shape)
+    gradients = torch.autograd.grad(found, tensors, upstream)
+    right_gradients = torch.autograd.grad(right, exact, upstream.double())
+    for ours, expected in zip(gradients, right_gradients, strict=True):
+        assert_rounded(ours, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_torch_uses_these_products_forward_and_backward(slow, dtype):
+    # In a child, because the kernels stay replaced.
+    assert exit_code_of_child(train_a_layer, dtype) == 0
+
+
+def test_other_products_keep_their_bits_and_errors(slow):
+    left, right, added = matrices(torch.float32, (3, 20, 30), (3, 30, 10), (10,))
+    assert torch.equal(half_products._mm(left[0], right[0]), left[0] @ right[0])
+    found = half_products._addmm(added, left[0], right[0], beta=0.5, alpha=2)
+    assert torch.equal(found, torch.addmm(added, left[0], right[0], beta=0.5, alpha=2))
+    assert torch.equal(half_products._bmm(left, right), left @ right)
+    found = half_products._baddbmm(added, left, right, beta=0.5, alpha=2)
+    assert torch.equal(found, torch.baddbmm(added, left, right, beta=0.5, alpha=2))
+    for dtype in (torch.float32, *HALF):
+        left, right = (each.to(dtype) for each in (left, right))
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            half_products._mm(left[0], right[0].t())
+        with pytest.raises(RuntimeError, match="same dtype"):
+            half_products._mm(left[0], right[0].double())
+        assert half_products._mm(left[0][:0], right[0]).shape == (0, 10)
+        assert half_products._mm(left[0][:, :0], right[0][:0]).eq(0).all()
