@@ -16,7 +16,6 @@ import hypothesis
 import pytest
 
 import quick_start
-from headwater.core.half_products import use_fast_half_products
 from known_dry_runs import KnownDryRuns
 from read_only import protected as protected
 from shared_data import SHARED
@@ -74,7 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     On a machine with a GPU they start as usual too: it may lack packages that the imports need.
     """
-    use_fast_half_products()  # plain PyTorch, with which tests compare, multiplies as runs do
     if not getattr(config.option, "numprocesses", None) and "HEADWATER_TEST_CUDA" not in os.environ:
         quick_start.install()
 

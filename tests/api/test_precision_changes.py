@@ -92,8 +92,6 @@ def test_a_backward_that_waits_while_the_precision_changes_is_equal_or_refused(p
 
 
 @pytest.mark.parametrize("plan", PLANS)
-# On a processor without AVX-512 the graph of the first forward makes a view of the weight known to Python.
-@pytest.mark.filterwarnings("ignore::headwater.api.references.StaleTensorWarning")
 def test_lazy_modules_whose_first_call_is_outside_of_autocast_are_streamed_in_fp32(plan, tmp_path):
     class Scaled(nn.Module):
         def __init__(self):

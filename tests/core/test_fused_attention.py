@@ -14,11 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from headwater.core import attention
-from headwater.core.attention import (
-    attention_kernel_available,
-    compiled_attention_available,
-    fused_attention,
-)
+from headwater.core.attention import attention_kernel_available, fused_attention
 from headwater.core.errors import RunError
 from headwater.plan.operator_flops import temporary_bytes
 
@@ -189,7 +185,7 @@ def test_an_input_that_is_not_a_number_stays_visible():
         tensors[2][0, 0, 20, 5] = math.nan
         output = fused_attention(*tensors, causal=True)
     assert output[0, 0, 20:, 5].isnan().all()
-    if compiled_attention_available():  # torch's kernel multiplies values that are not seen by zero
+    if attention_kernel_available():  # torch's kernel multiplies values that are not seen by zero
         assert not output[0, 0, 8:20].isnan().any()
 
 
@@ -220,7 +216,7 @@ def test_huge_scores_choose_one_key(factor):
 
 def test_logarithms_of_sums_are_those_of_exact_scores():
     """The exponential has an error near one unit of fp32: the sums show it, because inputs are exact."""
-    if not compiled_attention_available():
+    if not attention_kernel_available():
         return
     for factor in (1.0, 4.0):
         (query, key, value), _ = inputs(1, 2, 2, 90, 700, 64, factor)
@@ -244,7 +240,7 @@ def test_memory_for_shared_keys_is_what_the_plan_counts():
     (query, key, value), gradient = inputs(1, 8, 2, 300, 300, 64)
     with torch.no_grad():
         output = fused_attention(query, key, value, causal=True)
-        if compiled_attention_available():
+        if attention_kernel_available():
             output, log2_sums = OPERATOR(query, key, value, True, 0.125)
             with torch.profiler.profile(profile_memory=True) as profile:
                 results = BACKWARD(gradient, query, key, value, output, log2_sums, True, 0.125)

@@ -13,7 +13,7 @@ import torch
 
 from children import exit_code_of_child
 from headwater.core import attention, few_rows, native
-from headwater.core.attention import compiled_attention_available
+from headwater.core.attention import attention_kernel_available
 from headwater.core.few_rows import few_row_linear
 from headwater.core.native import load
 from headwater.store.native_adam import AdamKernel, AdamPiece, AdamSettings
@@ -85,7 +85,7 @@ def attend(shape, causal, fences):
 @pytest.mark.parametrize("side", ["low", "high"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_stays_inside_of_its_tensors(shape, causal, side):
-    if compiled_attention_available():
+    if attention_kernel_available():
         assert exit_code_of_child(attend, shape, causal, Fences(side)) == 0
 
 

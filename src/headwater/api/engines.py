@@ -77,7 +77,7 @@ def build_engine(
         StreamError: if weights have no values, or another engine streams them.
         DiskFullError: if the files of the disk tier do not fit.
     """
-    if plan.device == "cpu" and plan.precision.mixed:
+    if plan.device == "cpu" and plan.precision.mixed and backend.matmul == "fast":
         use_fast_half_products()
     # Before the engine allocates: memory that malloc has taken already keeps its pages.
     if plan.device == "cpu" and backend.allocator == "tuned":

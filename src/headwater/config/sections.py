@@ -115,12 +115,13 @@ class BackendConfig(Section):
             need not wait; a step that fails is then lost, and the run continues from its last checkpoint.
         compile: compile each distinct block with `torch.compile`. Results then differ from torch's in
             rounding. `auto` measures both ways before a 16-bit training, and compiles if that saves time.
-        matmul: `fast` allows fp32 matrix products that differ from torch's in rounding.
+        matmul: `fast` allows fp32 matrix products that differ from torch's in rounding, and computes products
+            in bf16 and fp16 by fp32 kernels on x86 processors without AVX-512.
         loss: `liger` computes the loss of a decoder by the package liger-kernel, on a CUDA device. `chunked`
             needs no package, and has no logits of the whole batch in memory either.
         attention: `torch` computes all attention by torch's kernels. `auto` lets models of params files use
-            the package's kernels for attention in bf16 without a mask, on processors without AVX-512, and on
-            those with AVX-512 BF16 and without AMX. Results differ from torch's in rounding.
+            the package's kernel for attention in bf16 without a mask, on processors with AVX-512 BF16 and
+            without AMX. Its results differ from torch's in rounding.
         allocator: `tuned` keeps the memory of large CPU tensors for later ones; `system` leaves torch's
             allocator as it is.
         verify_disk: check data read from the disk tier against checksums.

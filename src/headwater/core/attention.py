@@ -1,19 +1,16 @@
-"""Attention in bf16 by the package's own kernels, which are faster than torch's on some processors.
+"""Attention in bf16 by the package's own kernel, which is faster than torch's on some processors.
 
-One kernel, `native/attention.c`, is for processors with AVX-512 BF16 and without AMX. It rounds where torch's
-kernel rounds, but sums in another order. The other one is for processors on which torch multiplies bf16 in
-plain loops: it converts to fp32, calls torch's kernel and rounds the results; see [Note: products in half
-precision]. So results in bf16 differ from torch's by rounding. They do not depend on the number of threads.
-
-Both are one operator of torch, `headwater::attention`, so that dry runs, `torch.compile` and counts of
-operations see it.
+The kernel (`native/attention.c`) is for processors with AVX-512 BF16 and without AMX. It is an operator of
+torch, `headwater::attention`, so that dry runs, `torch.compile` and counts of operations see it. It rounds
+where torch's kernel rounds, but sums in another order: results in bf16 differ from torch's by rounding. They
+do not depend on the number of threads.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -21,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwater.core.errors import RunError
-from headwater.core.half_products import slow_half_dtypes
 from headwater.core.modes import is_transformed
 from headwater.core.native import native_library, processor_flags
 
@@ -93,12 +89,7 @@ def _is_supported(query: Tensor, key: Tensor, value: Tensor, scale: float | None
 
 
 def attention_kernel_available() -> bool:
-    """True if this machine has a kernel: one is made for such a processor, and the C kernel was compiled."""
-    return compiled_attention_available() or torch.bfloat16 in slow_half_dtypes()
-
-
-def compiled_attention_available() -> bool:
-    """True if this machine has the C kernel."""
+    """True if this machine has the kernel: it is made for such a processor, and was compiled."""
     return _library() is not None
 
 
@@ -168,10 +159,6 @@ def _heads_side_by_side(like: Tensor) -> Tensor:
 def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     query, key, value = map(_rows, (query, key, value))
     output, log2_sums = _results(query)
-    if not compiled_attention_available():
-        for sample in _samples(query, key, value, output, log2_sums):
-            _forward_in_fp32(sample[:3], sample[3:], causal, scale)
-        return output, log2_sums
     _call("attention_forward", _shape(query, key, causal, scale), (query, key, value, output, log2_sums))
     return output, log2_sums
 
@@ -192,77 +179,22 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradient, query, key, value, output = map(_rows, (gradient, query, key, value, output))
     results = _gradients(gradient, query, key, value)
-    if not compiled_attention_available():
-        for sample in _samples(gradient, query, key, value, output, log2_sums, *results):
-            _backward_in_fp32(sample[:6], sample[6:], causal, scale)
-        return results
     sums = _sums_for_shared_keys(query, key)
     tensors = (query, key, value, output, log2_sums.contiguous(), gradient, *results, sums)
     _call("attention_backward", _shape(query, key, causal, scale), tensors)
     return results
 
 
-def _samples(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Return the tensors of each sample: temporary tensors of one sample at a time take less memory."""
-    return zip(*(each.split(1) for each in tensors), strict=True)
-
-
-def _forward_in_fp32(
-    tensors: tuple[Tensor, ...], results: tuple[Tensor, ...], causal: bool, scale: float
-) -> None:
-    """Write the output and the sums of one sample.
-
-    The sums are torch's natural logarithms: converted to those of base 2 they would not fit huge scores.
-    """
-    query, key, value = tensors
-    group = query.shape[1] // key.shape[1]
-    factors = query.float(), *(each.float().repeat_interleave(group, 1) for each in (key, value))
-    output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *factors, is_causal=causal, scale=scale
-    )
-    results[0].copy_(output)
-    results[1].copy_(log_sums)
-
-
-def _backward_in_fp32(
-    tensors: tuple[Tensor, ...], gradients: tuple[Tensor, ...], causal: bool, scale: float
-) -> None:
-    """Write the gradients of one sample's queries, keys and values."""
-    gradient, query, key, value, output, log_sums = tensors
-    group = query.shape[1] // key.shape[1]
-    results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient.float(),
-        query.float(),
-        *(each.float().repeat_interleave(group, 1) for each in (key, value)),
-        output.float(),
-        log_sums,
-        dropout_p=0.0,
-        is_causal=causal,
-        scale=scale,
-    )
-    for target, result in zip(gradients, results, strict=True):
-        heads = target.shape[1]
-        # Heads that share keys are adjacent.
-        target.copy_(result.unflatten(1, (heads, -1)).sum(2) if heads < result.shape[1] else result)
-
-
-def backward_temporary_bytes(query: Tensor, key: Tensor) -> int:
-    """Return the bytes of the large temporary tensors of the operator's backward."""
-    batches, heads, length, size = query.shape
-    keys = key.shape[2]
-    if not compiled_attention_available():
-        # Queries, outputs, keys and values of one sample, and the gradients of all four.
-        return 4 * heads * (length + keys) * size * torch.float32.itemsize
-    return 0 if key.shape[1] == heads else 2 * batches * heads * keys * size * torch.float32.itemsize
-
-
 def _sums_for_shared_keys(query: Tensor, key: Tensor) -> Tensor | None:
     """Return memory for the gradients of keys and values from each head; `None` if heads share no keys.
 
-    They are added at the end, so their order does not depend on the threads.
+    They are added at the end, so their order does not depend on the threads. `plan/operator_flops.py` counts
+    these bytes.
     """
-    size = backward_temporary_bytes(query, key) // torch.float32.itemsize
-    return query.new_empty(size, dtype=torch.float32) if size else None
+    batches, heads, _, size = query.shape
+    if key.shape[1] == heads:
+        return None
+    return query.new_empty(2 * batches * heads * key.shape[2] * size, dtype=torch.float32)
 
 
 def _gradients(

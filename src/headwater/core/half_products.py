@@ -3,9 +3,10 @@
 [Note: products in half precision] On a processor without AVX-512, as in most laptops, torch multiplies bf16
 matrices in plain loops, at a fifth to a twentieth of its rate for fp32. Here the factors are converted to
 fp32, torch's fp32 kernels multiply them, and the results are rounded. Both ways sum in fp32, in another
-order, so results differ by rounding. `use_fast_half_products` replaces torch's kernels in the whole process:
-so forward and backward of any model use them, and dry runs and counts of operations see the same operators
-as before. Products with an argument `out`, as in code of `torch.compile`, stay torch's own.
+order, so results differ by rounding. With `backend.matmul: fast`, `use_fast_half_products` replaces torch's
+kernels in the whole process: so forward and backward of any model use them, and dry runs and counts of
+operations see the same operators as before. Products with an argument `out`, as in code of `torch.compile`,
+stay torch's own.
 """
 
 from __future__ import annotations

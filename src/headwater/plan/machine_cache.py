@@ -34,7 +34,7 @@ def machine_key(device: str, folder: Path | None = None) -> str:
         folder: an existing folder of the disk tier, if there is one.
     """
     gpu = "" if device == "cpu" else torch.cuda.get_device_name(device)
-    kernel = "attention kernels" if device == "cpu" and attention_kernel_available() else "torch's attention"
+    kernel = "attention kernel" if device == "cpu" and attention_kernel_available() else "torch's attention"
     # The rates depend on all of these. Several machines may have the same home folder, hence the node.
     parts = (platform.node(), _cpu_model(), torch.__version__, torch.get_num_threads(), device, gpu, kernel)
     return "|".join(map(str, (*parts, _mount_point(folder) if folder else "")))

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from headwater.core.attention import backward_temporary_bytes
-
 _aten = torch.ops.aten
 _KERNEL, _KERNEL_BACKWARD = "headwater::attention", "headwater::attention_backward"
 """Operators of `core.attention`."""
@@ -61,11 +59,16 @@ def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes of the large temporary tensors of a call: only the package's attention has some."""
+    """Return the bytes of the large temporary tensors of a call.
+
+    Only the package's backward of attention has some: if heads share keys, it keeps the gradients of keys and
+    values from each head in fp32.
+    """
     if func.name() != _KERNEL_BACKWARD:
         return 0
     _, query, key, *_ = args
-    return backward_temporary_bytes(query, key)
+    batch, heads, _, size = query.shape
+    return 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * size * torch.float32.itemsize
 
 
 def _attention(

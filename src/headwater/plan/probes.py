@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 from headwater.core.errors import ConfigError
-from headwater.core.half_products import use_fast_half_products
 from headwater.core.units import GIB, MIB
 from headwater.plan.types import ADAMW_BYTES, Calibration
 from headwater.plan.update_probe import StageOfAllKinds
@@ -157,8 +156,6 @@ def measure(device: str, folder: Path | None) -> Measurement:
     Raises:
         ConfigError: if `folder` cannot be written to.
     """
-    if device == "cpu":
-        use_fast_half_products()
     with ExitStack() as stack:
         disk = {} if folder is None else stack.enter_context(_disk(folder))
         sizes = {name: _sizes(device, dtype) for name, dtype in _DTYPES.items()}

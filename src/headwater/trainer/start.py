@@ -137,8 +137,8 @@ class Start:
             remedy = "backend.attention: torch continues with torch's kernel"
         else:
             remedy = (
-                "the package's kernel needs backend.attention: auto, and a processor without AVX-512, or one "
-                "with AVX-512 BF16 and without AMX, and a C compiler"
+                "the package's kernel needs backend.attention: auto, a C compiler, and a processor with "
+                "AVX-512 BF16 and without AMX"
             )
         logger.warning(
             "attention was computed by %s up to step %d, and is computed by %s now: results differ by "
