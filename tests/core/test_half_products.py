@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import headwater as hw
 from children import exit_code_of_child
+from headwater.api import engines
 from headwater.core import half_products
 from headwater.core.half_products import use_fast_half_products
 
@@ -90,3 +92,13 @@ def test_other_products_keep_their_bits_and_errors(slow):
             half_products._mm(left[0], right[0].double())
         assert half_products._mm(left[0][:0], right[0]).shape == (0, 10)
         assert half_products._mm(left[0][:, :0], right[0][:0]).eq(0).all()
+
+
+@pytest.mark.parametrize("matmul", ["exact", "fast"])
+def test_runs_in_half_precision_use_them_if_products_may_be_fast(matmul, monkeypatch):
+    calls = []
+    monkeypatch.setattr(engines, "use_fast_half_products", lambda: calls.append("used"))
+    model = hw.compile(torch.nn.Linear(4, 4), hw.backend("CSX", matmul=matmul))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(2, 4))
+    assert bool(calls) == (matmul == "fast")
