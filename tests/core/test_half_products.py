@@ -77,21 +77,23 @@ def test_torch_uses_these_products_forward_and_backward(slow, dtype):
 
 
 def test_other_products_keep_their_bits_and_errors(slow):
+    multiply, multiply_all = (half_products.product_kernel(each, None) for each in (torch.mm, torch.bmm))
+    add, add_all = (half_products.sum_kernel(each, None) for each in (torch.addmm, torch.baddbmm))
     left, right, added = matrices(torch.float32, (3, 20, 30), (3, 30, 10), (10,))
-    assert torch.equal(half_products._mm(left[0], right[0]), left[0] @ right[0])
-    found = half_products._addmm(added, left[0], right[0], beta=0.5, alpha=2)
+    assert torch.equal(multiply(left[0], right[0]), left[0] @ right[0])
+    found = add(added, left[0], right[0], beta=0.5, alpha=2)
     assert torch.equal(found, torch.addmm(added, left[0], right[0], beta=0.5, alpha=2))
-    assert torch.equal(half_products._bmm(left, right), left @ right)
-    found = half_products._baddbmm(added, left, right, beta=0.5, alpha=2)
+    assert torch.equal(multiply_all(left, right), left @ right)
+    found = add_all(added, left, right, beta=0.5, alpha=2)
     assert torch.equal(found, torch.baddbmm(added, left, right, beta=0.5, alpha=2))
     for dtype in (torch.float32, *HALF):
         left, right = (each.to(dtype) for each in (left, right))
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
-            half_products._mm(left[0], right[0].t())
+            multiply(left[0], right[0].t())
         with pytest.raises(RuntimeError, match="same dtype"):
-            half_products._mm(left[0], right[0].double())
-        assert half_products._mm(left[0][:0], right[0]).shape == (0, 10)
-        assert half_products._mm(left[0][:, :0], right[0][:0]).eq(0).all()
+            multiply(left[0], right[0].double())
+        assert multiply(left[0][:0], right[0]).shape == (0, 10)
+        assert multiply(left[0][:, :0], right[0][:0]).eq(0).all()
 
 
 @pytest.mark.parametrize("matmul", ["exact", "fast"])

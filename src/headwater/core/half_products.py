@@ -15,6 +15,7 @@ import functools
 import itertools
 import platform
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,8 +49,10 @@ def _install() -> torch.library.Library:
     with warnings.catch_warnings():
         # torch warns of a kernel that replaces another one, which is the intent here.
         warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-        for name, kernel in (("mm", _mm), ("addmm", _addmm), ("bmm", _bmm), ("baddbmm", _baddbmm)):
-            library.impl(name, kernel, "CPU")
+        for name, compute in (("mm", _product), ("bmm", _products)):
+            library.impl(name, product_kernel(getattr(torch, name), compute), "CPU")
+        for name, compute in (("addmm", _product), ("baddbmm", _products)):
+            library.impl(name, sum_kernel(getattr(torch, name), compute), "CPU")
     return library
 
 
@@ -57,28 +60,31 @@ def _install() -> torch.library.Library:
 # call the kernel that was replaced, because Python can call it only while no other thread of Python runs.
 
 
-def _mm(left: Tensor, right: Tensor) -> Tensor:
-    if not _is_slow(left, right):
-        return torch.mm(left, right, out=left.new_empty(0))
-    return _product(left, right, None, 1, 1)
+def product_kernel(torchs: Callable[..., Tensor], compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the kernel for `torchs`, which is `torch.mm` or `torch.bmm`.
+
+    Args:
+        torchs: the function of torch.
+        compute: `_product` or `_products`.
+    """
+
+    def multiply(left: Tensor, right: Tensor) -> Tensor:
+        if _is_slow(left, right):
+            return compute(left, right, None, 1, 1)
+        return torchs(left, right, out=left.new_empty(0))
+
+    return multiply
 
 
-def _addmm(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if not _is_slow(left, right, added):
-        return torch.addmm(added, left, right, beta=beta, alpha=alpha, out=left.new_empty(0))
-    return _product(left, right, added.expand(len(left), right.shape[1]), beta, alpha)
+def sum_kernel(torchs: Callable[..., Tensor], compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the kernel for `torchs`, which is `torch.addmm` or `torch.baddbmm`; see `product_kernel`."""
 
+    def add(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        if _is_slow(left, right, added):
+            return compute(left, right, added.expand(*left.shape[:-1], right.shape[-1]), beta, alpha)
+        return torchs(added, left, right, beta=beta, alpha=alpha, out=left.new_empty(0))
 
-def _bmm(left: Tensor, right: Tensor) -> Tensor:
-    if not _is_slow(left, right):
-        return torch.bmm(left, right, out=left.new_empty(0))
-    return _products(left, right, None, 1, 1)
-
-
-def _baddbmm(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if not _is_slow(left, right, added):
-        return torch.baddbmm(added, left, right, beta=beta, alpha=alpha, out=left.new_empty(0))
-    return _products(left, right, added.expand(len(left), left.shape[1], right.shape[2]), beta, alpha)
+    return add
 
 
 def _is_slow(left: Tensor, right: Tensor, added: Tensor | None = None) -> bool:
