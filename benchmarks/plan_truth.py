@@ -61,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
     parser.add_argument("--others", action="store_true", help="twelve other shapes and settings")
     parser.add_argument("--only", default="", help="configurations whose name contains this")
+    parser.add_argument("--matmul", choices=["exact", "fast"], default="exact")
     return parser
 
 
@@ -90,14 +91,15 @@ def main() -> int:
         try:
             with tempfile.TemporaryDirectory() as cache:
                 os.environ["XDG_CACHE_HOME"] = cache  # the process that is measured finds no rates there
-                rows.append(row_of(name, run(System(name, "headwater_", options), workload, args.folder)))
+                system = System(name, "headwater_", (*options, f"--matmul={args.matmul}"))
+                rows.append(row_of(name, run(system, workload, args.folder)))
         except FailedRunError as error:
             results.fail(name, error)
         else:
             print_table(rows[-1:])
             sys.stdout.flush()  # the whole command takes minutes
     print_table([*rows, *results.failed_rows()])
-    part = is_part(parser, args, "only")
+    part = is_part(parser, args, "only", "matmul")
     print(
         save("plan_truth_others" if args.others else "plan_truth", [*rows, *results.failed_rows()], part=part)
     )

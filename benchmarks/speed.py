@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", nargs="+", help="systems whose name contains one of these, beside plain PyTorch"
     )
+    parser.add_argument("--matmul", choices=["exact", "fast"], default="exact", help="setting of Headwater")
     parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
     return parser
 
@@ -43,12 +45,22 @@ def _is_named(system: System, parts: Sequence[str] | None) -> bool:
     return parts is None or any(part.lower() in system.name.lower() for part in parts)
 
 
+def _with_matmul(system: System, matmul: str) -> System:
+    if system.module != "headwater_":
+        return system
+    return dataclasses.replace(system, options=(*system.options, f"--matmul={matmul}"))
+
+
 def main() -> int:
     parser = make_parser()
     args = parser.parse_args()
-    systems = [system for system in SYSTEMS if system is PLAIN or _is_named(system, args.only)]
+    systems = [
+        _with_matmul(system, args.matmul)
+        for system in SYSTEMS
+        if system is PLAIN or _is_named(system, args.only)
+    ]
     results = interleave(systems, workload_of(args), args.rounds, args.folder)
-    part = is_part(parser, args, "only")
+    part = is_part(parser, args, "only", "matmul")
     return report(f"speed_{args.dtype}", results, PLAIN.name, part=part)
 
 

@@ -104,3 +104,30 @@ def test_runs_in_half_precision_use_them_if_products_may_be_fast(matmul, monkeyp
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.ones(2, 4))
     assert bool(calls) == (matmul == "fast")
+
+
+def train_a_streamed_layer(matmul, dtype):
+    model = hw.compile(torch.nn.Linear(4, 4), hw.backend("CSX", matmul=matmul))
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("matmul", "dtype", "warnings"),
+    [("exact", torch.bfloat16, 1), ("fast", torch.bfloat16, 0), ("exact", torch.float32, 0)],
+    ids=str,
+)
+def test_slow_products_cause_one_warning(slow, monkeypatch, caplog, matmul, dtype, warnings):
+    monkeypatch.setattr(engines, "slow_half_dtypes", half_products.slow_half_dtypes)
+    monkeypatch.setattr(engines, "use_fast_half_products", lambda: None)
+    engines._warn_of_slow_products.cache_clear()
+    train_a_streamed_layer(matmul, dtype)
+    train_a_streamed_layer(matmul, dtype)
+    assert caplog.text.count("no instructions for bf16") == warnings
+
+
+def test_other_processors_cause_no_warning(monkeypatch, caplog):
+    monkeypatch.setattr(engines, "slow_half_dtypes", frozenset)
+    engines._warn_of_slow_products.cache_clear()
+    train_a_streamed_layer("exact", torch.bfloat16)
+    assert "no instructions" not in caplog.text

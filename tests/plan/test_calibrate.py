@@ -16,6 +16,7 @@ import torch
 
 from headwater.core.attention import attention_kernel_available
 from headwater.core.errors import ConfigError
+from headwater.core.half_products import slow_half_dtypes
 from headwater.core.units import MIB
 from headwater.plan import calibrate as module
 from headwater.plan import machine_cache, measuring, probes
@@ -401,3 +402,26 @@ def test_the_probe_of_new_pages_gets_new_ones_in_each_run():
     huge_page_bytes = 2 * MIB  # with them, there are fewer faults
     assert found["new pages"] >= 64 * MIB // huge_page_bytes
     assert found["old pages"] < found["new pages"] / 2
+
+
+def test_rates_with_products_by_fp32_kernels_are_apart_where_torch_is_slow(tmp_path, machine, monkeypatch):
+    converted = []
+
+    def measured(*_, **options):
+        converted.append(options["converted"])
+        return machine.measurements.pop(0)
+
+    monkeypatch.setattr(module, "measure_apart", measured)
+    monkeypatch.setattr(module, "slow_half_dtypes", lambda: frozenset({torch.bfloat16}))
+    machine.measurements = [taken(1.0), taken(2.0)]
+    for fast, rate in ((False, 1.0), (True, 2.0), (False, 1.0)):
+        assert calibrate(fast_products=fast, cache=tmp_path / "cache.json").fp32_flops_per_s == rate
+    monkeypatch.setattr(module, "slow_half_dtypes", frozenset)
+    assert calibrate(fast_products=True, cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
+    assert converted == [False, True]
+
+
+@pytest.mark.skipif(not slow_half_dtypes(), reason="torch has no slow products on this processor")
+def test_products_by_fp32_kernels_are_measured_as_fast_ones():
+    rates = [measure_apart("cpu", None, converted=each, most_wall_s=300).rates for each in (False, True)]
+    assert rates[1].bf16_flops_per_s > 2 * rates[0].bf16_flops_per_s

@@ -11,8 +11,9 @@ from torch import nn
 
 from headwater.config.sections import BackendConfig
 from headwater.core.files import disk_errors
-from headwater.core.half_products import use_fast_half_products
+from headwater.core.half_products import slow_half_dtypes, use_fast_half_products
 from headwater.core.loss_function import LossFunction, call_model
+from headwater.core.precision import Precision
 from headwater.core.tensor_memory import tune_allocator
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
@@ -100,6 +101,29 @@ def build_engine(
         loss_function=own.loss_function,
         fabric=fabric,
         options=options,
+    )
+
+
+def advise_fast_products(device: str, precision: Precision, matmul: str) -> None:
+    """Log a warning, once, if `matmul: fast` would make a run in bf16 or fp16 several times as fast here.
+
+    Args:
+        device: `cpu` or `cuda`.
+        precision: precision of the run.
+        matmul: `exact` or `fast`, as the run has it.
+    """
+    if device == "cpu" and matmul == "exact" and precision.wire_dtype in slow_half_dtypes():
+        _warn_of_slow_products(precision.name)
+
+
+@functools.cache
+def _warn_of_slow_products(name: str) -> None:
+    logger.warning(
+        "this processor has no instructions for %s, so torch multiplies matrices in %s several times slower "
+        "than in fp32; with the option `matmul: fast` of the backend, fp32 kernels multiply them, and "
+        "results differ by rounding",
+        name,
+        name,
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from headwater.api.backend import Backend
 from headwater.api.calls import Call
 from headwater.api.early import EarlyOptions, check
-from headwater.api.engines import disk_folder
+from headwater.api.engines import advise_fast_products, disk_folder
 from headwater.core.patience import noticed
 from headwater.core.precision import Precision
 from headwater.core.tensor_memory import return_free_memory
@@ -105,6 +105,7 @@ class Planner:
             before: the engine that is replaced. If the new plan needs another store, both exist for a moment.
         """
         disk = disk_folder(self._backend.config)
+        advise_fast_products(self.device, precision, self._backend.config.matmul)
 
         def make() -> Plan:
             request = request_of(
@@ -117,7 +118,7 @@ class Planner:
                 micro_batch_size=trace.micro_batch_size,
                 disk=disk,
             )
-            rates = calibrate(request.device, disk)
+            rates = calibrate(request.device, disk, fast_products=self._backend.config.matmul == "fast")
             request = dataclasses.replace(
                 request,
                 calibration=rates,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from headwater.core.half_products import slow_half_dtypes
 from headwater.plan.machine import existing_ancestor
 from headwater.plan.machine_cache import cache_file, machine_key, read_entries, write_entries
 from headwater.plan.measuring import MOST_WALL_S, measure_apart
@@ -71,6 +72,7 @@ def calibrate(
     device: str = "cpu",
     disk: Path | None = None,
     *,
+    fast_products: bool = False,
     recalibrate: bool = False,
     cache: Path | None = None,
     budget: int | None = None,
@@ -84,6 +86,8 @@ def calibrate(
     Args:
         device: `cpu` or `cuda`.
         disk: folder of the disk tier, which is measured too; it need not exist yet.
+        fast_products: True for runs with `matmul: fast`, which may compute products in bf16 and fp16 by other
+            kernels; see [Note: products in half precision].
         recalibrate: measure even if the rates of this machine are stored.
         cache: JSON file of stored measurements; by default in the user's cache folder.
         budget: bytes of host memory that this process and the measuring one may hold; `None`: the free
@@ -99,10 +103,12 @@ def calibrate(
     folder = None if disk is None else existing_ancestor(disk)
     # Rates that were measured with another kernel of Adam tell nothing about this one.
     key = f"{machine_key(device, folder)}|{adam_in_use()}"
+    converted = fast_products and device == "cpu" and bool(slow_half_dtypes())
+    key += "|products by fp32 kernels" if converted else ""
     if recalibrate or key not in _IN_THIS_PROCESS:
 
         def measure() -> Measurement | None:
-            return measure_apart(device, folder, budget, most_wall_s=most_wall_s)
+            return measure_apart(device, folder, budget, converted=converted, most_wall_s=most_wall_s)
 
         _IN_THIS_PROCESS[key] = _rates(key, device, measure, recalibrate, cache or cache_file(_FILE))
     return _IN_THIS_PROCESS[key]

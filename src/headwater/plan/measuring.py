@@ -1,7 +1,8 @@
 """Measurement of this machine in a child process, which is killed if it takes too long.
 
 The memory of the probes is freed when that process ends. It is started by `python -m headwater.plan.measuring
-PARENT DEVICE THREADS [FOLDER]`, and ends when the process with the number PARENT, which has started it, ends.
+PARENT DEVICE THREADS PRODUCTS [FOLDER]`, and ends when the process with the number PARENT, which has started
+it, ends. PRODUCTS is `converted` if fp32 kernels compute products in bf16 and fp16, otherwise `torch`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from headwater.core.errors import ConfigError
+from headwater.core.half_products import use_fast_half_products
 from headwater.core.patience import noticed
 from headwater.core.units import MIB, format_bytes
 from headwater.fabric.parent import end_with
@@ -36,7 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 def measure_apart(
-    device: str, folder: Path | None, budget: int | None = None, *, most_wall_s: float = MOST_WALL_S
+    device: str,
+    folder: Path | None,
+    budget: int | None = None,
+    *,
+    converted: bool = False,
+    most_wall_s: float = MOST_WALL_S,
 ) -> Measurement | None:
     """Measure everything in another process; return `None` if that takes too long or fails.
 
@@ -44,6 +51,8 @@ def measure_apart(
         device: `cpu` or `cuda`.
         folder: an existing folder of the disk tier, if there is one.
         budget: bytes of host memory that both processes may hold; `None`: the free memory.
+        converted: True to compute products in bf16 and fp16 by fp32 kernels; see [Note: products in half
+            precision].
         most_wall_s: seconds after which the process is killed.
 
     Raises:
@@ -60,7 +69,7 @@ def measure_apart(
         return None
     # For `-P` see [Note: planted modules].
     command = [sys.executable, "-P", "-m", __name__]
-    command += [str(os.getpid()), device, str(torch.get_num_threads())]
+    command += [str(os.getpid()), device, str(torch.get_num_threads()), "converted" if converted else "torch"]
     command += [] if folder is None else [str(folder)]
     with noticed(f"measuring the speed of this machine, for at most {most_wall_s:g} s"):
         try:
@@ -99,8 +108,10 @@ def _answer(device: str, folder: Path | None) -> dict[str, Any]:
 
 def main() -> None:
     """Print a measurement as JSON."""
-    parent, device, threads, *folder = sys.argv[1:]
+    parent, device, threads, products, *folder = sys.argv[1:]
     end_with(int(parent))
+    if products == "converted":
+        use_fast_half_products()
     # The rates are those of a run, so the measurement has as many threads as the run.
     torch.set_num_threads(int(threads))
     # The parent holds the limit of wall time, which a user can make longer; the system holds this one.

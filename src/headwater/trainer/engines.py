@@ -56,7 +56,12 @@ def open_engine(
     device = device_of(init.backend)
 
     def rates() -> Calibration | None:
-        return calibrate(device, disk, budget=resources_of(init.backend).host_memory)
+        return calibrate(
+            device,
+            disk,
+            fast_products=init.backend.matmul == "fast",
+            budget=resources_of(init.backend).host_memory,
+        )
 
     def plan_steps() -> Plan:
         # `said_if_long` is not needed: measuring and planning print what they are doing, in every command.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from functools import partial
 
 from rich.console import Console
 
@@ -84,7 +85,8 @@ def _make_meters(init: SetupConfig, run_dir: RunDir) -> list[Callback]:
     if init.has_callback("RateProfiler"):
         meters.append(RateProfiler())
     if init.has_callback("FlopUtilization"):
-        meters.append(FlopUtilization(measured_flops_per_s))
+        fast = init.backend.matmul == "fast"
+        meters.append(FlopUtilization(partial(measured_flops_per_s, fast_products=fast)))
     if init.has_callback("SavePerformanceData"):
         return [*meters, PerformanceFile(run_dir.performance, meters)]
     return [*meters]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from headwater.api.engines import EngineSteps, build_engine
+from headwater.api.engines import EngineSteps, advise_fast_products, build_engine
 from headwater.config.sections import LoopConfig
 from headwater.core.errors import ConfigError
 from headwater.core.patience import noticed
@@ -177,6 +177,7 @@ def plan_run(
         )
     for note in budget_notes(plan):
         logger.warning("%s", note)
+    advise_fast_products(plan.device, plan.precision, init.backend.matmul)
     return dataclasses.replace(plan, placement=placement)
 
 
