@@ -21,6 +21,7 @@ from headwater.core.errors import (
     DiskFullError,
     HeadwaterError,
     ModelDirBusyError,
+    StoreError,
 )
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.checkpoint_folder import publish, recover, retire
@@ -225,6 +226,38 @@ def test_folders_without_valid_weights_are_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"embed.weight is torch.int64 in the file"):
         load_weights(make_store(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "{",
+        "[" * 100_000,
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"embed.weight": 5}}',
+        '{"weight_map": {"embed.weight": "../part.safetensors"}}',
+        json.dumps({"weight_map": {"embed.weight": "long" * 100}}),
+    ],
+    ids=["no JSON", "deep", "no names", "no files", "number", "outside", "long name"],
+)
+def test_damaged_index_of_a_folder(tmp_path, index):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(index)
+    with pytest.raises(CheckpointError, match="index cannot be read") as raised:
+        load_weights(make_store(), tmp_path)
+    assert raised.value.where == str(path)
+
+
+def test_index_that_the_system_cannot_read(tmp_path):
+    (tmp_path / "model.safetensors.index.json").mkdir()
+    with pytest.raises(StoreError, match=r"Is a directory(.|\n)*index\.json"):
+        load_weights(make_store(), tmp_path)
+
+
+def test_empty_list_of_files():
+    with pytest.raises(CheckpointError, match="at least one safetensors file, got an empty list"):
+        load_weights(make_store(), [])
 
 
 # full disks

@@ -14,7 +14,7 @@ from typing import Self
 from torch import Tensor
 
 from headwater.core.errors import CheckpointError
-from headwater.core.safetensors import Layout, TensorFile, TensorFileWriter, TensorKind
+from headwater.core.safetensors import Layout, TensorFile, TensorFileWriter, TensorKind, indexed_files
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -148,6 +148,7 @@ def weight_files(folder: Path, single: str = WEIGHTS_FILE) -> list[Path]:
 
     Raises:
         CheckpointError: if neither exists, or the index is damaged.
+        StoreError: if the system refuses to read the index.
     """
     if (folder / single).is_file():
         return [folder / single]
@@ -158,16 +159,4 @@ def weight_files(folder: Path, single: str = WEIGHTS_FILE) -> list[Path]:
             where=str(folder),
             remedy="save the checkpoint with safetensors; pickled weights are not read",
         )
-    try:
-        names = dict.fromkeys(json.loads(index.read_bytes())["weight_map"].values())
-        outside = next((name for name in names if Path(name).name != name), None)
-        if outside is not None:
-            raise ValueError(f"expected names of files in the folder, got {outside}")
-        paths = [folder / name for name in names]
-        for path in paths:
-            path.exists()  # raises for an invalid file name, for example one with a null byte
-        return paths
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"the index cannot be read: {error!r}", where=str(index), remedy="copy the file again"
-        ) from error
+    return indexed_files(index)

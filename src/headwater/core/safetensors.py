@@ -22,6 +22,7 @@ from headwater.core.buffers import aligned_empty
 from headwater.core.checked_files import CHUNK_BYTES, CheckedFile, Chunk, FileBytes
 from headwater.core.errors import CheckpointError
 from headwater.core.file_order import FileOrder
+from headwater.core.files import disk_errors
 from headwater.core.gather import gather
 from headwater.core.threads import one_core
 from headwater.core.transfers import PADDING_BYTES, Read, read_ahead, shared_transfers
@@ -318,3 +319,32 @@ def _not_safetensors(path: Path, why: str) -> CheckpointError:
         where=str(path),
         remedy="copy it again, or save it again with safetensors; pickled weights are not read",
     )
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """Return the files that an index of Hugging Face's format lists, in the order of its tensors.
+
+    Args:
+        index: the index. Its files are in the same folder, and may be missing.
+
+    Raises:
+        CheckpointError: if the index is damaged.
+        StoreError: if the system refuses to read the index.
+    """
+    with disk_errors(index):
+        data = index.read_bytes()
+    try:
+        names = dict.fromkeys(json.loads(data)["weight_map"].values())
+        outside = next((name for name in names if Path(name).name != name), None)
+        if outside is not None:
+            raise ValueError(f"expected names of files in the folder, got {outside}")
+        if not names:
+            raise ValueError("expected the name of at least one file in weight_map, got none")
+        paths = [index.with_name(name) for name in names]
+        for path in paths:
+            path.exists()  # raises for an invalid file name, for example one with a null byte
+        return paths
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"the index cannot be read: {error!r}", where=str(index), remedy="copy the file again"
+        ) from error

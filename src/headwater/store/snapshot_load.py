@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import torch
 from headwater.core.checked_files import FileBytes
 from headwater.core.errors import CheckpointError, CorruptError, HeadwaterError, StoreError
 from headwater.core.files import is_damage
-from headwater.core.safetensors import Run, TensorFile, read_runs
+from headwater.core.safetensors import Run, TensorFile, indexed_files, read_runs
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import Fabric
 from headwater.store.layout import Scalars
@@ -228,7 +227,8 @@ def load_weights(
         names: returns the names of a parameter in the files.
 
     Raises:
-        CheckpointError: if a parameter is missing, unknown, or of another shape; nothing is changed then.
+        CheckpointError: if there are no files, or a parameter is missing, unknown, or of another shape;
+            nothing is changed then.
         CorruptError: if bytes are damaged; then the store must be filled again before it is used.
     """
     buffers = buffers or {}
@@ -253,36 +253,33 @@ def match_weights(
         names: returns the names of a parameter in the files.
 
     Raises:
-        CheckpointError: if a parameter is missing, unknown, or of another shape.
+        CheckpointError: if there are no files, or a parameter is missing, unknown, or of another shape.
+        StoreError: if the system refuses to read the index of the files.
     """
     return SavedWeights(_weight_files(source), stages, buffers, exact=False, strict=strict, names=names)
 
 
 def _weight_files(source: Path | Sequence[Path]) -> list[TensorFile]:
     if not isinstance(source, Path):
+        if not source:
+            raise CheckpointError(
+                "expected at least one safetensors file, got an empty list",
+                remedy="name the file that holds the weights, or its folder",
+            )
         return [TensorFile(path) for path in source]
     if (source / MANIFEST_FILE).is_file():
         return SavedCheckpoint(source).weights()
     if not source.is_dir():
         return [TensorFile(source)]
     indices = sorted(source.glob("*.safetensors.index.json"))
-    names = _indexed(indices[0]) if indices else [path.name for path in source.glob("*.safetensors")]
-    if not names:
+    paths = indexed_files(indices[0]) if indices else list(source.glob("*.safetensors"))
+    if not paths:
         raise CheckpointError(
             "the folder holds no safetensors files",
             where=str(source),
             remedy="save the weights with safetensors; pickled weights are not read",
         )
-    return [TensorFile(source / name) for name in sorted(names)]
-
-
-def _indexed(index: Path) -> set[str]:
-    try:
-        return set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"the index cannot be read: {error!r}", where=str(index), remedy="copy the file again"
-        ) from error
+    return [TensorFile(path) for path in sorted(paths)]
 
 
 @final
