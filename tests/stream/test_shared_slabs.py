@@ -162,6 +162,33 @@ def test_a_read_error_of_the_leader_is_raised_on_the_waiting_rank():
     assert run_ranks(ask)[1] == "stage 'stage3' cannot be read: there is no room"
 
 
+class WithoutServer(Numbers):
+    """A store that raises an error on the thread that serves other ranks."""
+
+    def version(self, stage):
+        if threading.current_thread().name == "headwater-serve":
+            raise MemoryError("no memory")
+        return super().version(stage)
+
+
+def test_an_error_of_the_serving_thread_is_raised_on_every_rank():
+    def ask(fabric):
+        weights = make_weights(fabric, WithoutServer(fabric.rank), 4)
+        if fabric.rank == 1:
+            with pytest.raises(StreamError) as error:
+                weights.require(3)
+        fabric.barrier("the error of the rank that waits")
+        if fabric.rank == 0:
+            with pytest.raises(MemoryError) as error:
+                weights.require(3)
+        weights.close()
+        return str(error.value)
+
+    leader, other = run_ranks(ask, timeout_s=20)
+    assert leader == "no memory"
+    assert "the first rank of this host cannot fetch stages: MemoryError('no memory')" in other
+
+
 def test_a_single_rank_needs_no_shared_slabs():
     assert wander(ALONE, 0, 2)[0] == 0
 

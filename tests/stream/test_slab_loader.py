@@ -26,6 +26,7 @@ class Store:
         self.ledger, self.tier = Ledger(), self
         self.go = threading.Event()
         self._failing = failing
+        self.error = DiskFullError("there is no room")
 
     def resident_wire(self, stage):
         return None
@@ -36,7 +37,7 @@ class Store:
     def fetch(self, stage, into, up_to, stream=IMMEDIATE):
         assert self.go.wait(10)
         if stage == self._failing:
-            raise DiskFullError("there is no room")
+            raise self.error
         into[:64].view(torch.float32).fill_(10 * stage + up_to)
 
 
@@ -86,6 +87,17 @@ def test_a_failure_is_raised_and_published_for_the_other_ranks():
     assert directory.failure == "stage 's0' cannot be read: there is no room"
     assert directory.find(Want(0, 1)) is None
     loader.start(1, Want(1, 1)).result(10)  # the thread continues
+    loader.close()
+
+
+def test_an_error_of_another_package_is_published_too():
+    store = Store(failing=0)
+    store.error = MemoryError("no memory")
+    loader, _, directory = loader_of(store)
+    store.go.set()
+    with pytest.raises(MemoryError):
+        loader.start(0, Want(0, 1)).result(10)
+    assert directory.failure == "stage 's0' cannot be read: MemoryError('no memory')"
     loader.close()
 
 

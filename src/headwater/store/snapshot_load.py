@@ -227,7 +227,7 @@ def load_weights(
         names: returns the names of a parameter in the files.
 
     Raises:
-        CheckpointError: if there are no files, or a parameter is missing, unknown, or of another shape;
+        CheckpointError: if `source` has no files, or if a parameter is missing, unknown, or of another shape;
             nothing is changed then.
         CorruptError: if bytes are damaged; then the store must be filled again before it is used.
     """
@@ -253,7 +253,7 @@ def match_weights(
         names: returns the names of a parameter in the files.
 
     Raises:
-        CheckpointError: if there are no files, or a parameter is missing, unknown, or of another shape.
+        CheckpointError: if `source` has no files, or if a parameter is missing, unknown, or of another shape.
         StoreError: if the system refuses to read the index of the files.
     """
     return SavedWeights(_weight_files(source), stages, buffers, exact=False, strict=strict, names=names)

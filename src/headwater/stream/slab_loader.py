@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from headwater.core.buffers import aligned_empty
-from headwater.core.errors import HeadwaterError
 from headwater.core.recorder import FETCH, RECORDER
 from headwater.core.stage import StageSpec
 from headwater.core.streams import REACHED, Event
 from headwater.core.threads import single_core_pool
 from headwater.stream.device import Device
-from headwater.stream.slabs import SlabDirectory, SlabPool, Want
+from headwater.stream.slabs import SlabDirectory, SlabPool, Want, reason
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
@@ -97,9 +96,9 @@ class SlabLoader:
                     self._store.fetch(stage, self._staging, up_to)
                     self._stream.copy(buffer, self._staging[: buffer.numel()])
                 self._last_copy = self._stream.record()
-        except HeadwaterError as error:
+        except Exception as error:
             # Other ranks wait for the stage, and raise this text.
-            self._directory.fail(f"stage {spec.name!r} cannot be read: {error.what}")
+            self._directory.fail(f"stage {spec.name!r} cannot be read: {reason(error)}")
             raise
         # After the copy, which is done where ranks share slabs: others read as soon as they find the stage.
         self._directory.publish(index, want)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headwater.core.errors import HeadwaterError
 from headwater.core.stage import StageSpec
 from headwater.core.streams import Event
 from headwater.fabric.fabric import Fabric
@@ -192,6 +193,11 @@ class SlabDirectory:
     def failure(self) -> str:
         """The reason why the leader cannot fetch a stage; empty if it can."""
         return bytes(self._text).rstrip(b"\0").decode(errors="replace")
+
+
+def reason(error: Exception) -> str:
+    """Return the text of an error for `SlabDirectory.fail`."""
+    return error.what if isinstance(error, HeadwaterError) else repr(error)
 
 
 def _integers(fabric: Fabric, rows: int, columns: int) -> npt.NDArray[np.int64]:

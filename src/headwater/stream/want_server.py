@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import final
 
-from headwater.stream.slabs import SlabDirectory
+from headwater.stream.slabs import SlabDirectory, reason
 
 _EVERY_S = 5e-4
 
@@ -15,6 +15,8 @@ _EVERY_S = 5e-4
 @final
 class WantServer:
     """Watches the slab directory on a thread, and calls a function while other ranks wait for stages.
+
+    If the function raises, the thread ends. Then the ranks that wait raise an error, and so does `check`.
 
     Args:
         directory: has the requests of all ranks.
@@ -25,16 +27,27 @@ class WantServer:
         self._directory = directory
         self._serve = serve
         self._closing = threading.Event()
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="headwater-serve", daemon=True)
         self._thread.start()
         # If Python ends while this thread frees garbage that includes a tensor, the process aborts.
         atexit.register(self._stop)
 
     def _run(self) -> None:
-        while not self._closing.wait(_EVERY_S):
-            # Without the lock: this runs 2,000 times a second, and a missed want is seen next time.
-            if self._directory.wants():
-                self._serve()
+        try:
+            while not self._closing.wait(_EVERY_S):
+                # Without the lock: this runs 2,000 times a second, and a missed want is seen next time.
+                if self._directory.wants():
+                    self._serve()
+        except Exception as error:  # noqa: BLE001 - `check` raises it
+            # First: `check` may end this rank, and then the others would not learn the reason.
+            self._directory.fail(f"the first rank of this host cannot fetch stages: {reason(error)}")
+            self._failure = error
+
+    def check(self) -> None:
+        """Raise the error that has ended the thread, if there is one."""
+        if self._failure is not None:
+            raise self._failure
 
     def _stop(self) -> None:
         self._closing.set()

@@ -203,6 +203,8 @@ class SlabWeights(WeightsInSlabs):
             return self._require(stage)
 
     def _require(self, stage: int) -> torch.Tensor:
+        if self._server is not None:
+            self._server.check()
         with self._directory.exclusive():
             self._wanted = stage
             self._ahead.move_to(stage)
