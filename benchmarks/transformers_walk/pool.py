@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -42,13 +43,17 @@ def run_isolated(
     """
     context = multiprocessing.get_context("fork")
     running: set[BaseProcess] = set()
+    forking = threading.Lock()
 
     def run(item: Item, folder: str) -> Result | ChildError:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(function, item, sender, folder, limit_s))
-        process.start()
-        running.add(process)
-        sender.close()
+        # One at a time: a process that another thread forks would also hold the sender, and the end of this
+        # process would be noticed only after the end of that one.
+        with forking:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(function, item, sender, folder, limit_s))
+            process.start()
+            running.add(process)
+            sender.close()
         try:
             if receiver.poll(_WALL_OF_CPU * limit_s):
                 result: Result = receiver.recv()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -244,6 +245,14 @@ def _start_and_wait(item):
     return None
 
 
+def _has_ended(pid):
+    """Return true if a process has ended, also if nothing has collected its exit code."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_items_that_take_too_long_leave_no_process_and_no_file(tmp_path, monkeypatch):
     busy, idle = str(tmp_path / "busy"), str(tmp_path / "idle")
     # Other programs may use the cores, so the busy process gets much time by the clock.
@@ -255,7 +264,34 @@ def test_items_that_take_too_long_leave_no_process_and_no_file(tmp_path, monkeyp
     for file in (busy, idle):
         process, left = Path(file).read_text().split()
         assert not Path(left).exists()
-        assert not psutil.pid_exists(int(process)) or psutil.Process(int(process)).status() == "zombie"
+        # The system ends a killed process a moment later. The time limit of the test ends the loop otherwise.
+        while not _has_ended(int(process)):
+            time.sleep(0.01)
+
+
+def _crash_or_wait(item):
+    if item == "crash":
+        os._exit(3)
+    Path(item).touch()
+    time.sleep(1000)
+
+
+def test_a_crash_is_noticed_while_another_item_runs(tmp_path, monkeypatch):
+    start = multiprocessing.context.ForkProcess.start
+
+    def start_slowly(process):
+        start(process)
+        time.sleep(0.5)  # without a lock, another thread forks now
+
+    monkeypatch.setattr(multiprocessing.context.ForkProcess, "start", start_slowly)
+    waiting = tmp_path / "waiting"
+    results = run_isolated(_crash_or_wait, ["crash", str(waiting)], workers=2, limit_s=1)
+    error = next(results)
+    while not waiting.exists():
+        time.sleep(0.01)
+    time.sleep(1)  # the thread has started the process, and returns from `start_slowly`
+    results.close()
+    assert str(error) == "the process ended with 3"
 
 
 @pytest.mark.real_start
