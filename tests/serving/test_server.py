@@ -51,7 +51,7 @@ def greedy(theirs, name, prompt, count):
 
 
 def metrics(server):
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=None).text.splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
@@ -342,7 +342,7 @@ def test_a_client_that_leaves_ends_its_request(server, streams):
     body["stop"] = "\x00\x00"
     active = 'headwater_active_sequences{model="long"}'
     with (
-        httpx.Client(timeout=30) as own,
+        httpx.Client(timeout=None) as own,
         own.stream("POST", f"{server.url}/v1/completions", json=body)
         if (streams)
         else _never_read(server.url, body),
@@ -359,7 +359,7 @@ class _never_read:
         self.request = (f"{url}/v1/completions", body)
 
     def __enter__(self):
-        self.client = httpx.Client(timeout=60)
+        self.client = httpx.Client(timeout=None)
         self.thread = threading.Thread(target=self._send)
         self.thread.start()
 
@@ -376,8 +376,7 @@ class _never_read:
         self.client.close()
 
 
-def _until(condition, seconds=30):
-    end = time.monotonic() + seconds
+def _until(condition):
+    """Block until a condition is true. Only the time limit of the whole test ends the wait earlier."""
     while not condition():
-        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.02)
