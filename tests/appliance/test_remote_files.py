@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import os
 import random
 
@@ -176,6 +177,14 @@ def test_malformed_requests_have_an_error_as_reply(fields, tmp_path, monkeypatch
     error = Server().reply(Frame(fields)).header["error"]
     assert error_class(error["kind"]) is not None and error["remedy"]
     assert not list(tmp_path.rglob("*.partial")), "no part of a refused submission is left"
+
+
+@pytest.mark.parametrize("wait_s", [math.nan, -1])
+def test_a_wait_without_end_is_refused(wait_s, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    request = Frame({"ask": "watch", "name": "1", "position": 0, "phase": None, "wait_s": wait_s})
+    error = Server().reply(request).header["error"]
+    assert error["what"] == f"expected wait_s >= 0, got {wait_s}"
 
 
 def test_negative_positions_are_refused(tmp_path):

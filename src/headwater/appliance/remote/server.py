@@ -138,7 +138,12 @@ class Server:
 
     def watch(self, fields: Mapping[str, Any], body: bytes) -> Frame:
         """Reply with a job and the next part of its log; wait until there is news, but not too long."""
-        end = time.monotonic() + min(fields["wait_s"], _MAX_WAIT_S)
+        wait_s = fields["wait_s"]
+        if not wait_s >= 0:  # false for NaN too, with which the wait would never end
+            raise QueueError(
+                f"expected wait_s >= 0, got {wait_s}", where="the request watch", remedy=SAME_VERSION
+            )
+        end = time.monotonic() + min(wait_s, _MAX_WAIT_S)
         with self._opened() as queue:
             while True:
                 # Before its log is read: if the job is over, the log that is read next is complete.
