@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_following_options(attach)
     add_list_options(add("list", run_list, "list the unfinished jobs"))
-    show = add("show", run_show, "show all details of a job")
+    show = add("show", run_show, "show all details of a job, and the last error of a failed job")
     show.add_argument("name", metavar="JOB", help=NAME_HELP)
     show.add_argument("-o", "--output", choices=FORMATS[1:], default="yaml", help="format (%(default)s)")
     logs = add("logs", run_logs, "show the output of a job")
