@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import headwater as hw
+from headwater.api import planner
 from headwater.api.backend_options import config_of
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError, StreamError
@@ -75,3 +76,11 @@ def test_a_model_on_the_meta_device():
     with pytest.raises(StreamError, match="weights have no values") as caught:
         hw.compile(model, "CSX")(torch.randn(4, 8))
     assert "load_pretrained" in str(caught.value) and "torch.device('meta')" in str(caught.value)
+
+
+def test_a_budget_that_limits_nothing_gives_one_note(caplog):
+    planner._warn.cache_clear()
+    backend = hw.backend("CSX", device_memory="8TiB")
+    for _ in range(2):
+        hw.compile(nn.Linear(3, 2), backend)(torch.ones(4, 3)).sum().backward()
+    assert [message.startswith("device_memory") for message in caplog.messages] == [True]

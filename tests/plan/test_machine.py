@@ -8,7 +8,7 @@ import pytest
 from headwater.core.units import GIB, MIB
 from headwater.plan import machine
 from headwater.plan.cgroups import Group, Level, memory_groups, memory_room
-from headwater.plan.machine import free_host_bytes, free_resources
+from headwater.plan.machine import budget_notes, free_host_bytes, free_resources
 from headwater.plan.types import Resources
 
 V2_MOUNT = "31 23 0:26 {root} /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
@@ -125,3 +125,10 @@ def test_budgets_set_by_the_user_are_kept(tmp_path):
     asked = Resources(host_memory=1, disk=tmp_path, disk_bytes=2)
     assert free_resources(asked, "cpu") == asked
     assert free_resources(Resources(), "cpu").host_memory > 0
+
+
+def test_a_budget_beyond_the_gpu_gives_a_note(monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (20 << 30, 24 << 30))
+    assert budget_notes(Resources(host_memory=1 << 30, device_memory=64 << 30), "cuda") == [
+        "device_memory is 64.0 GiB, but the GPU has 24.0 GiB: a run that needs more than that fails here"
+    ]

@@ -1,6 +1,5 @@
 """Workloads, starting points and files that follow from the params."""
 
-import dataclasses
 import io
 
 import pytest
@@ -23,7 +22,6 @@ from headwater.trainer.job import Job
 from headwater.trainer.loop import Trainer
 from headwater.trainer.planning import (
     Workload,
-    budget_notes,
     make_engine,
     optimizer_of,
     plan_run,
@@ -240,14 +238,3 @@ def test_a_budget_that_limits_nothing_gives_a_note(overrides, notes, caplog):
     plan_run(config.init, zoo_trainable(config.init), Workload(4))
     assert len(caplog.messages) == len(notes)
     assert all(map(str.startswith, caplog.messages, notes))
-
-
-def test_a_budget_beyond_the_gpu_gives_a_note(monkeypatch):
-    config = tiny()
-    plan = plan_run(config.init, zoo_trainable(config.init), Workload(4))
-    resources = dataclasses.replace(plan.budget, device_memory=64 << 30)
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (20 << 30, 24 << 30))
-    notes = budget_notes(dataclasses.replace(plan, device="cuda", budget=resources))
-    assert notes == [
-        "device_memory is 64.0 GiB, but the GPU has 24.0 GiB: a run that needs more than that fails here"
-    ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ from headwater.core.tensor_memory import return_free_memory
 from headwater.fabric.fabric import Fabric
 from headwater.plan.budget import find_plan, make_plan
 from headwater.plan.calibrate import calibrate
-from headwater.plan.machine import FREE_SHARE, LATE_BYTES, free_device_bytes, resident_bytes
+from headwater.plan.machine import FREE_SHARE, LATE_BYTES, budget_notes, free_device_bytes, resident_bytes
 from headwater.plan.options import (
     PlanRequest,
     TraceFor,
@@ -35,6 +37,8 @@ from headwater.stream.store_settings import StoreSettings
 if TYPE_CHECKING:
     from headwater.api.engine_swap import Predecessor
     from headwater.api.updaters import Updaters
+
+logger = logging.getLogger(__name__)
 
 
 class Planner:
@@ -129,7 +133,7 @@ class Planner:
                 update_kind=updaters.update_kind_on(self.device),
             )
             if before is None:
-                return make_plan(request)
+                return _noted(make_plan(request))
             # The memory of the engine's freed tensors is free for the next one, and must not count as used.
             return_free_memory()
             plan = plan_for_store(request, before.plan) if before.may_keep_store else None
@@ -137,6 +141,20 @@ class Planner:
 
         # The plan is that of rank 0, but the path of the folder may differ between hosts.
         return dataclasses.replace(fabric.agree(make, Plan), disk=disk)
+
+
+def _noted(plan: Plan) -> Plan:
+    """Return a plan, after a warning for each budget that cannot limit it."""
+    assert plan.budget is not None, "a new plan has budgets"
+    for note in budget_notes(plan.budget, plan.device):
+        _warn(note)
+    return plan
+
+
+# Cached: a script may compile several models.
+@functools.cache
+def _warn(note: str) -> None:
+    logger.warning("%s", note)
 
 
 def plan_for_store(asked: PlanRequest, before: Plan) -> Plan | None:

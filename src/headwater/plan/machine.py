@@ -17,7 +17,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from headwater.core.units import MIB
+from headwater.core.units import MIB, format_bytes
 from headwater.plan.cgroups import Level, memory_levels, memory_room
 from headwater.plan.types import Resources
 
@@ -64,6 +64,23 @@ def free_resources(resources: Resources, device: str) -> Resources:
     if disk is None and resources.disk is not None:
         disk = int(FREE_SHARE * shutil.disk_usage(existing_ancestor(resources.disk)).free)
     return Resources(device_memory=gpu, host_memory=host, disk=resources.disk, disk_bytes=disk)
+
+
+def budget_notes(budget: Resources, device: str) -> list[str]:
+    """Return a sentence for each budget that cannot limit a run with this device on this machine."""
+    limits = [("host_memory", budget.host_memory, psutil.virtual_memory().total, "this machine")]
+    if device != "cpu":
+        total = torch.cuda.mem_get_info(device)[1]
+        limits.append(("device_memory", budget.device_memory, total, "the GPU"))
+    notes = [
+        f"{name} is {format_bytes(limit)}, but {owner} has {format_bytes(total)}: "
+        "a run that needs more than that fails here"
+        for name, limit, total, owner in limits
+        if limit is not None and limit > total
+    ]
+    if device == "cpu" and budget.device_memory is not None:
+        notes.append("device_memory: without effect, because the CPU computes; host_memory limits the run")
+    return notes
 
 
 def free_device_bytes(device: str) -> int:

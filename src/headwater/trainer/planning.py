@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from headwater.api.engines import EngineSteps, advise_fast_products, build_engine
@@ -19,11 +18,12 @@ from headwater.core.patience import noticed
 from headwater.core.placement import ONE_RANK, Placement
 from headwater.core.precision import usable_precision
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec
-from headwater.core.units import counted, format_bytes
+from headwater.core.units import counted
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import NO_UPDATES, OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.division import divisions
+from headwater.plan.machine import budget_notes
 from headwater.plan.options import (
     DividedTraces,
     PlanRequest,
@@ -175,28 +175,11 @@ def plan_run(
                 share=share,
             )
         )
-    for note in budget_notes(plan):
+    assert plan.budget is not None, "a new plan has budgets"
+    for note in budget_notes(plan.budget, plan.device):
         logger.warning("%s", note)
     advise_fast_products(plan.device, plan.precision, init.backend.matmul)
     return dataclasses.replace(plan, placement=placement)
-
-
-def budget_notes(plan: Plan) -> list[str]:
-    """Return a sentence for each budget that cannot limit a run on this machine."""
-    assert plan.budget is not None, "a new plan has budgets"
-    host, device = plan.budget.host_memory, plan.budget.device_memory
-    budgets = [("host_memory", host, psutil.virtual_memory().total, "this machine")]
-    if plan.device != "cpu":
-        budgets.append(("device_memory", device, torch.cuda.mem_get_info(plan.device)[1], "the GPU"))
-    notes = [
-        f"{name} is {format_bytes(limit)}, but {owner} has {format_bytes(total)}: "
-        "a run that needs more than that fails here"
-        for name, limit, total, owner in budgets
-        if limit is not None and limit > total
-    ]
-    if plan.device == "cpu" and device is not None:
-        notes.append("device_memory: without effect, because the CPU computes; host_memory limits the run")
-    return notes
 
 
 def plan_request(
