@@ -76,6 +76,10 @@ class StageLocks:
             raise
         self._torn.pop(stage, None)
 
+    def is_changing(self, stage: int) -> bool:
+        """True if a thread is changing a stage, or if a change has failed."""
+        return stage in self._torn
+
     def lose(self, step: str) -> None:
         """Make every later use of any stage raise, because a step has failed that some stages have applied.
 

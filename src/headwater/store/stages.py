@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, final
@@ -234,16 +234,18 @@ class StageAccess:
         self._versions[stage] += 1  # last: a thread that sees the new version may fetch at once
 
     @contextmanager
-    def undoing(self) -> Iterator[None]:
-        """Enter a context in which commits are undone. With one rank, no other thread updates a stage in it.
+    def without_updates(self, stages: Iterable[int]) -> Iterator[None]:
+        """Enter a context in which no other thread updates these stages. It does nothing with several ranks.
 
-        A thread that has removed a pending update from the ledger, and has not taken its gradients yet, would
-        lose these gradients: the ledger says that no update waits for them.
+        An update takes all gradients of its stage, and puts back those that its commit does not name. In
+        between, another thread would not find them. The caller is the thread that commits.
         """
         with ExitStack() as held:
             # With several ranks a thread may hold a stage until another rank updates it, which may wait here.
-            if self._fabric.size == 1:
-                for stage in range(len(self._tier.layouts)):
+            for stage in stages if self._fabric.size == 1 else ():
+                # Others are left out, because a snapshot may hold them for long. First the ledger: an update
+                # leaves it after the change has begun.
+                if stage in self._ledger or self.locks.is_changing(stage):
                     held.enter_context(self.locks.exclusive(stage))
             yield
 

@@ -225,6 +225,19 @@ class WeightStore:
         self.access.flush(stage)
         editable(self.gradients).replace((stage, param), gradient.to(self.gradient_device(stage)))
 
+    def borrow_gradient(self, key: ParamKey) -> torch.Tensor | None:
+        """Return the gradient sum of one parameter, or `None`; see `GradientSink.borrow`."""
+        gradients = self.gradients
+        with self.access.without_updates([key[0]]):
+            return gradients.borrow(key)
+
+    def drop_gradient(self, key: ParamKey) -> None:
+        """Discard the gradient sum of one parameter; see `GradientSink.drop`."""
+        gradients = self.gradients
+        # Often, a step has just taken the sum: then nothing is dropped, and the update need not be awaited.
+        with self.access.without_updates([key[0]] if key in gradients.status.present else []):
+            gradients.drop(key)
+
     def gradient_device(self, stage: int) -> torch.device:
         """Return the device of a stage's gradients: `cpu`, unless they stay in device memory."""
         place = self.tier.on_device(stage)
@@ -252,10 +265,25 @@ class WeightStore:
                 no trace.
         """
         self.gradients.complete()
-        status, used = self.gradients.status, NO_NORMS if self.in_backward is None else self.in_backward.norms
+        present = self._gradients.status.present
         # The order of a sum decides the last bits of the norm.
-        keys = [key for key in self._order if key in status.present and (parts is None or key in parts)]
-        norm, every = self.gradients.norm(keys), keys
+        keys = [key for key in self._order if key in present and (parts is None or key in parts)]
+        # Another optimizer may have committed other parameters of the same stages.
+        with self.access.without_updates({stage for stage, _ in keys}):
+            committed = self._commit(keys, update, parts)
+        if committed.applied and self.in_backward is not None:
+            self.in_backward.committed()
+        return committed
+
+    def _commit(
+        self, keys: Sequence[ParamKey], update: Update, parts: Mapping[ParamKey, Update] | None
+    ) -> Committed:
+        """Commit the gradient sums of these parameters; see `commit`."""
+        status, used = (
+            self._gradients.status,
+            NO_NORMS if self.in_backward is None else self.in_backward.norms,
+        )
+        norm, every = self._gradients.norm(keys), keys
         if used:
             every = [key for key in self._order if key in used or key in status.present]
             norm = status.norm(every, used)
@@ -265,14 +293,14 @@ class WeightStore:
             # Before the sums are dropped, and with them the stage that was first.
             error = non_finite_error(self.stages, status.first_bad, update)
             for key in keys:
-                self.gradients.drop(key)
-            self.gradients.status.first_bad = None
+                self._gradients.drop(key)
+            self._gradients.status.first_bad = None
             if not update.skip_non_finite:
                 raise error
             return Committed(float(norm), applied=False)
         factor = update.factor(norm)
         # Before another thread can see the update, which would otherwise find no gradients.
-        self.gradients.commit(keys, {stage for stage, _ in keys if self.ownership.updates(stage)})
+        self._gradients.commit(keys, {stage for stage, _ in keys if self.ownership.updates(stage)})
         # After all that allocates memory: an error above leaves no trace.
         self.ledger.num_commits += 1
         # For a roll-back, which gives back the gradients of commits that it undoes.
@@ -287,8 +315,6 @@ class WeightStore:
                 place.commit()
         # Last: from here on another thread may apply the updates.
         self.access.commit(by_stage)
-        if self.in_backward is not None:
-            self.in_backward.committed()
         return Committed(float(norm), applied=True, params=every)
 
     # steps that may have to be undone
@@ -314,7 +340,8 @@ class WeightStore:
         """
         # Outside of the context: the thread that adds gradients may need a stage.
         gradients = editable(self.gradients)
-        with self.access.undoing():
+        # An update that another thread has begun would lose its gradients: the ledger does not list it.
+        with self.access.without_updates(range(len(self.stages))):
             last = self.ledger.last_kept
             # First: a fetch thread must not apply an update whose gradient is given back below.
             self.access.undo(last)

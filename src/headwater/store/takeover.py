@@ -41,7 +41,7 @@ def _take_over_param(store: WeightStore, key: ParamKey, before: WeightStore, the
             store.parameters.write_param(key, before.parameters.read_param(there, name), name)
         scalars = store.scalars.by_stage[key[0]]
         scalars[key[1]] = before.scalars.by_stage[there[0]][there[1]]
-    gradient = before.gradients.borrow(there)
+    gradient = before.borrow_gradient(there)
     if gradient is not None:
         store.set_gradient(*key, gradient)
     if there in before.gradients.status.consumed:

@@ -79,7 +79,7 @@ class Binder:
         param = self.stages[stage].let_go(index)
         # Before the drop: it copies the gradient.
         self.on_leave(key, param)
-        self._store.gradients.drop(key)
+        self._store.drop_gradient(key)
         self.departed[key] = param
 
     def release(self) -> None:

@@ -81,7 +81,7 @@ class Home:
 
     def gradient(self) -> torch.Tensor | None:
         """Return the gradient that no optimizer has consumed yet, or `None`."""
-        return self.store.gradients.borrow(self.key)
+        return self.store.borrow_gradient(self.key)
 
     def zero_gradient(self) -> None:
         """Set the gradient to zeros. A sparse gradient is replaced by a sparse tensor that has no entries."""
@@ -93,6 +93,6 @@ class Home:
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """Replace the gradient, or drop it if `gradient` is `None`."""
         if gradient is None:
-            self.store.gradients.drop(self.key)
+            self.store.drop_gradient(self.key)
         else:
             self.store.set_gradient(*self.key, gradient)

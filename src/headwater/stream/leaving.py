@@ -29,7 +29,7 @@ def give_back(
     param.data = store.parameters.read_param(key).to(device)
     # After the assignment: former views share the new memory.
     leave_store(param)
-    gradient = store.gradients.borrow(key)
+    gradient = store.borrow_gradient(key)
     if gradient is not None:
         param.grad = gradient.to(device)
     if optimizer is not None:

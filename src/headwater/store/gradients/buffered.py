@@ -75,8 +75,6 @@ class BufferedSums:
         """Remove and return all sums of a stage, or `None` if nothing was added for it."""
         self.settle(stage)
         self._return_lent(stage)
-        # One by one: the user's loop may lend sums of other stages meanwhile.
-        self._returned.difference_update((stage, param) for param in range(len(self._stages[stage].params)))
         return self._buffer.take(stage)
 
     def put(self, stage: int, gradients: Gradients) -> None:
@@ -139,6 +137,7 @@ class BufferedSums:
                 held = self._buffer.look(stage)
                 held[param] = _copy(held[param])
                 del self._lent[key]
+        self._returned.discard(key)
 
     def _return_lent(self, stage: int) -> None:
         """Write lent copies back to the buffer. A buffer in memory has lent its own tensors, not copies."""
