@@ -64,36 +64,45 @@ class Executor:
         self._binder = binder
         self._weights = weights
         self._backward = BackwardWatch(self._end_backward)
-        self._arena = HostArena(device.page_lock)
-        offload = make_offload(plan, device, self._arena)
-        self._packing = make_packing(
-            plan, binder.handle_of, self._resolve, offload, stable=weights.stable, compiled=compiled
-        )
-        self._forwards = Forwards(
-            binder,
-            self._require,
-            self._packing,
-            self._backward,
-            self._open,
-            self._let_go,
-            [stage.name for stage in plan.trace.stages],
-        )
-        self._sites = Sites(
-            model,
-            {"": (), **plan.trace.sites},
-            plan.trace.stages,
-            self._forwards.enter,
-            self._forwards.look_ahead,
-            self._forwards.leave,
-        )
-        copies = None if device.reads_host else GradientCopies(store, device, self._arena)
-        self._gradients = GradientHooks(binder, store, weights, self._backward, copies, share)
-        self._recomputed = RecomputedForwards(
-            _recomputed_modules(model, plan),
-            lambda stage: self._current._forwards.enter(_bound_again(plan.trace, stage)),
-            lambda stage: self._current._forwards.leave(_bound_again(plan.trace, stage)),
-            lambda stage: self._current._versions(_bound_again(plan.trace, stage)),
-        )
+        with ExitStack() as made:  # a part that cannot be made must not leave hooks, threads or files behind
+            self._arena = HostArena(device.page_lock)
+            made.callback(self._arena.close)
+            offload = make_offload(plan, device, self._arena)
+            if offload is not None:
+                made.callback(offload.close)
+            self._packing = make_packing(
+                plan, binder.handle_of, self._resolve, offload, stable=weights.stable, compiled=compiled
+            )
+            self._forwards = Forwards(
+                binder,
+                self._require,
+                self._packing,
+                self._backward,
+                self._open,
+                self._let_go,
+                [stage.name for stage in plan.trace.stages],
+            )
+            self._sites = Sites(
+                model,
+                {"": (), **plan.trace.sites},
+                plan.trace.stages,
+                self._forwards.enter,
+                self._forwards.look_ahead,
+                self._forwards.leave,
+            )
+            made.callback(self._sites.remove)
+            copies = None if device.reads_host else GradientCopies(store, device, self._arena)
+            if copies is not None:
+                made.callback(copies.close)
+            self._gradients = GradientHooks(binder, store, weights, self._backward, copies, share)
+            made.callback(self._gradients.remove)
+            self._recomputed = RecomputedForwards(
+                _recomputed_modules(model, plan),
+                lambda stage: self._current._forwards.enter(_bound_again(plan.trace, stage)),
+                lambda stage: self._current._forwards.leave(_bound_again(plan.trace, stage)),
+                lambda stage: self._current._versions(_bound_again(plan.trace, stage)),
+            )
+            made.pop_all()
         self._earlier_versions = [0] * len(plan.trace.stages)  # counted by the predecessor's store
         self._forwards_expected = 0  # of the step that `begin` has announced
         self._successor: Executor | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,11 +55,11 @@ class GradientHooks:
         self._backward = backward
         self._share = share
         self.last_micro_batch = store.in_backward is None
-        self._handles = [
-            _register_first(param, self._hook(key, store.spec(key)))
-            for key, param in binder.parameters()
-            if param.requires_grad
-        ]
+        with ExitStack() as hooks:  # a hook that cannot be registered must not leave the others behind
+            for key, param in binder.parameters():
+                if param.requires_grad:
+                    hooks.callback(_register_first(param, self._hook(key, store.spec(key))).remove)
+            self._registered = hooks.pop_all()
 
     def _hook(self, key: ParamKey, spec: ParamSpec) -> Callable[[torch.Tensor], None]:
         # Weak: Python's collector does not see what such a hook refers to.
@@ -122,8 +122,7 @@ class GradientHooks:
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
+        self._registered.close()
 
     def close(self) -> None:
         """End the thread that adds gradients."""

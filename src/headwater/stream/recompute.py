@@ -49,10 +49,12 @@ class RecomputedForwards:
 
     def hook(self) -> None:
         """Replace the forwards of these modules by recomputed ones, until `unhook`."""
-        for stage, module in self._modules.items():
-            enter, leave = functools.partial(self._enter, stage), functools.partial(self._leave, stage)
-            versions = functools.partial(self._versions, stage)
-            self._hooked.callback(_recompute_forward(module, enter, leave, versions))
+        with ExitStack() as hooked:  # a forward that cannot be replaced must not leave the others behind
+            for stage, module in self._modules.items():
+                enter, leave = functools.partial(self._enter, stage), functools.partial(self._leave, stage)
+                versions = functools.partial(self._versions, stage)
+                hooked.callback(_recompute_forward(module, enter, leave, versions))
+            self._hooked.callback(hooked.pop_all().close)
 
     def unhook(self) -> None:
         """Restore the original forwards of the modules."""

@@ -37,14 +37,15 @@ class Sites:
         look_ahead: Callable[[Stages], None],
         leave: Callable[[Stages], None],
     ) -> None:
-        self._layers = ExitStack()
-        for path, own in sites.items():
-            self._layers.callback(surround(model.get_submodule(path), _around(own, enter, leave)))
-        for path, module in model.named_modules():
-            if isinstance(module, nn.TransformerEncoder):
-                ahead = _of_first_layer(path, stages)
-                layer = _ahead_of(module, ahead, enter, look_ahead, leave)
-                self._layers.callback(surround(module, layer))
+        with ExitStack() as layers:  # a layer that cannot be made must not leave the others behind
+            for path, own in sites.items():
+                layers.callback(surround(model.get_submodule(path), _around(own, enter, leave)))
+            for path, module in model.named_modules():
+                if isinstance(module, nn.TransformerEncoder):
+                    ahead = _of_first_layer(path, stages)
+                    layer = _ahead_of(module, ahead, enter, look_ahead, leave)
+                    layers.callback(surround(module, layer))
+            self._layers = layers.pop_all()
 
     def remove(self) -> None:
         """Remove all hooks."""
