@@ -45,6 +45,6 @@ def test_a_model_whose_blocks_do_not_fit_equals_plain_pytorch(host_memory, tier,
     assert found == expected
     for name, value in weights.items():
         assert torch.equal(streamed[name], value), name
-    monkeypatch.setattr("headwater.api.replanning.divisions", lambda model, partition: iter(()))
+    monkeypatch.setattr("headwater.api.retracing.divisions", lambda model, partition: iter(()))
     with pytest.raises(DoesNotFitError):
         run(backend)

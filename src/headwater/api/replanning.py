@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from itertools import chain
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
-import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
-from headwater.api.calls import Call, asked_precision, stand_in_loss
+from headwater.api.calls import Call, asked_precision
 from headwater.api.engine_swap import CurrentEngine, Predecessor
 from headwater.api.references import warn_of_references
+from headwater.api.retracing import traces_of, unnoticed
 from headwater.api.same_model import check_same_model
 from headwater.api.updaters import Updaters, live_optimizers
 from headwater.api.watcher import Structure, refuse_shared_memory
 from headwater.core.copies import apart
 from headwater.core.empty import settle_lazy_parameters
 from headwater.core.precision import Precision
-from headwater.core.seeding import drawing_devices
-from headwater.core.stage import ParamSpec
 from headwater.fabric.membership import current
-from headwater.plan.division import divisions
-from headwater.plan.partition import Partition, find_stages
-from headwater.plan.trace import trace_step
-from headwater.plan.types import Trace
 from headwater.plan.writes import refuse_assignments_after_use
 from headwater.stream.at_rest import values_of
-from headwater.stream.engine import Engine
-from headwater.stream.saved_tensors import apart_from_hooks
 
 if TYPE_CHECKING:
     from headwater.api.planner import Planner
@@ -81,6 +71,33 @@ class Replanning:
             only_look: keep the plan if the forward changes the same weights as in the plan's dry run.
             in_fp32: stream weights in fp32 from now on, whatever the precision was.
         """
+        now = self._current
+        self._prepare()
+        target = self._target(in_fp32=in_fp32)
+        precision = self._precision(precision, in_fp32=in_fp32)
+        with self._running(), unnoticed(now.model, target.trained):
+            self._planner.stop_early(now.model, call, precision)
+            traces = traces_of(
+                now,
+                apart(call),
+                precision,
+                target.kept,
+                inference=not target.trained,
+                device=self.device,
+            )
+            trace = next(traces)
+            refuse_assignments_after_use(trace.assigned_after_use)
+            self.knows_training |= now.model.training
+            if only_look and now.engine and trace.written == now.engine.plan.trace.written:
+                now.structure = Structure(now.model)
+                return
+            before = self._predecessor(target)
+            plan = self._planner.plan(trace, traces, precision, target.updaters, now.fabric, before)
+            now.replace(plan, target.updaters, target.kept, unchanged=target.unchanged)
+            self.trained = target.trained
+
+    def _prepare(self) -> None:
+        """Refuse memory that parameters share, and read what later reads would find changed."""
         now, model = self._current, self._current.model
         refuse_shared_memory(model)
         # Read now what reads from a store: later, parameters may not have their values when they are read.
@@ -90,96 +107,68 @@ class Replanning:
             if not self._was_planned:  # later, the traceback of a failed dry run may hold such tensors
                 warn_of_references(model.named_parameters())
             self._was_planned = True
+
+    def _target(self, *, in_fp32: bool) -> _Target:
+        """Return the model and its optimizers as the next engine must serve them.
+
+        Call this before the dry run, which replaces forwards.
+        """
+        now, model = self._current, self._current.model
         old_names = now.old_names()
         if current().size > 1:
             check_same_model(current(), model, () if now.engine is None else old_names)
         updaters = now.updaters.renamed(old_names)
         _note_live(model, updaters)
         kept = now.still_streamed(old_names)
-        # Asked before the dry run, which replaces forwards.
-        unchanged = now.structure.is_current and len(kept) == len(old_names)
-        trained = trained_names(model).union(new for new, old in old_names.items() if old in self.trained)
-        if now.engine is not None:
-            precision = Precision() if in_fp32 else now.engine.plan.precision
+        same_parameters = now.structure.is_current and len(kept) == len(old_names)
+        return _Target(
+            updaters,
+            kept,
+            trained_names(model).union(new for new, old in old_names.items() if old in self.trained),
+            # In fp32, graphs of earlier forwards refer to weights in the other dtype.
+            unchanged=same_parameters and not in_fp32,
+        )
+
+    def _precision(self, asked: Precision | None, *, in_fp32: bool) -> Precision:
+        """Return the precision of the next engine; see `plan`."""
         if in_fp32:
             _warn_of_fp32()
-            unchanged = False  # graphs of earlier forwards refer to weights in the other dtype
-        precision = precision or asked_precision(self.device)
-        with self._dry_run(trained):
-            self._planner.stop_early(model, call, precision)
-            traces = self._traces(apart(call), precision, kept, inference=not trained)
-            trace = next(traces)
-            refuse_assignments_after_use(trace.assigned_after_use)
-            self.knows_training |= model.training
-            if only_look and now.engine and trace.written == now.engine.plan.trace.written:
-                now.structure = Structure(model)
-                return
-            before = None
-            if now.engine is not None:
-                before = Predecessor(now.engine.plan, unchanged and now.updates_as(updaters))
-            plan = self._planner.plan(trace, traces, precision, updaters, now.fabric, before)
-            now.replace(plan, updaters, kept, unchanged=unchanged)
-            self.trained = trained
+        if self._current.engine is None:
+            return asked or asked_precision(self.device)
+        return Precision() if in_fp32 else self._current.engine.plan.precision
+
+    def _predecessor(self, target: _Target) -> Predecessor | None:
+        """Return the engine that is about to be replaced, or `None` if there is none."""
+        now = self._current
+        if now.engine is None:
+            return None
+        return Predecessor(now.engine.plan, target.unchanged and now.updates_as(target.updaters))
 
     @contextmanager
-    def _dry_run(self, trained: Collection[str]) -> Iterator[None]:
-        """Enter a context for a dry run. At its end, restore everything that the user's loop can see.
-
-        Args:
-            trained: names of the parameters that require gradients in it.
-        """
+    def _running(self) -> Iterator[None]:
+        """Inside the context, `is_running` is true."""
         self.is_running = True
         try:
-            with (
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                apart_from_hooks(),
-                _without_cached_parametrizations(),
-                _unfrozen(self._current.model, trained),
-                torch.random.fork_rng(devices=drawing_devices()),  # the user's random state must not change
-            ):
-                yield
+            yield
         finally:
             self.is_running = False
 
-    def _traces(
-        self, call: Call, precision: Precision, old_names: Mapping[str, str], *, inference: bool
-    ) -> Iterator[Trace]:
-        """Run the model on fake tensors, and yield the trace; then those with ever smaller stages."""
-        model, engine = self._current.model, self._current.engine
-        partition = find_stages(model, precision)
-        if engine is not None:
-            engine.store.flush()  # no update must meet fake tensors
-            in_fp32 = precision != engine.plan.precision
-            partition = _with_masters_of(engine, partition, old_names, in_fp32=in_fp32)
-        divided = engine is not None and self._current.structure.is_current and engine.plan.trace.members
-        least = len(engine.plan.trace.stages) if engine is not None and divided else 0
-        for each in _at_least(least, chain((partition,), divisions(model, partition))):
-            with nullcontext() if engine is None or engine.is_detached else engine.executor.paused():
-                trace = trace_step(
-                    model,
-                    call,
-                    precision,
-                    loss_function=stand_in_loss,
-                    partition=each,
-                    inference=inference,
-                    device=self.device,
-                )
-            yield trace
 
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """The model and its optimizers as the next engine must serve them.
 
-def _at_least(num_stages: int, partitions: Iterator[Partition]) -> Iterator[Partition]:
-    """Yield the partitions with at least this number of stages, or the last one if none has.
-
-    So blocks that were divided once stay divided, and graphs of earlier forwards find their weights.
+    Attributes:
+        updaters: the optimizer of each parameter.
+        kept: present name -> name in the engine, of the parameters that the engine streams now.
+        trained: names of the parameters that the plan trains.
+        unchanged: true if the engine streams exactly the present parameters, in the same dtypes.
     """
-    partition, is_found = None, False
-    for partition in partitions:
-        if len(partition.stages) >= num_stages:
-            is_found = True
-            yield partition
-    if partition is not None and not is_found:
-        yield partition
+
+    updaters: Updaters
+    kept: dict[str, str]
+    trained: frozenset[str]
+    unchanged: bool
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:
@@ -204,47 +193,3 @@ def _note_live(model: nn.Module, updaters: Updaters) -> None:
     names = {id(param): name for name, param in params}
     for optimizer in live_optimizers([param for _, param in params]) if params else []:
         updaters.note(optimizer, names)
-
-
-def _with_masters_of(
-    engine: Engine, partition: Partition, old_names: Mapping[str, str], *, in_fp32: bool
-) -> Partition:
-    """Return the stages with the dtypes of masters, which differ from those that streamed parameters show."""
-    known = {param.name: param for stage in engine.plan.trace.stages for param in stage.params}
-
-    def corrected(param: ParamSpec) -> ParamSpec:
-        if param.name not in old_names:
-            return param
-        old = known[old_names[param.name]]
-        return dataclasses.replace(
-            param, dtype=old.dtype, wire_dtype=old.dtype if in_fp32 else old.wire_dtype
-        )
-
-    stages = (
-        dataclasses.replace(stage, params=tuple(corrected(param) for param in stage.params))
-        for stage in partition.stages
-    )
-    return dataclasses.replace(partition, stages=tuple(stages))
-
-
-@contextmanager
-def _without_cached_parametrizations() -> Iterator[None]:
-    """Enter a context without the cache of `parametrize.cached()`, which would keep fake tensors."""
-    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled = before
-
-
-@contextmanager
-def _unfrozen(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Enter a context in which the parameters with these names require gradients."""
-    frozen = [param for name, param in model.named_parameters() if name in names and not param.requires_grad]
-    for param in frozen:
-        param.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for param in frozen:
-            param.requires_grad_(False)
