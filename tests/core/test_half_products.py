@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwater as hw
 from children import exit_code_of_child
 from headwater.api import engines
 from headwater.core import half_products
 from headwater.core.half_products import use_fast_half_products
+from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -29,17 +31,20 @@ def test_products_are_rounded_once_whatever_their_pieces(dtype, most_elements, m
     monkeypatch.setattr(half_products, "_MOST_ELEMENTS", most_elements)
     left, right, added = matrices(dtype, (3, 37, 90), (3, 90, 53), (3, 37, 53))
     exact = left.double() @ right.double()
-    assert_rounded(half_products._product(left[0], right[0], None, 1, 1), exact[0], dtype)
-    assert_rounded(half_products._products(left, right, None, 1, 1), exact, dtype)
+    one, several = torch.empty_like(added[0]), torch.empty_like(added)
+    assert_rounded(half_products._product(left[0], right[0], None, 1, 1, one), exact[0], dtype)
+    assert_rounded(half_products._products(left, right, None, 1, 1, several), exact, dtype)
     sums = 0.5 * added.double() - 2 * exact
-    assert_rounded(half_products._product(left[0], right[0], added[0], 0.5, -2), sums[0], dtype)
-    assert_rounded(half_products._products(left, right, added, 0.5, -2), sums, dtype)
+    assert_rounded(half_products._product(left[0], right[0], added[0], 0.5, -2, one), sums[0], dtype)
+    assert_rounded(half_products._products(left, right, added, 0.5, -2, several), sums, dtype)
+    half_products._products(left, right, added, 0.5, -2, added)
+    assert torch.equal(added, several)
 
 
 def test_nothing_is_read_of_a_sum_whose_factor_is_zero():
     left, right, added = matrices(torch.bfloat16, (1, 4, 5), (1, 5, 3), (1, 4, 3))
     added.fill_(torch.nan)
-    assert half_products._products(left, right, added, 0, 1).isfinite().all()
+    assert half_products._products(left, right, added, 0, 1, torch.empty_like(added)).isfinite().all()
 
 
 def test_pieces_are_bounded():
@@ -74,6 +79,53 @@ def train_a_layer(dtype):
 def test_torch_uses_these_products_forward_and_backward(slow, dtype):
     # In a child, because the kernels stay replaced.
     assert exit_code_of_child(train_a_layer, dtype) == 0
+
+
+class Products(TorchDispatchMode):
+    """A mode that records the dtypes of all products that write to a given tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.out, torch.ops.aten.addmm_.default, torch.ops.aten.addmm.out):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def train_a_head(dtype, most_elements):
+    half_products._MOST_ELEMENTS = most_elements
+    use_fast_half_products()
+    hidden, weight = (each.requires_grad_() for each in matrices(dtype, (40, 90), (53, 90)))
+    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    targets, row_weights = torch.arange(40), torch.full((40,), 1 / 40)
+    with Products() as products:
+        loss = linear_cross_entropy(hidden, weight, None, targets, row_weights, chunk_rows=16)
+    assert products.dtypes == {torch.float32}
+    loss.backward()
+    right = plain_cross_entropy(*exact, None, targets, row_weights)
+    right.backward()
+    torch.testing.assert_close(loss.double(), right, rtol=0.01, atol=0.0)
+    for found, expected in zip((hidden, weight), exact, strict=True):
+        error = (found.grad.double() - expected.grad).norm() / expected.grad.norm()
+        assert error < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("most_elements", [8 * 1024**2, 3000], ids="in pieces of {}".format)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_the_head_of_a_language_model_uses_these_products(slow, dtype, most_elements):
+    assert exit_code_of_child(train_a_head, dtype, most_elements) == 0
+
+
+def test_the_head_uses_the_products_of_torch_where_they_are_not_replaced(monkeypatch):
+    monkeypatch.setattr(half_products, "_product", None)
+    left, right, total = matrices(torch.bfloat16, (20, 30), (30, 10), (20, 10))
+    out, expected = torch.empty_like(total), torch.addmm(total, left, right, beta=0.5)
+    half_products.multiply_into(out, left, right)
+    assert torch.equal(out, left @ right)
+    half_products.add_product(total, left, right, beta=0.5)
+    assert torch.equal(total, expected)
 
 
 def test_other_products_keep_their_bits_and_errors(slow):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from headwater.stream.matmul import FastMatmul, Product, faster_products, onednn_product
+from headwater.stream import matmul
+from headwater.stream.matmul import FastMatmul, Product, fast_products, faster_products, onednn_product
 
 ALL = frozenset(Product)
 
@@ -72,6 +73,13 @@ def test_small_products_are_computed_by_torch():
 def test_bias_is_added():
     x, w, bias = torch.randn(64, 32), torch.randn(32, 48), torch.randn(48)
     torch.testing.assert_close(onednn_product(x, w, bias), torch.addmm(bias, x, w))
+
+
+@pytest.mark.parametrize("products", [ALL, frozenset()])
+def test_no_operator_passes_through_python_if_torch_is_the_fastest(monkeypatch, products):
+    monkeypatch.setattr(matmul, "faster_products", lambda: products)
+    with fast_products() as mode:
+        assert isinstance(mode, FastMatmul) == bool(products)
 
 
 def test_faster_products_are_a_subset_of_all():

@@ -5,8 +5,8 @@ matrices in plain loops, at a fifth to a twentieth of its rate for fp32. Here th
 fp32, torch's fp32 kernels multiply them, and the results are rounded. Both ways sum in fp32, in another
 order, so results differ by rounding. With `backend.matmul: fast`, `use_fast_half_products` replaces torch's
 kernels in the whole process: so forward and backward of any model use them, and dry runs and counts of
-operations see the same operators as before. Products with an argument `out`, as in code of `torch.compile`,
-stay torch's own.
+operations see the same operators as before. Products with an argument `out` and in-place ones, as in code of
+`torch.compile`, stay torch's own, unless the code calls `multiply_into` and `add_product`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from headwater.core.dry_run import counts_costs
 
 _MOST_ELEMENTS = 8 * 1024**2
 """Most elements of the fp32 copies that exist at once. Larger products are computed in pieces."""
@@ -56,6 +58,45 @@ def _install() -> torch.library.Library:
     return library
 
 
+def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Write left @ right to `out`, by the kernels that the process uses.
+
+    Args:
+        out: [rows, columns].
+        left: [rows, inner].
+        right: [inner, columns].
+    """
+    if _is_replaced(left, right):
+        _product(left, right, None, 1, 1, out)
+    else:
+        torch.mm(left, right, out=out)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, beta: float) -> None:
+    """Write beta · total + left @ right to `total`, by the kernels that the process uses.
+
+    Args:
+        total: [rows, columns]; not read if `beta` is 0.
+        left: [rows, inner].
+        right: [inner, columns].
+        beta: factor of `total`.
+    """
+    if _is_replaced(left, right, total):
+        _product(left, right, total, beta, 1, total)
+    else:
+        total.addmm_(left, right, beta=beta)
+
+
+def _is_replaced(left: Tensor, right: Tensor, added: Tensor | None = None) -> bool:
+    """True if this process has replaced torch's kernel for a product. Dry runs count torch's operators."""
+    return (
+        _install.cache_info().currsize > 0
+        and left.device.type == "cpu"
+        and not counts_costs()
+        and _is_slow(left, right, added)
+    )
+
+
 # Other products call torch's kernel with `out`, which computes the same bits and is not replaced. They do not
 # call the kernel that was replaced, because Python can call it only while no other thread of Python runs.
 
@@ -70,7 +111,7 @@ def product_kernel(torchs: Callable[..., Tensor], compute: Callable[..., Tensor]
 
     def multiply(left: Tensor, right: Tensor) -> Tensor:
         if _is_slow(left, right):
-            return compute(left, right, None, 1, 1)
+            return compute(left, right, None, 1, 1, _room(left, right))
         return torchs(left, right, out=left.new_empty(0))
 
     return multiply
@@ -81,7 +122,8 @@ def sum_kernel(torchs: Callable[..., Tensor], compute: Callable[..., Tensor]) ->
 
     def add(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         if _is_slow(left, right, added):
-            return compute(left, right, added.expand(*left.shape[:-1], right.shape[-1]), beta, alpha)
+            out = _room(left, right)
+            return compute(left, right, added.expand(out.shape), beta, alpha, out)
         return torchs(added, left, right, beta=beta, alpha=alpha, out=left.new_empty(0))
 
     return add
@@ -106,8 +148,15 @@ def _expands(added: Tensor, left: Tensor, right: Tensor) -> bool:
     return added.dim() <= len(shape) and all(size in (1, end) for size, end in ends)
 
 
-def _products(left: Tensor, right: Tensor, added: Tensor | None, beta: float, alpha: float) -> Tensor:
-    """Return alpha · left @ right + beta · added, where the first dimension counts products.
+def _room(left: Tensor, right: Tensor) -> Tensor:
+    """Return uninitialized memory for a product."""
+    return left.new_empty(*left.shape[:-1], right.shape[-1])
+
+
+def _products(
+    left: Tensor, right: Tensor, added: Tensor | None, beta: float, alpha: float, out: Tensor
+) -> Tensor:
+    """Write alpha · left @ right + beta · added to `out`, where the first dimension counts products.
 
     Args:
         left: [products, rows, inner].
@@ -115,16 +164,18 @@ def _products(left: Tensor, right: Tensor, added: Tensor | None, beta: float, al
         added: [products, rows, columns]; nothing is added if it is `None`.
         beta: factor of `added`.
         alpha: factor of the products.
+        out: [products, rows, columns]; may be `added`.
+
+    Returns:
+        `out`.
     """
     count, rows, inner = left.shape
     columns = right.shape[2]
-    out = left.new_empty(count, rows, columns)
     at_once = _MOST_ELEMENTS // _elements(rows, inner, columns)
     if at_once == 0:
         for index in range(count):
-            out[index] = _product(
-                left[index], right[index], None if added is None else added[index], beta, alpha
-            )
+            total = None if added is None else added[index]
+            _product(left[index], right[index], total, beta, alpha, out[index])
         return out
     for start in range(0, count, at_once):
         part = slice(start, start + at_once)
@@ -138,10 +189,11 @@ def _products(left: Tensor, right: Tensor, added: Tensor | None, beta: float, al
     return out
 
 
-def _product(left: Tensor, right: Tensor, added: Tensor | None, beta: float, alpha: float) -> Tensor:
-    """Return alpha · left @ right + beta · added of matrices; nothing is added if `added` is `None`."""
+def _product(
+    left: Tensor, right: Tensor, added: Tensor | None, beta: float, alpha: float, out: Tensor
+) -> Tensor:
+    """Write alpha · left @ right + beta · added of matrices to `out`, and return it; see `_products`."""
     (rows, inner), columns = left.shape, right.shape[1]
-    out = left.new_empty(rows, columns)
     most_rows, most_inner, most_columns = _piece(rows, inner, columns)
     for row, column in itertools.product(range(0, rows, most_rows), range(0, columns, most_columns)):
         here = slice(row, row + most_rows), slice(column, column + most_columns)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from headwater.core.buffers import large_zeros
 from headwater.core.dry_run import counts_costs
+from headwater.core.half_products import add_product, multiply_into
 from headwater.models.workspace import WorkspacePool, is_plain
 
 WORKSPACES = WorkspacePool()
@@ -306,7 +307,7 @@ class _Pass:
             for start in range(0, rows, layout.chunk):
                 part = slice(start, min(start + layout.chunk, rows))
                 logits = chunk.view(layout.chunk, layout.row_stride)[: part.stop - start, :vocab]
-                torch.mm(self.hidden[part], self.weight.t(), out=logits)
+                multiply_into(logits, self.hidden[part], self.weight.t())
                 for start_row in _block_starts(len(logits), layout.block, first_chunk=start == 0):
                     block = logits[start_row : start_row + layout.block]
                     rows_here = slice(part.start + start_row, part.start + start_row + len(block))
@@ -360,8 +361,8 @@ class _Pass:
 
     def _products(self, grad_logits: Tensor, part: slice) -> None:
         if self.grad_hidden is not None:
-            torch.mm(grad_logits, self.weight, out=self.grad_hidden[part])
+            multiply_into(self.grad_hidden[part], grad_logits, self.weight)
         if self.grad_weight is not None:
             # With beta 0, torch does not read the memory, which may be uninitialised and hold NaN.
             first = part.start == 0
-            self.grad_weight.addmm_(grad_logits.t(), self.hidden[part], beta=0 if first else 1)
+            add_product(self.grad_weight, grad_logits.t(), self.hidden[part], beta=0 if first else 1)

@@ -32,7 +32,7 @@ from headwater.stream.compilation import compile_stages
 from headwater.stream.device_errors import device_errors
 from headwater.stream.devices import make_device
 from headwater.stream.executor import Executor
-from headwater.stream.matmul import FastMatmul
+from headwater.stream.matmul import fast_products
 from headwater.stream.micro_batch import MicroBatches
 from headwater.stream.options import DEFAULTS, EngineOptions, Initial
 from headwater.stream.step import StepReport, TrainStep
@@ -303,7 +303,7 @@ def _rules(optimizer: OptimizerSpec | UpdateRules) -> UpdateRules:
 def _arithmetic(device: str, *, fast: bool) -> Callable[[], AbstractContextManager[object]]:
     """Return the context in which a model computes in `Engine.train_step` and in inference."""
     if device == "cpu":
-        return FastMatmul if fast else nullcontext
+        return fast_products if fast else nullcontext
     return fast_arithmetic if fast else exact_arithmetic
 
 

@@ -11,6 +11,7 @@ import enum
 import functools
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,12 +56,12 @@ class FastMatmul(TorchDispatchMode):
     """A context in which oneDNN computes some products.
 
     Args:
-        products: the products for oneDNN; by default those that are faster there on this machine.
+        products: the products for oneDNN.
     """
 
-    def __init__(self, products: frozenset[Product] | None = None) -> None:
+    def __init__(self, products: frozenset[Product]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.products = faster_products() if products is None else products
+        self.products = products
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,6 +82,12 @@ class FastMatmul(TorchDispatchMode):
             and 2 * left.shape[0] * left.shape[1] * right.shape[1] >= _SMALLEST_FLOPS
             and Product.of(left, right) in self.products
         )
+
+
+def fast_products() -> AbstractContextManager[object]:
+    """Return the context of `matmul: fast` on a CPU. It does nothing if oneDNN is faster for no product."""
+    products = faster_products()
+    return FastMatmul(products) if products else nullcontext()
 
 
 @functools.cache
