@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headwater.plan.capture.dtypes import dtype_problem
-from headwater.plan.trace import OperatorCall
+from headwater.plan.trace_recorder import OperatorCall
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)

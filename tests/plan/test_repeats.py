@@ -301,8 +301,8 @@ def test_layers_that_are_called_several_times_also_without_gradients(skipped, tm
 def check_zoo(config, skipped, monkeypatch):
     """Check that the dry run skips stages, with the trace of a dry run of all stages."""
     trainable = zoo_trainable(config.init)
-    runs, run = [], trace._Recorder.run
-    monkeypatch.setattr(trace._Recorder, "run", lambda *words: (runs.append(words), run(*words)))
+    runs, run = [], trace.Recorder.run
+    monkeypatch.setattr(trace.Recorder, "run", lambda *words: (runs.append(words), run(*words)))
     skipping = dry_runs(config.init, trainable)(2)
     assert skipped
     assert len(runs) == 1, "the costs that were taken over have been dropped, and all stages have run"

@@ -138,7 +138,7 @@ class Replanning:
         return Precision() if in_fp32 else self._current.engine.plan.precision
 
     def _predecessor(self, target: _Target) -> Predecessor | None:
-        """Return the engine that is about to be replaced, or `None` if there is none."""
+        """Return the engine that the next engine will replace; `None` before the first engine."""
         now = self._current
         if now.engine is None:
             return None

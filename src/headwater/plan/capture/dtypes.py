@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headwater.plan.trace import OperatorCall
+from headwater.plan.trace_recorder import OperatorCall
 
 _aten = torch.ops.aten
 
