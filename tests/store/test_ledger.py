@@ -44,12 +44,11 @@ def test_undoing_keeps_the_parts_of_earlier_commits_under_the_newest_number():
     commit(ledger, (0, 0))
     ledger.begin()
     commit(ledger, (0, 1), (1, 0))
-    last = ledger.last_kept
-    assert ledger.undo(0, last) is None
+    undone = ledger.undo()
     assert ledger.due(0).number == 2 and ledger.due(0).parts.keys() == {0}
-    assert ledger.undo(1, last) == 2
-    assert ledger.undo(5, last) is None
-    assert ledger.is_undone(last) and ledger.taken(last) == set()
+    assert undone.emptied == {1: 2} and undone.keys == {(0, 1), (1, 0)}
+    assert undone.is_complete and undone.taken == set()
+    assert ledger.apply(1) is None
 
 
 def test_a_commit_with_which_a_stage_was_used_is_kept():
@@ -59,8 +58,10 @@ def test_a_commit_with_which_a_stage_was_used_is_kept():
     commit(ledger, (1, 0))
     assert ledger.has_commits
     ledger.apply(0)
-    last = ledger.last_kept
-    assert last == 1 and not ledger.is_undone(last) and ledger.taken(last) == {(0, 0)}
+    assert ledger.last_kept == 1
+    undone = ledger.undo()
+    assert not undone.is_complete and undone.taken == {(0, 0)}
+    assert undone.keys == {(1, 0)} and undone.emptied == {1: 2}
     ledger.note_all_used()
     assert ledger.last_kept == 2
 
@@ -69,7 +70,7 @@ def test_commits_of_a_replaced_store_cannot_be_undone():
     ledger = Ledger()
     ledger.begin()
     ledger.keep_all()
-    assert not ledger.is_undone(ledger.last_kept)
+    assert not ledger.undo().is_complete
 
 
 class Model(RuleBasedStateMachine):
@@ -105,9 +106,11 @@ class Model(RuleBasedStateMachine):
     def roll_back(self):
         last = self.ledger.last_kept
         assert last == max(self.mark, self.used)
-        for stage in self.ledger.stages:
-            self.ledger.undo(stage, last)
+        undone = self.ledger.undo()
+        assert undone.is_complete == (last == self.mark)
+        assert undone.keys == {key for key, number in self.waiting.items() if number > last}
         self.waiting = {key: number for key, number in self.waiting.items() if number <= last}
+        assert undone.emptied.keys() == {key[0] for key in undone.keys} - {key[0] for key in self.waiting}
 
     @invariant()
     def the_same_updates_wait(self):

@@ -95,7 +95,7 @@ def test_an_undone_step_restores_the_earlier_sums(gradients):
     for key in KEYS[:2]:
         gradients.borrow(key).mul_(7)
     fill(gradients, 100.0)
-    gradients.restore((), ())
+    gradients.restore((), (), ())
     assert gradients.status.present == set(KEYS[:3])
     for number, key in enumerate(KEYS[:3]):
         assert torch.equal(gradients.borrow(key), torch.full((4,), number + 1.0))
@@ -107,7 +107,7 @@ def test_sums_that_were_committed_and_stay_committed_are_not_restored(gradients)
     gradients.remember(KEYS[:2])
     assert gradients.status.remembered == set(KEYS[:2])
     gradients.commit(KEYS[:1], (0, 1))
-    gradients.restore(taken=set(), waiting=set(KEYS[:1]))
+    gradients.restore(taken=set(), waiting=set(KEYS[:1]), undone=set())
     assert gradients.status.present == {KEYS[1]}
     assert torch.equal(gradients.take(0)[0], torch.ones(4))  # for the update that waits
 

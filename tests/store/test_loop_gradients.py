@@ -138,7 +138,7 @@ def test_an_undone_step_restores_the_sums_of_all_ranks(on_ranks, looked):
         assert sums.status.remembered == {(0, 0), (0, 1)}
         backward(sums, rank, 1)
         sums.add((1, 1), gradient(rank, (1, 1), 2), last=True)  # interrupted
-        sums.restore((), ())
+        sums.restore((), (), ())
         before = [sums.borrow(key) for key in KEYS]
         before = [None if each is None else each.clone() for each in before]
         backward(sums, rank, 3)

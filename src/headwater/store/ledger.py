@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import threading
+from collections.abc import Collection, Iterable, Mapping
 from typing import final
 
 from headwater.core.stage import ParamKey
 from headwater.store.update import Part, Pending
 
 
+@dataclasses.dataclass(frozen=True)
+class Undone:
+    """The result of `Ledger.undo`.
+
+    Attributes:
+        is_complete: true if every commit since `begin` is undone.
+        keys: the parameters whose updates are undone.
+        emptied: stage -> number of its update, for the stages that have no pending update any more.
+        taken: the parameters whose gradients were taken by commits since `begin` that stay.
+    """
+
+    is_complete: bool
+    keys: Collection[ParamKey]
+    emptied: Mapping[int, int]
+    taken: Collection[ParamKey]
+
+
 @final
 class Ledger:
     """Counts the commits of a store, and lists pending updates by stage.
 
-    The entries of a stage are changed only under the stage's lock; `add`, from a commit, is the exception.
+    The entries of a stage are changed only under the stage's lock, except by `add` and `undo`. With several
+    ranks these cannot wait for that lock: the thread that holds it may wait for another rank.
 
     Attributes:
         num_commits: updates committed so far; the first has number 1.
@@ -21,6 +41,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.num_commits = 0
+        self._lock = threading.Lock()  # of the entries; held only while one method changes them
         self._pending: dict[int, Pending] = {}
         self._mark = 0  # number of commits when the transaction began
         self._taken: dict[ParamKey, int] = {}  # the commit since then that has taken the gradient
@@ -44,11 +65,12 @@ class Ledger:
             parts: the update of each parameter.
             number: of the commit: the newest one, or the one that the running step will make.
         """
-        pending = self._pending.get(stage)
-        earlier = {} if pending is None else pending.parts
-        # A part that was replaced here would be a lost step.
-        assert not earlier.keys() & parts.keys(), "a new gradient has made the older update happen"
-        self._pending[stage] = Pending(number, {**earlier, **parts})
+        with self._lock:
+            pending = self._pending.get(stage)
+            earlier = {} if pending is None else pending.parts
+            # A part that was replaced here would be a lost step.
+            assert not earlier.keys() & parts.keys(), "a new gradient has made the older update happen"
+            self._pending[stage] = Pending(number, {**earlier, **parts})
 
     def take_gradients(self, keys: Iterable[ParamKey]) -> None:
         """Record that the newest commit has taken the gradients of these parameters."""
@@ -59,19 +81,26 @@ class Ledger:
         pending = self._pending.get(stage)
         return None if pending is None or (up_to is not None and pending.number > up_to) else pending
 
-    def apply(self, stage: int) -> Pending:
-        """Remove and return the pending update of a stage, for the caller to apply. It cannot be undone."""
-        pending = self._pending.pop(stage)
-        # The stage's former values are gone from now on.
-        self.note_used(pending.number)
+    def apply(self, stage: int) -> Pending | None:
+        """Remove and return the pending update of a stage, for the caller to apply. It cannot be undone.
+
+        Returns:
+            The update, or `None` if it was undone since `due` returned it.
+        """
+        with self._lock:
+            pending = self._pending.pop(stage, None)
+            if pending is not None:
+                # The stage's former values are gone from now on.
+                self.note_used(pending.number)
         return pending
 
     def postpone(self, stage: int, pending: Pending) -> None:
         """Put back the pending update that `apply` has returned, because the device had no memory for it."""
-        later = self._pending.get(stage)
-        if later is not None:
-            pending = Pending(later.number, {**pending.parts, **later.parts})
-        self._pending[stage] = pending
+        with self._lock:
+            later = self._pending.get(stage)
+            if later is not None:
+                pending = Pending(later.number, {**pending.parts, **later.parts})
+            self._pending[stage] = pending
 
     def note_used(self, number: int) -> None:
         """Record that weights were used with commit `number` applied. It and all before cannot be undone."""
@@ -83,7 +112,8 @@ class Ledger:
 
     def forget(self, stage: int) -> None:
         """Discard the pending update of a stage. Called when all values of the stage are replaced."""
-        self._pending.pop(stage, None)
+        with self._lock:
+            self._pending.pop(stage, None)
 
     # steps that may have to be undone
 
@@ -106,28 +136,25 @@ class Ledger:
         """The number of the newest commit that cannot be undone: it was used, or is older than `begin`."""
         return max(self._mark, self._last_used)
 
-    def undo(self, stage: int, last: int) -> int | None:
-        """Discard what commits after number `last` have added to the pending update of a stage.
+    def undo(self) -> Undone:
+        """Discard all pending updates of commits after number `last_kept`.
 
-        Returns:
-            The number of the pending update if nothing is left of it; otherwise `None`.
+        This is atomic: if another thread applies one of these updates first, its commit stays in all stages.
         """
-        pending = self._pending.pop(stage, None)
-        if pending is None:
-            return None
-        kept = {param: part for param, part in pending.parts.items() if part.number <= last}
-        if not kept:
-            return pending.number
-        self._pending[stage] = Pending(pending.number, kept)  # other ranks wait for this number
-        return None
-
-    def is_undone(self, last: int) -> bool:
-        """True if undoing all commits after number `last` undoes every commit since `begin`."""
-        return last == self._mark
-
-    def taken(self, last: int) -> set[ParamKey]:
-        """Return the parameters whose gradients were taken by commits since `begin`, up to number `last`."""
-        return {key for key, number in self._taken.items() if number <= last}
+        keys: set[ParamKey] = set()
+        emptied: dict[int, int] = {}
+        with self._lock:
+            last = self.last_kept
+            for stage, pending in list(self._pending.items()):
+                kept = {param: part for param, part in pending.parts.items() if part.number <= last}
+                keys.update((stage, param) for param in pending.parts if param not in kept)
+                if kept:
+                    self._pending[stage] = Pending(pending.number, kept)  # other ranks wait for this number
+                else:
+                    del self._pending[stage]
+                    emptied[stage] = pending.number
+        taken = {key for key, number in self._taken.items() if number <= last}
+        return Undone(last == self._mark, keys, emptied, taken)
 
     def waiting(self) -> set[ParamKey]:
         """Return the parameters with a pending update."""

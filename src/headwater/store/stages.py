@@ -13,7 +13,7 @@ from headwater.core.buffers import aligned_empty
 from headwater.core.errors import DeviceFullError
 from headwater.core.streams import IMMEDIATE, REACHED, Event, Stream
 from headwater.fabric.fabric import Fabric
-from headwater.store.ledger import Ledger
+from headwater.store.ledger import Ledger, Undone
 from headwater.store.locks import StageLocks
 from headwater.store.ownership import Ownership
 from headwater.store.propagation import Propagation
@@ -249,13 +249,14 @@ class StageAccess:
                     held.enter_context(self.locks.exclusive(stage))
             yield
 
-    def undo(self, last: int) -> None:
-        """Discard pending updates that were committed after number `last`."""
-        for stage in self._ledger.stages:
+    def undo(self) -> Undone:
+        """Discard the pending updates of commits that can still be undone; see `Ledger.undo`."""
+        undone = self._ledger.undo()
+        for stage, number in undone.emptied.items():
+            # Under the lock: a thread may still apply an earlier update. Other ranks wait for both numbers.
             with self.locks.exclusive(stage):
-                undone = self._ledger.undo(stage, last)
-            if undone is not None:  # other ranks may wait for this update, which will not come
-                self._propagation.updated(stage, undone)
+                self._propagation.updated(stage, number)
+        return undone
 
     def catch_up_all(self) -> None:
         """Apply all pending updates that this rank must make. Other ranks may be waiting for them."""
@@ -264,9 +265,8 @@ class StageAccess:
 
     def _catch_up_ahead(self, stage: int) -> None:
         with torch.no_grad(), self.locks.whole(stage):
-            # Another thread may have applied it since the list was made.
-            if stage in self._ledger:
-                self._update(stage)
+            # It does nothing if another thread has applied the update since the list was made.
+            self._update(stage)
 
     def _catch_up(self, stage: int, buffer: torch.Tensor | None, up_to: int | None = None) -> bool:
         """Apply the pending update of a stage, and wait until all ranks have. The caller holds the stage.
@@ -279,18 +279,22 @@ class StageAccess:
         Returns:
             True if `buffer` now has the whole new wire image (only if the image is not resident).
         """
-        updated = self._ledger.due(stage, up_to) is not None
-        if updated:
-            self._update(stage, buffer)
+        updated = self._ledger.due(stage, up_to) is not None and self._update(stage, buffer)
         self._propagation.wait(stage, up_to)
         # With several hosts the image lacks the parts that other hosts have updated.
         return updated and self._fabric.num_hosts == 1
 
-    def _update(self, stage: int, buffer: torch.Tensor | None = None) -> None:
+    def _update(self, stage: int, buffer: torch.Tensor | None = None) -> bool:
+        """Apply the pending update of a stage. The caller holds the stage.
+
+        Returns:
+            False if no update is pending: it may have been undone since the caller saw it.
+        """
+        pending = self._ledger.due(stage)
+        if pending is None:
+            return False
         if buffer is None and self._tier.on_device(stage) is None:
             buffer = self._buffer(stage)
-        pending = self._ledger.due(stage)
-        assert pending is not None, f"no update waits for stage {stage}"
         # Before the stage counts as torn: a snapshot reads it here.
         self.before_update(stage, pending.number)
         if self._fabric.num_hosts > 1:
@@ -298,7 +302,9 @@ class StageAccess:
         self._copies.wait(stage)
         with self.locks.changing(stage):
             # Before the change: from here on the commit cannot be undone.
-            self._ledger.apply(stage)
+            pending = self._ledger.apply(stage)
+            if pending is None:
+                return False
             try:
                 self._stage_update.apply(stage, pending, buffer)
             except DeviceFullError:
@@ -307,6 +313,7 @@ class StageAccess:
                 raise
             # After the change: other ranks read the stage at once.
             self._propagation.updated(stage, pending.number)
+        return True
 
     def _wait_for_owners(self, stage: int, up_to: int | None = None) -> None:
         """If this rank updates nothing of a stage, block until the ranks that do have updated it.

@@ -342,11 +342,10 @@ class WeightStore:
         gradients = editable(self.gradients)
         # An update that another thread has begun would lose its gradients: the ledger does not list it.
         with self.access.without_updates(range(len(self.stages))):
-            last = self.ledger.last_kept
             # First: a fetch thread must not apply an update whose gradient is given back below.
-            self.access.undo(last)
-            gradients.restore(self.ledger.taken(last), self.ledger.waiting())
-            return self.ledger.is_undone(last)
+            undone = self.access.undo()
+            gradients.restore(undone.taken, self.ledger.waiting(), undone.keys)
+            return undone.is_complete
 
     def close(self) -> None:
         """Release memory, threads and files, also if a part of the store raises an error."""

@@ -140,7 +140,9 @@ class LocalGradients(EditableGradients):
         self.status.remember(keys)
         self._sums.begin_undoable({stage for stage, _ in self.status.remembered})
 
-    def restore(self, taken: Collection[ParamKey], waiting: Collection[ParamKey]) -> None:
+    def restore(
+        self, taken: Collection[ParamKey], waiting: Collection[ParamKey], undone: Collection[ParamKey]
+    ) -> None:
         self._sums.settle_all()
         before = self.status.remembered.difference(taken, waiting)
         self._sums.restore(before.union(waiting))

@@ -120,14 +120,18 @@ class LoopGradients(EditableGradients):
         self.status.remember(keys)
         self._before = {key: self._sums.value(key).clone() for key in self.status.remembered}
 
-    def restore(self, taken: Collection[ParamKey], waiting: Collection[ParamKey]) -> None:
+    def restore(
+        self, taken: Collection[ParamKey], waiting: Collection[ParamKey], undone: Collection[ParamKey]
+    ) -> None:
         # All ranks have given up the step at the same place, so all of them pass the rest of their turns.
         if self._sums.shared.turns.has_begun:
             self.end_micro_batch()
         self.status.present = self._sums.find()
         # All of them: sums since the beginning must not survive under their old generation.
         self._sums.give_up_all()
-        self._taken = {key: total for key, total in self._taken.items() if key in waiting}
+        # The others stay: another thread may be about to take them for the update of an earlier step.
+        for key in undone:
+            self._taken.pop(key, None)
         self.status.restore({*taken, *waiting})
         for key in self.status.present:
             self._sums.replace(key, self._before[key])

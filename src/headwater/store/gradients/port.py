@@ -132,12 +132,15 @@ class EditableGradients(GradientSink):
         """Save the sums that are present, or only those of `keys`, so that `restore` can bring them back."""
 
     @abc.abstractmethod
-    def restore(self, taken: Collection[ParamKey], waiting: Collection[ParamKey]) -> None:
+    def restore(
+        self, taken: Collection[ParamKey], waiting: Collection[ParamKey], undone: Collection[ParamKey]
+    ) -> None:
         """Bring back the sums that `remember` has saved, and discard all later ones.
 
         Args:
             taken: sums that commits since then have taken, where the commits stay.
             waiting: sums that belong to updates that have still to be applied.
+            undone: sums that belong to updates that are undone.
         """
 
     @abc.abstractmethod
