@@ -30,6 +30,14 @@ def test_a_change_that_is_interrupted_leaves_the_stage_torn():
         pass
 
 
+def test_a_torn_stage_names_an_error_of_another_package_too():
+    locks = StageLocks(["first"])
+    with pytest.raises(ZeroDivisionError), locks.whole(0), locks.changing(0):
+        raise ZeroDivisionError("in the optimizer")
+    with pytest.raises(StoreError, match=r"halfway: ZeroDivisionError\('in the optimizer'\)"), locks.whole(0):
+        pass
+
+
 def test_a_lock_blocks_only_threads_that_need_the_same_stage():
     locks, order = StageLocks(["first", "second"]), []
 

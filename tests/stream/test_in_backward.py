@@ -107,6 +107,33 @@ def test_a_failure_before_the_first_update_leaves_no_trace(kind, error, setting,
     assert_equal(history, train_streamed(job, setting, tmp_path, steps=3))
 
 
+def test_an_update_that_fails_before_it_changes_its_stage_loses_no_step(tmp_path, monkeypatch):
+    """The next use of the stage makes the update, so its first failure means nothing for the next step."""
+    job, setting, history, failed = job_of(), SETTINGS[3], History(), threading.Event()
+    with make_engine(job, setting, tmp_path) as engine:
+        update, commit = engine.store.access._update, engine.store._commit
+
+        def failing_once(stage, buffer=None):
+            if threading.current_thread().name.startswith("headwater-update") and not failed.is_set():
+                failed.set()
+                raise MemoryError("no memory for a wire image")
+            return update(stage, buffer)
+
+        def committing(*args):
+            # After the backward, which waits for the updates that it has begun.
+            monkeypatch.setattr(engine.store.access, "_update", failing_once)
+            return commit(*args)
+
+        monkeypatch.setattr(engine.store, "_commit", committing)
+        for step in range(3):
+            report = engine.train_step(job.batches(step), job.update(step))
+            history.losses.append(report.loss)
+            history.norms.append(report.gradient_norm)
+            assert failed.wait(20)
+        collect(engine, history)
+    assert_equal(history, train_streamed(job, setting, tmp_path, steps=3))
+
+
 def test_an_interrupt_in_backward_loses_the_step(tmp_path):
     job = job_of()
     with make_engine(job, SETTINGS[1], tmp_path) as engine:

@@ -136,6 +136,9 @@ class BackwardUpdates:
             ConfigError: if the step needs all gradients before an update.
         """
         _refuse_global(update)
+        # Updates of the step before. If one has failed, the next use of its stage tries it again or raises.
+        # Later its error would make the new step fail after some stages have applied it.
+        self._running.clear()
         self._step = step = _Step(update, self._ledger.num_commits + 1, reached=len(self._moments.uses))
         try:
             yield

@@ -71,8 +71,8 @@ class StageLocks:
         except DeviceFullError:
             self._torn.pop(stage, None)
             raise
-        except HeadwaterError as error:
-            self._torn[stage] = error.what
+        except Exception as error:
+            self._torn[stage] = error.what if isinstance(error, HeadwaterError) else repr(error)
             raise
         self._torn.pop(stage, None)
 
