@@ -118,6 +118,56 @@ def test_the_head_of_a_language_model_uses_these_products(slow, dtype, most_elem
     assert exit_code_of_child(train_a_head, dtype, most_elements) == 0
 
 
+HEADS = {
+    "causal": (3, 3, None),
+    "shared keys": (4, 2, None),
+    "mask": (3, 3, (70, 70)),
+    "mask of each sample": (3, 3, (2, 1, 70, 70)),
+    "mask of each head": (3, 3, (1, 3, 70, 70)),
+}
+
+
+def gradients_of_attention(dtype, heads, key_heads, mask_shape):
+    shapes = [(2, 70, count, 32) for count in (heads, key_heads, key_heads, heads)]
+    *factors, upstream = (each.transpose(1, 2) for each in matrices(torch.bfloat16, *shapes))
+    factors = [each.detach().to(dtype).requires_grad_() for each in factors]
+    mask = None if mask_shape is None else matrices(torch.bfloat16, mask_shape)[0].to(dtype)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        *factors, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != key_heads
+    )
+    return torch.autograd.grad(output, factors, upstream.to(dtype))
+
+
+def attend_backward(dtype):
+    torchs = {name: gradients_of_attention(dtype, *case) for name, case in HEADS.items()}
+    exact = {name: gradients_of_attention(torch.float32, *case) for name, case in HEADS.items()}
+    use_fast_half_products()
+    for most_elements, threads in ((8 * 1024**2, 2), (100, 1)):
+        half_products._MOST_ELEMENTS = most_elements
+        torch.set_num_threads(threads)
+        for name, case in HEADS.items():
+            for found, former, right in zip(
+                gradients_of_attention(dtype, *case), torchs[name], exact[name], strict=True
+            ):
+                assert found.dtype == dtype and found.stride() == former.stride()
+                assert (found - right).norm() <= 1.1 * (former - right).norm()
+    for name, case in HEADS.items():
+        assert all(map(torch.equal, gradients_of_attention(torch.float32, *case), exact[name]))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_gradients_of_attention_are_as_exact_as_those_of_torch(slow, dtype):
+    assert exit_code_of_child(attend_backward, dtype) == 0
+
+
+def test_temporary_tensors_of_attention_are_bounded(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    query = torch.empty(2, 9, 16384, 64, device="meta")
+    parts = list(half_products._parts_of_attention(query, query))
+    assert [part[1].stop - part[1].start for part in parts] == 10 * [2]
+    assert sorted({part[0].start for part in parts}) == [0, 1]
+
+
 def test_the_head_uses_the_products_of_torch_where_they_are_not_replaced(monkeypatch):
     monkeypatch.setattr(half_products, "_product", None)
     left, right, total = matrices(torch.bfloat16, (20, 30), (30, 10), (20, 10))

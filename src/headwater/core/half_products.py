@@ -1,4 +1,4 @@
-"""Matrix products in bf16 and fp16 on processors that have no instructions for them.
+"""Matrix products and attention in bf16 and fp16 on processors that have no instructions for them.
 
 [Note: products in half precision] On a processor without AVX-512, as in most laptops, torch multiplies bf16
 matrices in plain loops, at a fifth to a twentieth of its rate for fp32. Here the factors are converted to
@@ -6,7 +6,8 @@ fp32, torch's fp32 kernels multiply them, and the results are rounded. Both ways
 order, so results differ by rounding. With `backend.matmul: fast`, `use_fast_half_products` replaces torch's
 kernels in the whole process: so forward and backward of any model use them, and dry runs and counts of
 operations see the same operators as before. Products with an argument `out` and in-place ones, as in code of
-`torch.compile`, stay torch's own, unless the code calls `multiply_into` and `add_product`.
+`torch.compile`, stay torch's own, unless the code calls `multiply_into` and `add_product`. The backward of
+torch's attention is replaced likewise; its forward is not slow.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import itertools
 import platform
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from headwater.core.dry_run import counts_costs
 
 _MOST_ELEMENTS = 8 * 1024**2
 """Most elements of the fp32 copies that exist at once. Larger products are computed in pieces."""
+
+_ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+_TENSORS_OF_BACKWARD = 8  # of the size of the queries: five that the backward reads, and three gradients
 
 _X86 = frozenset({"x86_64", "AMD64"})
 
@@ -55,6 +59,9 @@ def _install() -> torch.library.Library:
             library.impl(name, product_kernel(getattr(torch, name), compute), "CPU")
         for name, compute in (("addmm", _product), ("baddbmm", _products)):
             library.impl(name, sum_kernel(getattr(torch, name), compute), "CPU")
+        backward = torch.library.get_kernel(f"aten::{_ATTENTION_BACKWARD}", "CPU")
+        kernel = attention_backward_kernel(backward.call_boxed)
+        library.impl(_ATTENTION_BACKWARD, kernel, "CPU", with_keyset=True)
     return library
 
 
@@ -223,3 +230,76 @@ def _piece(rows: int, inner: int, columns: int) -> tuple[int, int, int]:
 def _elements(rows: int, inner: int, columns: int) -> int:
     """Return the number of elements of both factors and the result."""
     return rows * inner + inner * columns + rows * columns
+
+
+def attention_backward_kernel(torchs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Return the kernel for the backward of torch's attention on a CPU.
+
+    Args:
+        torchs: torch's own kernel, whose first argument is a set of dispatch keys.
+    """
+
+    def backward(
+        keys: Any,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sums: Tensor,
+        dropout: float,
+        is_causal: bool,
+        *,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        def compute(*tensors: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            results: tuple[Tensor, Tensor, Tensor] = torchs(
+                keys, *tensors, dropout, is_causal, attn_mask=mask, scale=scale
+            )
+            return results
+
+        read = gradient, query, key, value, output, log_sums
+        if query.dtype not in slow_half_dtypes():
+            return compute(*read, mask=attn_mask)
+        # The layout of torch's results: the heads of a token are adjacent.
+        results = tuple(
+            each.new_empty(each.transpose(1, 2).shape).transpose(1, 2) for each in (query, key, value)
+        )
+        for part in _parts_of_attention(query, key):
+            mask = None if attn_mask is None else _part_of_mask(attn_mask, part)
+            found = compute(*(each[part].float() for each in read), mask=mask)
+            for result, gradient_of_part in zip(results, found, strict=True):
+                result[part] = gradient_of_part
+        return results[0], results[1], results[2]
+
+    return backward
+
+
+def _parts_of_attention(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the samples and heads whose backward is computed at once: temporary tensors are small then.
+
+    Args:
+        query: [batch, heads, queries, size].
+        key: [batch, heads or fewer, keys, size].
+    """
+    batch, heads, queries, size = query.shape
+    elements = _TENSORS_OF_BACKWARD * max(queries, key.shape[2]) * size
+    # Each thread computes whole heads. Heads that share keys stay together.
+    most = heads if key.shape[1] != heads else max(torch.get_num_threads(), _MOST_ELEMENTS // elements)
+    for sample, head in itertools.product(range(batch), range(0, heads, most)):
+        yield slice(sample, sample + 1), slice(head, head + most)
+
+
+def _part_of_mask(mask: Tensor, part: tuple[slice, slice]) -> Tensor:
+    """Return the mask of some samples and heads, in fp32, as torch's kernel takes it.
+
+    Args:
+        mask: [batch or 1, heads or 1, queries, keys], or [queries, keys].
+        part: the samples and heads.
+    """
+    if mask.dim() == 4:
+        # A dimension of size 1 holds for all samples, or for all heads.
+        chosen = (each if size > 1 else slice(1) for each, size in zip(part, mask.shape, strict=False))
+        mask = mask[tuple(chosen)]
+    return mask.float()
