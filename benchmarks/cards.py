@@ -18,9 +18,11 @@ from headwater.core.units import GIB
 from headwater.optim import OptimizerSpec
 from headwater.plan.estimate import estimated_traces
 from headwater.plan.options import Fixed, TraceFor, optimizer_state_bytes
+from headwater.plan.rates import Calibration
 from headwater.plan.search import Request, best_plan
+from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Budgets, Calibration, Plan, Trace
+from headwater.plan.types import Budgets, Plan
 from headwater.trainer.zoo_job import zoo_trainable
 
 USABLE = 0.9

@@ -21,8 +21,9 @@ from headwater.core.units import GIB
 from headwater.optim import OptimizerSpec
 from headwater.plan.options import Fixed, optimizer_state_bytes
 from headwater.plan.search import Request, best_plan
+from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Budgets, Plan, Trace
+from headwater.plan.types import Budgets, Plan
 from headwater.trainer.zoo_job import zoo_trainable
 
 SEQUENCE_LENGTH = 2048

@@ -27,8 +27,9 @@ from headwater.core.units import GIB
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.options import Fixed, PlanRequest
+from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Resources, Trace
+from headwater.plan.types import Resources
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 

@@ -20,12 +20,13 @@ from benchmarks.runner import Row, is_part, print_table, save
 from benchmarks.systems.headwater_ import batch_of, config_of
 from benchmarks.workload import Workload
 from headwater.core.precision import Precision
+from headwater.core.stage import OptimizerState
 from headwater.models.registry import build_model, init_parameter
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.options import Fixed, PlanRequest, optimizer_state_bytes
 from headwater.plan.trace import trace_step
-from headwater.plan.types import OptimizerState, Resources
+from headwater.plan.types import Resources
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 

@@ -20,8 +20,9 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
 from headwater.plan.options import Fixed, PlanRequest, TraceFor
+from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Activations, Plan, Resources, Trace
+from headwater.plan.types import Activations, Plan, Resources
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.stream.options import EngineOptions

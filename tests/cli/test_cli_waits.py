@@ -11,7 +11,7 @@ import pytest
 from headwater.core.patience import Activity
 from headwater.plan import calibrate, measuring
 from headwater.plan.probes import Measurement
-from headwater.plan.types import Calibration
+from headwater.plan.rates import Calibration
 from headwater.trainer import planning
 
 

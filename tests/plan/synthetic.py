@@ -4,7 +4,7 @@ import functools
 
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.plan.types import StageCost, Trace
+from headwater.plan.step_trace import StageCost, Trace
 
 
 def gpt_trace(

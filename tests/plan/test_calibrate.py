@@ -23,7 +23,7 @@ from headwater.plan import machine_cache, measuring, probes
 from headwater.plan.calibrate import Known
 from headwater.plan.measuring import measure_apart
 from headwater.plan.probes import Measurement, Probe, Timing, measure, time_probes
-from headwater.plan.types import Calibration
+from headwater.plan.rates import Calibration
 from headwater.plan.update_probe import StageOfAllKinds
 from headwater.store.native_check import adam_in_use, checked_adam
 

@@ -11,7 +11,8 @@ from headwater.plan.footprint import Footprint
 from headwater.plan.memory.activations import recomputable
 from headwater.plan.memory.slabs import minimum_slabs
 from headwater.plan.predict import OPERATOR_S, USE_OVERHEAD_S, Predictor
-from headwater.plan.types import Activations, Calibration, Plan, Resources
+from headwater.plan.rates import Calibration
+from headwater.plan.types import Activations, Plan, Resources
 
 RATES = Calibration(
     fp32_flops_per_s=1e9,

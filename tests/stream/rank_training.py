@@ -5,7 +5,8 @@ from harness import SEED, Job
 from torch import nn
 
 from headwater.plan.partition import find_stages
-from headwater.plan.types import Activations, Plan, StageCost, Trace
+from headwater.plan.step_trace import StageCost, Trace
+from headwater.plan.types import Activations, Plan
 from headwater.stream.engine import Engine
 from headwater.stream.options import EngineOptions
 

@@ -6,7 +6,8 @@ import logging
 import pytest
 from test_callbacks import PLAN, step
 
-from headwater.plan.types import Activations, Prediction, Resources, StageCost, Trace
+from headwater.plan.step_trace import StageCost, Trace
+from headwater.plan.types import Activations, Prediction, Resources
 from headwater.trainer.bound import BoundSummary, best_advice, summary
 from headwater.trainer.callback import FitStart
 

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from headwater.core.precision import Precision
-from headwater.plan.types import Plan, Resources, Trace
+from headwater.plan.step_trace import Trace
+from headwater.plan.types import Plan, Resources
 from headwater.trainer.callback import FitStart, StepEnd, ValidateEnd
 from headwater.trainer.history import History, read_history
 from headwater.trainer.loss_curve import draw_loss_curve

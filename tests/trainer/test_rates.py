@@ -10,7 +10,7 @@ from rich.console import Console
 from test_callbacks import PLAN, step
 
 from headwater.config import load_params, shipped_params
-from headwater.plan.types import StageCost, Trace
+from headwater.plan.step_trace import StageCost, Trace
 from headwater.trainer.callback import FitStart
 from headwater.trainer.history import History, read_history
 from headwater.trainer.logs import make_callbacks

@@ -16,6 +16,7 @@ from headwater.api.compile_dir import write_compile_dir
 from headwater.core.errors import DoesNotFitError, ModelError
 from headwater.core.loss_function import LossFunction
 from headwater.core.precision import Precision
+from headwater.core.stage import OptimizerState
 from headwater.core.trees import tensors_in
 from headwater.core.units import counted, format_bytes, format_count
 from headwater.optim.spec import OptimizerSpec
@@ -30,8 +31,9 @@ from headwater.plan.division import divisions
 from headwater.plan.options import NOT_FIXED, Fixed, PlanRequest, TraceFor
 from headwater.plan.partition import Partition
 from headwater.plan.report import render_plan
+from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
-from headwater.plan.types import OptimizerState, Plan, Resources, Trace
+from headwater.plan.types import Plan, Resources
 
 ASSUMED_OPTIMIZER = OptimizerSpec("AdamW")
 """The optimizer for which a plan is made if no optimizer is given."""

@@ -31,7 +31,8 @@ from headwater.plan.options import (
     request_of,
     resources_of,
 )
-from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
+from headwater.plan.step_trace import Trace
+from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
 from headwater.stream.store_settings import StoreSettings
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from headwater.core.seeding import drawing_devices
 from headwater.core.stage import ParamSpec
 from headwater.plan.division import divisions
 from headwater.plan.partition import Partition, find_stages
+from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Trace
 from headwater.stream.engine import Engine
 from headwater.stream.saved_tensors import apart_from_hooks
 

@@ -14,10 +14,9 @@ from torch import nn
 
 from headwater.api.registry import is_state_replaced
 from headwater.core.errors import ConfigError
-from headwater.core.stage import ParamSpec
+from headwater.core.stage import OptimizerState, ParamSpec
 from headwater.optim.spec import NO_UPDATES, OptimizerSpec, UpdateKind, group_options, state_signature
 from headwater.plan.options import optimizer_state_bytes
-from headwater.plan.types import OptimizerState
 from headwater.store.rule import SeveralRules, UpdateRule
 from headwater.store.rules import UpdateRules
 

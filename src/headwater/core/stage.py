@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -14,6 +15,9 @@ SLAB_ALIGNMENT_BYTES = 64
 
 ParamKey = tuple[int, int]
 """A parameter: the index of its stage, and its index in the stage."""
+
+OptimizerState = Literal["exact", "bf16"]
+"""How optimizer state is stored: with the optimizer's bits, or rounded to bf16."""
 
 MAY_BE_MISSING = ""
 """A mark at the end of a list of a parameter's possible names in files: files may lack the parameter."""

@@ -14,7 +14,7 @@ from headwater.plan.machine import existing_ancestor
 from headwater.plan.machine_cache import cache_file, machine_key, read_entries, write_entries
 from headwater.plan.measuring import MOST_WALL_S, measure_apart
 from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_quick
-from headwater.plan.types import Calibration
+from headwater.plan.rates import Calibration
 from headwater.store.native_check import adam_in_use
 
 _QUIET_LIFE_S, _BUSY_LIFE_S, _UNDOUBTED_S = 30 * 86_400.0, 3_600.0, 600.0

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Collection
 
 from headwater.plan.options import TraceFor
-from headwater.plan.types import StageCost, Trace
+from headwater.plan.step_trace import StageCost, Trace
 
 _COUNTS = [field.name for field in dataclasses.fields(StageCost) if field.name != "recomputable"]
 _SMALLER, _LARGER = 2, 4

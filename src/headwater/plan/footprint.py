@@ -13,7 +13,8 @@ from headwater.plan.memory.snapshots import SnapshotBytes
 from headwater.plan.memory.stages import stages_of
 from headwater.plan.memory.store import StoreBytes
 from headwater.plan.memory.updates import update_space
-from headwater.plan.types import WHOLE_STORE, Plan, StoreShare, Trace
+from headwater.plan.step_trace import Trace
+from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
 
 if TYPE_CHECKING:
     from headwater.optim.spec import UpdateKind

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from headwater.plan.types import Trace
+from headwater.plan.step_trace import Trace
 
 _IN_USE: ContextVar[KnownTraces | None] = ContextVar("known_traces", default=None)
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from headwater.plan.footprint import Footprint
 from headwater.plan.memory.activations import recomputable
-from headwater.plan.types import Activations, Plan, Trace
+from headwater.plan.step_trace import Trace
+from headwater.plan.types import Activations, Plan
 
 
 class Rung(NamedTuple):

@@ -26,7 +26,7 @@ from headwater.core.units import MIB, format_bytes
 from headwater.fabric.parent import end_with
 from headwater.plan.machine import free_host_bytes, resident_bytes
 from headwater.plan.probes import Measurement, measure
-from headwater.plan.types import Calibration
+from headwater.plan.rates import Calibration
 
 MOST_WALL_S, MOST_CPU_S = 20.0, 10
 """Limits of a measurement: seconds of wall time, and CPU seconds of each thread."""

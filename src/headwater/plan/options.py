@@ -11,17 +11,16 @@ import torch
 
 from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision
-from headwater.core.stage import ParamSpec
+from headwater.core.stage import OptimizerState, ParamSpec
 from headwater.optim.spec import OptimizerSpec, UpdateKind
+from headwater.plan.rates import Calibration
+from headwater.plan.step_trace import Trace
 from headwater.plan.types import (
     WHOLE_STORE,
     Activations,
-    Calibration,
-    OptimizerState,
     Resources,
     StoreShare,
     Tier,
-    Trace,
     Updates,
 )
 from headwater.store.layout import stored_dtype

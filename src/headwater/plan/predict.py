@@ -10,7 +10,8 @@ from headwater.core.units import GIB
 from headwater.plan.belady import simulate, slab_capacity, slab_positions
 from headwater.plan.footprint import Footprint
 from headwater.plan.memory.stages import StageBytes
-from headwater.plan.types import ADAMW_BYTES, Activations, Calibration, Plan, Prediction
+from headwater.plan.rates import ADAMW_BYTES, Calibration
+from headwater.plan.types import Activations, Plan, Prediction
 
 NOMINAL = Calibration(
     fp32_flops_per_s=200e9,

@@ -20,7 +20,7 @@ from torch.nn import functional
 from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 from headwater.core.errors import ConfigError
 from headwater.core.units import GIB, MIB
-from headwater.plan.types import ADAMW_BYTES, Calibration
+from headwater.plan.rates import ADAMW_BYTES, Calibration
 from headwater.plan.update_probe import StageOfAllKinds
 
 QUIET_CPU_SHARE = 0.8

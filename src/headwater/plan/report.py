@@ -17,7 +17,8 @@ from headwater.core.stage import StageSpec
 from headwater.core.units import counted, format_bytes, format_count
 from headwater.plan.belady import replay, slab_capacity, slab_policy, slab_positions
 from headwater.plan.outlook import RunLength, outlook, step_table
-from headwater.plan.types import Activations, Plan, Prediction, Resources, StageCost
+from headwater.plan.step_trace import StageCost
+from headwater.plan.types import Activations, Plan, Prediction, Resources
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,16 +24,16 @@ from headwater.plan.mixes import (
 )
 from headwater.plan.options import Fixed, TraceFor
 from headwater.plan.predict import Predictor
+from headwater.plan.rates import Calibration
+from headwater.plan.step_trace import Trace
 from headwater.plan.types import (
     WHOLE_STORE,
     Activations,
     Budgets,
-    Calibration,
     Plan,
     Prediction,
     StoreShare,
     Tier,
-    Trace,
     shares_slabs,
 )
 

@@ -15,7 +15,7 @@ from headwater.core.buffers import LARGE_BLOCK_BYTES
 from headwater.plan.alive import AliveTensors, held_bytes, memory_key, num_bytes
 from headwater.plan.operator_flops import operator_flops, temporary_bytes
 from headwater.plan.recipes import Recipes
-from headwater.plan.types import StageCost
+from headwater.plan.step_trace import StageCost
 
 
 @dataclasses.dataclass

@@ -22,9 +22,9 @@ from headwater.plan.gpu_casts import casts_of_gpu
 from headwater.plan.known_traces import known_or_made
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.repeats import Repeats
+from headwater.plan.step_trace import Trace
 from headwater.plan.tensors import FakeTensors, Tensors, have_values, with_real_tensors
 from headwater.plan.trace_recorder import Observer, Recorder
-from headwater.plan.types import Trace
 
 
 def trace_step(

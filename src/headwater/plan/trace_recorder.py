@@ -26,8 +26,8 @@ from headwater.plan.partition import Partition, Unit
 from headwater.plan.reads import WeightReads
 from headwater.plan.repeats import Call, Repeats
 from headwater.plan.stage_costs import StageCosts, operands
+from headwater.plan.step_trace import Trace
 from headwater.plan.tensors import Tensors
-from headwater.plan.types import Trace
 from headwater.plan.writes import ParameterWrites, changed_by
 
 

@@ -1,4 +1,4 @@
-"""Plain data of planning: results of the dry run, resources of the machine, and decisions of the plan."""
+"""Plain data of planning: budgets of a run, decisions of a plan, and what the plan predicts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from headwater.core.placement import ONE_RANK, Placement
-from headwater.core.precision import Precision, PrecisionName
-from headwater.core.stage import StageSpec
+from headwater.core.precision import Precision
+from headwater.plan.step_trace import Trace
 
 
 class Activations(enum.Enum):
@@ -36,56 +36,6 @@ class Activations(enum.Enum):
         return self in (Activations.RECOMPUTE_FROM_HOST, Activations.OFFLOAD)
 
 
-ADAMW_BYTES = 28
-"""Bytes that the update of an fp32 parameter reads (weight, gradient, two moments) and writes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StageCost:
-    """Cost of one forward of one micro-batch through a stage, summed over the stage's uses.
-
-    Attributes:
-        flops: floating-point operations of the forward (matrix products, attention, convolutions).
-        saved_bytes: bytes that autograd keeps for the backward, without weights and stage inputs.
-        input_bytes: bytes of the tensors that enter the stage, and are kept if it is recomputed.
-        output_bytes: bytes of the tensors that leave it.
-        transient_bytes: largest bytes of short-lived tensors alive at once within one operator call; in
-            inference, largest bytes of all activations alive at once.
-        recomputable: True if the stage has a separate module whose forward can run again.
-        backward_flops: floating-point operations of the backward, recomputation not counted.
-        attention_flops: the part of `flops` in torch's fused attention, which has a separate rate.
-        backward_attention_flops: the part of `backward_flops` in torch's fused attention.
-        kernel_attention_flops: the part of `flops` in the package's kernel of attention.
-        backward_kernel_attention_flops: the part of `backward_flops` in that kernel.
-        cheap_bytes: the part of `saved_bytes` that cheap operators can compute again from the rest.
-        again_bytes: bytes of all values that these operators compute.
-        new_bytes: bytes of the large tensors that the operators of the forward allocate. An allocator that
-            returns pages gets new ones for each of them.
-        backward_new_bytes: those of the backward, recomputation not counted.
-        operators: number of operators of the forward, views included.
-        backward_operators: those of the backward, recomputation not counted.
-    """
-
-    flops: int
-    saved_bytes: int
-    input_bytes: int
-    output_bytes: int
-    transient_bytes: int
-    recomputable: bool = True
-    backward_flops: int = 0
-    attention_flops: int = 0
-    backward_attention_flops: int = 0
-    kernel_attention_flops: int = 0
-    backward_kernel_attention_flops: int = 0
-    cheap_bytes: int = 0
-    again_bytes: int = 0
-    new_bytes: int = 0
-    backward_new_bytes: int = 0
-    # Not compared: calls between stages count for either of them, and a dry run may skip equal parts.
-    operators: int = dataclasses.field(default=0, compare=False)
-    backward_operators: int = dataclasses.field(default=0, compare=False)
-
-
 class Phase(enum.Enum):
     """The computation for which a stage is used."""
 
@@ -104,72 +54,6 @@ class Visit(NamedTuple):
 
     use: int
     phase: Phase
-
-
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """The dry run of one micro-batch on fake tensors.
-
-    Attributes:
-        stages: the stages of the model.
-        uses: index of the stage at each use in forward order; backward runs them in reverse.
-        costs: one per stage.
-        sites: qualified module name -> stages bound while that module's forward runs.
-        micro_batch_size: samples in the traced batch.
-        inference: True if only the forward was run, without gradients.
-        written: names of the parameters that the forward itself changes.
-        assigned_after_use: those of them that get other memory after autograd has saved the old one.
-    """
-
-    stages: tuple[StageSpec, ...]
-    uses: tuple[int, ...]
-    costs: tuple[StageCost, ...]
-    sites: dict[str, tuple[int, ...]]
-    micro_batch_size: int
-    inference: bool = False
-    written: tuple[str, ...] = ()
-    assigned_after_use: tuple[str, ...] = ()
-
-    @cached_property
-    def schedule(self) -> tuple[int, ...]:
-        """Stages in the order in which one micro-batch uses them, if no divided block is recomputed."""
-        return self.uses if self.inference else self.uses + self.uses[::-1]
-
-    @cached_property
-    def first_use(self) -> dict[int, int]:
-        """Stage -> the index of its first use in `uses`, at which its gradients are complete in backward."""
-        return {stage: use for use, stage in reversed(list(enumerate(self.uses)))}
-
-    @cached_property
-    def last_use(self) -> dict[int, int]:
-        """Stage -> the index of its last use in `uses`, which begins its backward."""
-        return {stage: use for use, stage in enumerate(self.uses)}
-
-    @cached_property
-    def blocks(self) -> tuple[int, ...]:
-        """For each stage the divided block that it belongs to: the stage around it, or the stage itself."""
-        return tuple(stage.index if stage.part_of is None else stage.part_of for stage in self.stages)
-
-    @cached_property
-    def members(self) -> dict[int, tuple[int, ...]]:
-        """Divided block (the stage around its parts) -> its stages: the parts, and itself."""
-        parts = {stage.part_of for stage in self.stages if stage.part_of is not None}
-        return {
-            block: tuple(stage for stage, around in enumerate(self.blocks) if around == block)
-            for block in sorted(parts)
-        }
-
-    def storing(self, optimizer_state: OptimizerState) -> Trace:
-        """Return this dry run for a store that keeps optimizer state so; see `ParamSpec.bf16_state`."""
-        if optimizer_state == "exact":
-            return self
-
-        def changed(stage: StageSpec) -> StageSpec:
-            params = (dataclasses.replace(param, bf16_state=True) for param in stage.params)
-            return dataclasses.replace(stage, params=tuple(params))
-
-        stages = map(changed, self.stages)
-        return dataclasses.replace(self, stages=tuple(stages))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,72 +79,6 @@ class Budgets(NamedTuple):
     device_memory: int
     host_memory: int
     disk_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """Rates at which one machine computes and moves bytes; each is the best of a few short runs.
-
-    Attributes:
-        fp32_flops_per_s: matrix products in fp32 on the compute device; likewise `bf16_…` and `fp16_…`.
-        fp32_saved_bytes_per_s: bytes that autograd saves in forward, divided by the time of forward and
-            backward of a transformer block outside of its matrix products and attention (norms, activation
-            functions, allocation).
-        memory_bytes_per_s: bytes read plus bytes written by a copy within the compute device's memory.
-        adamw_params_per_s: fp32 parameters that AdamW updates in host memory, or others with as many bytes
-            (`ADAMW_BYTES` each).
-        link_bytes_per_s: pinned host memory to the device; `None` on CPU.
-        disk_read_bytes_per_s: from the folder of the disk tier; `None` if no folder was given.
-        disk_write_bytes_per_s: to that folder.
-        fp32_attention_flops_per_s: torch's fused attention, forward and backward; that of matrix products if
-            `None`.
-        kernel_attention_flops_per_s: the package's kernel of attention in bf16 (`core.attention`), forward
-            and backward; `None` if this machine does not use it.
-        new_bytes_per_s: bytes of new pages that the cores get from the system, clear and return; `None` if it
-            was not measured. Pages then cost no time.
-    """
-
-    fp32_flops_per_s: float
-    bf16_flops_per_s: float
-    fp16_flops_per_s: float
-    fp32_saved_bytes_per_s: float
-    bf16_saved_bytes_per_s: float
-    fp16_saved_bytes_per_s: float
-    memory_bytes_per_s: float
-    adamw_params_per_s: float
-    link_bytes_per_s: float | None = None
-    disk_read_bytes_per_s: float | None = None
-    disk_write_bytes_per_s: float | None = None
-    fp32_attention_flops_per_s: float | None = None
-    bf16_attention_flops_per_s: float | None = None
-    fp16_attention_flops_per_s: float | None = None
-    kernel_attention_flops_per_s: float | None = None
-    new_bytes_per_s: float | None = None
-
-    def flops_per_s(self, precision: PrecisionName) -> float:
-        """Floating-point operations per second of matrix products in `precision`."""
-        return {
-            "fp32": self.fp32_flops_per_s,
-            "bf16": self.bf16_flops_per_s,
-            "fp16": self.fp16_flops_per_s,
-        }[precision]
-
-    def attention_flops_per_s(self, precision: PrecisionName) -> float:
-        """Floating-point operations per second of fused attention in `precision`."""
-        found = {
-            "fp32": self.fp32_attention_flops_per_s,
-            "bf16": self.bf16_attention_flops_per_s,
-            "fp16": self.fp16_attention_flops_per_s,
-        }[precision]
-        return found or self.flops_per_s(precision)
-
-    def saved_bytes_per_s(self, precision: PrecisionName) -> float:
-        """Bytes saved per second of training time outside of matrix products, in `precision`."""
-        return {
-            "fp32": self.fp32_saved_bytes_per_s,
-            "bf16": self.bf16_saved_bytes_per_s,
-            "fp16": self.fp16_saved_bytes_per_s,
-        }[precision]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,9 +136,6 @@ _AMPLE_SHARE = 0.8
 """Share of the budget up to which memory is ample."""
 
 Tier = Literal["memory", "disk"]
-OptimizerState = Literal["exact", "bf16"]
-"""How optimizer state is stored: with the optimizer's bits, or rounded to bf16."""
-
 
 Updates = Literal["on_fetch", "in_backward"]
 """When a stage is updated: when it is fetched next, or as soon as a backward is done with it."""

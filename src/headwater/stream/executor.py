@@ -11,7 +11,8 @@ from torch import nn
 
 from headwater.core.errors import StreamError
 from headwater.core.recorder import COMPUTE, RECORDER
-from headwater.plan.types import Plan, Trace
+from headwater.plan.step_trace import Trace
+from headwater.plan.types import Plan
 from headwater.store.store import WeightStore
 from headwater.stream.backward import BackwardWatch
 from headwater.stream.binding import Binder

@@ -14,7 +14,8 @@ from headwater.core.errors import CorruptError
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import calibrate
 from headwater.plan.options import device_of, resources_of
-from headwater.plan.types import Calibration, Plan
+from headwater.plan.rates import Calibration
+from headwater.plan.types import Plan
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager

@@ -11,7 +11,8 @@ import yaml
 
 from headwater.core.errors import ConfigError
 from headwater.core.precision import PrecisionName
-from headwater.plan.types import ADAMW_BYTES, Calibration, Resources
+from headwater.plan.rates import ADAMW_BYTES, Calibration
+from headwater.plan.types import Resources
 
 _PRECISIONS: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
 

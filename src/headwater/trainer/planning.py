@@ -34,8 +34,10 @@ from headwater.plan.options import (
 )
 from headwater.plan.outlook import RunLength
 from headwater.plan.partition import Partition, find_stages
+from headwater.plan.rates import Calibration
+from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
-from headwater.plan.types import WHOLE_STORE, Calibration, Plan, StoreShare, Trace
+from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
 from headwater.stream.engine import Engine
 from headwater.trainer.batches import num_tokens
 from headwater.trainer.job import Trainable

@@ -24,9 +24,9 @@ from headwater.plan.capture.findings import Finding, Findings
 from headwater.plan.capture.misfit import RefusedCall, check_loss, misfit
 from headwater.plan.capture.place import Locator, tensor_text
 from headwater.plan.partition import Partition, find_stages
+from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
 from headwater.plan.trace_recorder import OperatorCall
-from headwater.plan.types import Trace
 
 
 @dataclasses.dataclass

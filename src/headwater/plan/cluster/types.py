@@ -7,7 +7,8 @@ from typing import Literal
 
 from headwater.core.errors import ConfigError
 from headwater.core.placement import check_csx_limit
-from headwater.plan.types import Calibration, StoreShare
+from headwater.plan.rates import Calibration
+from headwater.plan.types import StoreShare
 
 Scaling = Literal["strong", "weak"]
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from headwater.core.units import MIB
-from headwater.plan.types import Activations, StageCost, Trace
+from headwater.plan.step_trace import StageCost, Trace
+from headwater.plan.types import Activations
 
 OFFLOAD_WINDOW_BYTES = 128 * MIB
 """Bytes of activations that may be on their way to the disk at once; as many may be on their way back."""

@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import final
 
 from headwater.plan.memory.stages import StageBytes
-from headwater.plan.types import Plan, StoreShare, Trace
+from headwater.plan.step_trace import Trace
+from headwater.plan.types import Plan, StoreShare
 from headwater.store.layout import MOST_UNFINISHED
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from functools import lru_cache
 
 from headwater.plan.belady import slab_capacity
-from headwater.plan.types import Trace
+from headwater.plan.step_trace import Trace
 
 
 def sizes_in_slabs(slab_sizes: tuple[int, ...], in_place: Collection[int]) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from typing import final
 from headwater.core.checked_files import BEHIND_BYTES
 from headwater.core.transfers import BUFFER_BYTES
 from headwater.plan.memory.stages import FP32_BYTES, StageBytes, largest_state_of_an_element
-from headwater.plan.types import Plan, Trace
+from headwater.plan.step_trace import Trace
+from headwater.plan.types import Plan
 from headwater.store.layout import DEVICE_PIECE_ELEMENTS, GROUP_BYTES, PIECE_ELEMENTS
 
 _THREADS = 2

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from headwater.core.stage import StageSpec
-from headwater.plan.types import StoreShare, Trace
+from headwater.plan.step_trace import Trace
+from headwater.plan.types import StoreShare
 from headwater.store.layout import Encoding, encoding_of
 
 FP32_BYTES = 4

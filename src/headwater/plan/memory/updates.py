@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from headwater.core.stage import StageSpec
-from headwater.plan.types import Trace
+from headwater.plan.step_trace import Trace
 
 if TYPE_CHECKING:
     from headwater.optim.spec import UpdateKind
