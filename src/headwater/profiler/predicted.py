@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import final
 
 from headwater.plan.types import Plan
 
@@ -20,39 +22,94 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Bar]]:
     prediction = plan.prediction
     if prediction is None or prediction.step_s is None:
         return {}
-    parts = prediction.step_parts
-    stages = plan.trace.stages
-    weights = [float(stage.slab_bytes) for stage in stages]
-    work = _work(plan)
+    seconds = _stage_seconds(plan, prediction.step_parts)
+    lanes = _Lanes(in_place=plan.in_place)
+    uses = [(stage, True) for stage in plan.trace.uses] + [(stage, False) for stage in plan.trace.uses[::-1]]
+    seen: set[int] = set()
+    for stage, forward in uses * plan.num_micro_batches:
+        arrived = 0.0 if stage in seen else lanes.fetch(seconds[stage])
+        seen.add(stage)
+        computing_s = seconds[stage].forward if forward else seconds[stage].backward
+        lanes.compute(computing_s / plan.num_micro_batches, after=arrived)
+    return lanes.scaled(prediction.step_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class _StageSeconds:
+    """The predicted seconds of one stage in a step.
+
+    Attributes:
+        forward: forwards of all micro-batches.
+        backward: their backwards.
+        disk: reads from disk.
+        update: the update, unless the device makes it; it counts as computation there.
+        copy: the copy into a slab.
+    """
+
+    forward: float
+    backward: float
+    disk: float
+    update: float
+    copy: float
+
+
+def _stage_seconds(plan: Plan, parts: Mapping[str, float]) -> list[_StageSeconds]:
+    """Divide the predicted seconds of each kind of work among the stages."""
+    weights = [float(stage.slab_bytes) for stage in plan.trace.stages]
     computed_s = parts.get("compute", 0.0) + parts.get("update on device", 0.0)
-    computing = _divided(computed_s, [each for pair in work for each in pair])
+    computing = _divided(computed_s, [each for pair in _work(plan) for each in pair])
+    disk = _divided(parts.get("disk", 0.0), weights)
     updates = _divided(parts.get("update", 0.0), weights)
     copies = _divided(parts.get("copy", 0.0) + parts.get("link", 0.0), weights)
-    disk = _divided(parts.get("disk", 0.0), weights)
-    lanes: dict[str, list[Bar]] = {lane: [] for lane in ("compute", "weights in", "update", "disk")}
-    fetched = computed = 0.0
-    seen: set[int] = set()
-    uses = [(stage, True) for stage in plan.trace.uses] + [(stage, False) for stage in plan.trace.uses[::-1]]
-    for stage, forward in uses * plan.num_micro_batches:
-        ready = 0.0
-        if stage not in seen:
-            seen.add(stage)
-            begin = computed if plan.in_place else fetched
-            for lane, kind, seconds in (
-                ("disk", "disk read", disk[stage]),
-                ("update", "update", updates[stage]),
-                ("weights in", "fetch", copies[stage]),
-            ):
-                if seconds:
-                    lanes[lane].append((begin, begin + seconds, kind))
-                    begin += seconds
-            fetched = ready = begin
-        begin = max(computed, ready)
-        computed = begin + computing[2 * stage + (not forward)] / plan.num_micro_batches
-        lanes["compute"].append((begin, computed, "compute"))
-    last = max((end for bars in lanes.values() for _, end, _ in bars), default=0.0)
-    scale = prediction.step_s / last if last else 1.0
-    return {lane: [(b * scale, e * scale, kind) for b, e, kind in bars] for lane, bars in lanes.items()}
+    return [
+        _StageSeconds(*each)
+        for each in zip(computing[::2], computing[1::2], disk, updates, copies, strict=True)
+    ]
+
+
+@final
+class _Lanes:
+    """The bars of each lane, in seconds from the begin of the step.
+
+    Args:
+        in_place: True if weights are read in the store. The update of a stage then begins when the stages
+            before it are computed, not when they are fetched.
+    """
+
+    def __init__(self, *, in_place: bool) -> None:
+        self._in_place = in_place
+        self._bars: dict[str, list[Bar]] = {lane: [] for lane in ("compute", "weights in", "update", "disk")}
+        self._fetched = 0.0
+        self._computed = 0.0
+
+    def fetch(self, stage: _StageSeconds) -> float:
+        """Add the work on a stage's weights before their use; return the time at which they are ready."""
+        begin = self._computed if self._in_place else self._fetched
+        for lane, kind, seconds in (
+            ("disk", "disk read", stage.disk),
+            ("update", "update", stage.update),
+            ("weights in", "fetch", stage.copy),
+        ):
+            if seconds:
+                self._bars[lane].append((begin, begin + seconds, kind))
+                begin += seconds
+        self._fetched = begin
+        return begin
+
+    def compute(self, seconds: float, *, after: float) -> None:
+        """Add computation that begins when the one before it is done, and not before the time `after`."""
+        begin = max(self._computed, after)
+        self._computed = begin + seconds
+        self._bars["compute"].append((begin, self._computed, "compute"))
+
+    def scaled(self, step_s: float) -> dict[str, list[Bar]]:
+        """Return the bars of each lane, with all times scaled so that the last bar ends at `step_s`."""
+        last = max((end for bars in self._bars.values() for _, end, _ in bars), default=0.0)
+        scale = step_s / last if last else 1.0
+        return {
+            lane: [(begin * scale, end * scale, kind) for begin, end, kind in bars]
+            for lane, bars in self._bars.items()
+        }
 
 
 def _work(plan: Plan) -> list[tuple[float, float]]:

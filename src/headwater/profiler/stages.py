@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from headwater.core.recorder import DISK_READ, DISK_WRITE, FETCH, GRADIENT, UPDATE, WAIT, Event, Kind
@@ -34,11 +34,26 @@ def stage_work(
         steps: begin and end of each step, in ns.
         flops: FLOPs of (forward, backward) by stage, in the order of the model.
     """
-    sums: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    sums: _Sums = defaultdict(Counter)
+    _add_computation(sums, computed)
+    _add_events(sums, events, thread, steps)
+    known = [name for name in flops if name in sums]
+    known += [name for name in sums if name and name not in flops]
+    return tuple(_work_of(name, sums[name], sum(flops.get(name, ()))) for name in known)
+
+
+_Sums = defaultdict[str, Counter[str]]
+"""Stage -> nanoseconds of each kind of work, and bytes under the names of `StageWork`."""
+
+
+def _add_computation(sums: _Sums, computed: Iterable[Piece]) -> None:
     for row, begin, end, stage in computed:
         if row >= 0:  # code inside of a module
             # The rows of backwards have odd numbers; see `ModuleWatch.names`.
             sums[stage]["backward" if row % 2 else "forward"] += end - begin
+
+
+def _add_events(sums: _Sums, events: Iterable[Event], thread: str, steps: Sequence[tuple[int, int]]) -> None:
     for event in events:
         of_stage = sums[event.stage]
         inside = sum(max(0, min(event.end, end) - max(event.begin, begin)) for begin, end in steps)
@@ -46,19 +61,20 @@ def stage_work(
             of_stage[event.kind] += inside
         if event.kind in _BYTES and inside:
             of_stage[_BYTES[event.kind]] += event.num_bytes
-    known = [name for name in flops if name in sums]
-    known += [name for name in sums if name and name not in flops]
-    return tuple(
-        StageWork(
-            name,
-            forward_s=1e-9 * sums[name]["forward"],
-            backward_s=1e-9 * sums[name]["backward"],
-            wait_s=1e-9 * sums[name][WAIT],
-            update_s=1e-9 * sums[name][UPDATE],
-            flops=sum(flops.get(name, ())),
-            **{part: sums[name][part] for part in ("weight_bytes", "gradient_bytes", "disk_bytes")},
-        )
-        for name in known
+
+
+def _work_of(name: str, sums: Counter[str], flops: int) -> StageWork:
+    """Return the sums of one stage, with times in seconds."""
+    return StageWork(
+        name,
+        forward_s=1e-9 * sums["forward"],
+        backward_s=1e-9 * sums["backward"],
+        wait_s=1e-9 * sums[WAIT],
+        update_s=1e-9 * sums[UPDATE],
+        flops=flops,
+        weight_bytes=sums["weight_bytes"],
+        gradient_bytes=sums["gradient_bytes"],
+        disk_bytes=sums["disk_bytes"],
     )
 
 
