@@ -177,6 +177,29 @@ def test_writes_that_the_store_does_not_see_are_refused(write, plan, tmp_path):
     place.release()
 
 
+SHARED = {
+    "model": lambda model: model.share_memory(),
+    "parameter": lambda model: model[1][0].weight.share_memory_(),
+    "data": lambda model: model[1][0].weight.data.share_memory_(),
+    "detach": lambda model: model[1][0].weight.detach().share_memory_(),
+}
+
+
+@pytest.mark.parametrize("plan", ["memory", "slabs"])
+@pytest.mark.parametrize("share", SHARED)
+def test_memory_that_other_processes_would_not_share_is_refused(share, plan, tmp_path):
+    place = Place(plan, tmp_path)
+    model = place.compile(stack())
+    model(inputs(0))
+    with pytest.raises(StreamError, match="other processes would share a copy"):
+        SHARED[share](model)
+    copy = model[1][0].weight.detach().clone().share_memory_()
+    assert copy.is_shared() and torch.equal(copy, model[1][0].weight)
+    place.release()
+    model.share_memory()
+    assert all(param.is_shared() for param in model.parameters())
+
+
 def test_arrays_of_a_parameter_are_read_only(tmp_path):
     place = Place("memory", tmp_path)
     model = place.compile(stack())

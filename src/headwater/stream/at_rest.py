@@ -86,6 +86,14 @@ class AtRest:
             remedy="give it a copy: tensor.clone()",
         )
 
+    def share_memory_(self) -> torch.Tensor:
+        """Raise `StreamError`: other processes would see no later values. A plain tensor is shared."""
+        view = _plain_view(self)
+        if view is self:
+            raise _not_shared(self.home)
+        found: torch.Tensor = view.share_memory_()
+        return found
+
     def as_subclass(self, cls: type[T]) -> T:
         """Return the values as a plain tensor; torch does not ask `__torch_function__` for this.
 
@@ -300,6 +308,15 @@ def moved(home: Home, name: str) -> StreamError:
         f"{name} would replace the memory of a streamed parameter, which the weight store does not notice",
         where=home.spec.name,
         remedy="assign the values, parameter.data = tensor, or copy them, parameter.copy_(tensor)",
+    )
+
+
+def _not_shared(home: Home) -> StreamError:
+    return StreamError(
+        "other processes would share a copy of a streamed parameter, and see no later change of its values",
+        where=home.spec.name,
+        remedy="share a copy, parameter.detach().clone().share_memory_(), or first call "
+        "headwater.release(model)",
     )
 
 
