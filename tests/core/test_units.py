@@ -31,7 +31,21 @@ def test_parse(text, count):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GiB", "8 XB", "-1GiB", "8 GiB please", "1e9", True, None, -1, -0.5, float("inf"), float("nan")],
+    [
+        "",
+        "GiB",
+        "8 XB",
+        "-1GiB",
+        "8 GiB please",
+        "1e9",
+        True,
+        None,
+        -1,
+        -0.5,
+        float("inf"),
+        float("nan"),
+        "9" * 400,
+    ],
 )
 def test_invalid_sizes_are_refused(text):
     with pytest.raises(ConfigError, match="is not a size in bytes") as caught:

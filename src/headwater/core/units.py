@@ -25,7 +25,7 @@ def parse_bytes(text: str | int | float) -> int:
     """
     if isinstance(text, int | float) and not isinstance(text, bool) and 0 <= text < float("inf"):
         return int(text)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*(\d{1,24}(?:\.\d{1,24})?)\s*([a-zA-Z]*)\s*", str(text))
     if match is None or match[2].lower() not in _FACTORS:
         raise ConfigError(f"{text!r} is not a size in bytes", remedy="write for example 8GiB, 500MB or 4096")
     return round(float(match[1]) * _FACTORS[match[2].lower()])
@@ -39,7 +39,7 @@ def parse_rate(text: str | int | float) -> float:
     """
     if isinstance(text, int | float) and not isinstance(text, bool) and 0 <= text < float("inf"):
         return float(text)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGTP]?)(i?)(bit|b|B)(?:/s|ps)\s*", str(text))
+    match = re.fullmatch(r"\s*(\d{1,24}(?:\.\d{1,24})?)\s*([kKMGTP]?)(i?)(bit|b|B)(?:/s|ps)\s*", str(text))
     if match is None:
         raise ConfigError(f"{text!r} is not a rate", remedy="write for example 50 GB/s or 100 Gbit/s")
     factor = (1024.0 if match[3] else 1000.0) ** " KMGTP".index(match[2].upper() or " ")
