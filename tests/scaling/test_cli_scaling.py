@@ -173,12 +173,20 @@ def test_three_sizes_are_too_few_whatever_is_held_out(tmp_path, headwater):
         ("a,b\n1,2\n", "name,flops,loss"),
         (CARD.replace("6.1E+19", "1.3E+19"), "got 256M and 590M"),
         (CARD.replace("2.299", ""), "unfinished ones: 256M"),
+        (CARD.replace("2.3E+22", "nan"), "line 8"),
+        (CARD.replace("2.3E+22", "-1"), "line 8"),
     ],
 )
 def test_bad_tables(tmp_path, headwater, text, message):
     (tmp_path / "card.csv").write_text(text)
     code, _, err = headwater("scaling", "fit", tmp_path / "card.csv")
     assert code == 2 and message in err and "remedy" in err
+
+
+def test_an_out_folder_that_is_a_file(tmp_path, headwater):
+    (tmp_path / "card.csv").write_text(CARD)
+    code, out, err = headwater("scaling", "fit", tmp_path / "card.csv", "--out", tmp_path / "card.csv")
+    assert code == 2 and "expected a folder or nothing, found a file" in err and not out
 
 
 def test_missing_table_and_empty_folder(tmp_path, headwater):

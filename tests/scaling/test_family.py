@@ -1,12 +1,13 @@
 """Params files of a family: sizes, learning rates that transfer, and bad settings."""
 
 import dataclasses
+import math
 
 import pytest
 import yaml
 
 from headwater.config.run import load_params
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, RunError
 from headwater.models.registry import learning_rate_scale
 from headwater.scaling.family import Family, write_family
 from headwater.scaling.sizes import read_family, read_sizes, size_of
@@ -91,13 +92,28 @@ def test_shipped_base_is_named(tmp_path):
         ({"widths": (16, 16), "depths": (1, 1)}, "width 16 with depth 1 twice"),
         ({"widths": (20,), "depths": (1,)}, "multiples of the base's head size 8"),
         ({"tokens_per_parameter": 0}, "positive"),
+        ({"tokens_per_parameter": math.inf}, "positive, finite"),
         ({"widths": (0,), "depths": (1,)}, "positive"),
+        ({"learning_rate": 0.0}, "expected a positive, finite learning rate, got 0"),
+        ({"learning_rate": math.nan}, "expected a positive, finite learning rate, got nan"),
     ],
 )
 def test_bad_settings(base, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message) as caught:
         write_family(family(base, **changes), tmp_path / "out")
     assert caught.value.remedy and not (tmp_path / "out").exists()
+
+
+def test_a_family_that_is_not_valid_leaves_no_files(base, tmp_path):
+    with pytest.raises(ConfigError, match="64 bits"):
+        write_family(family(base, tokens_per_parameter=1e300), tmp_path / "out")
+    assert len(write_family(family(base), tmp_path / "out")) == 3
+
+
+def test_a_file_at_the_path_of_the_folder_is_an_error(base, tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(RunError, match="expected a folder or nothing, found a file"):
+        write_family(family(base), tmp_path / "out")
 
 
 def test_folder_with_params_files_is_not_overwritten(base, tmp_path):

@@ -22,7 +22,7 @@ from headwater.cli.parser import Parser
 from headwater.config.files import find_params
 from headwater.config.run import load_params
 from headwater.core.errors import QueueError
-from headwater.core.files import check_replaceable, replace_file
+from headwater.core.files import check_place, check_replaceable, disk_errors, replace_file
 from headwater.core.units import format_count
 from headwater.scaling.family import Family, Parametrization, write_family
 from headwater.scaling.law import LEVEL, Estimate
@@ -192,11 +192,13 @@ def run_fit(args: argparse.Namespace) -> int:
     is_folder = args.family.is_dir()
     out: Path = args.out or (args.family if is_folder else args.family.parent)
     results = read_results(read_family(args.family)) if is_folder else read_table(args.family)
+    check_place(out, expected="a folder")
     report = make_report(results, args.predict)
     _print_report(report)
     for name in (REPORT, PICTURE):
         check_replaceable(out / name)
-    out.mkdir(parents=True, exist_ok=True)
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
     replace_file(out / REPORT, json.dumps(report.to_record(), indent=1).encode())
     print(f"wrote {out / REPORT}")
     draw_report(report, out / PICTURE)  # an error if matplotlib is not installed

@@ -14,8 +14,9 @@ import yaml
 from headwater.config.files import find_params, shipped_params
 from headwater.config.models.decoder import DecoderConfig
 from headwater.config.run import RunConfig, load_params
+from headwater.core.cleanup import on_failure
 from headwater.core.errors import ConfigError
-from headwater.core.files import make_folder, replace_file
+from headwater.core.files import check_place, disk_errors, make_folder, replace_file
 from headwater.scaling.compute import training_flops
 from headwater.scaling.sizes import count_parameters, decoder_of, size_of
 from headwater.trainer.zoo_job import fit_section
@@ -57,6 +58,8 @@ def write_family(family: Family, folder: Path) -> list[Path]:
     Raises:
         ConfigError: if the settings do not fit together, the base has no data for the evaluation at the end
             of a run, or the folder has params files already.
+        RunError: if something else lies at the path of the folder, or this user may not write there.
+        StoreError: if the system refuses to write.
     """
     if any(folder.glob("*.yaml")):
         raise ConfigError(
@@ -70,16 +73,24 @@ def write_family(family: Family, folder: Path) -> list[Path]:
     trees = {
         f"w{width}_d{depth}": _params(family, base, width, depth, folder) for width, depth in _shapes(family)
     }
-    make_folder(folder)
-    files = []
-    for name, tree in trees.items():
-        file = folder / f"{name}.yaml"
-        text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110)
-        header = f"# A size of a family: {family.parametrization} parametrization, "
-        replace_file(file, f"{header}{family.tokens_per_parameter:g} tokens per parameter.\n{text}".encode())
-        load_params(file)
-        files.append(file)
+    check_place(folder, expected="a folder")
+    with disk_errors(folder):
+        make_folder(folder)
+    files = [folder / f"{name}.yaml" for name in trees]
+    # Files of a family that is not valid are removed, because the corrected command needs a new folder.
+    with on_failure(lambda: _remove(files)):
+        for file, tree in zip(files, trees.values(), strict=True):
+            text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110)
+            header = f"# A size of a family: {family.parametrization} parametrization, "
+            header += f"{family.tokens_per_parameter:g} tokens per parameter.\n"
+            replace_file(file, f"{header}{text}".encode())
+            load_params(file)
     return files
+
+
+def _remove(files: Sequence[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
 
 
 def transferred_rate(family: Family, base: DecoderConfig, model: DecoderConfig, rate: float) -> float:
@@ -128,9 +139,17 @@ def _shapes(family: Family) -> list[tuple[int, int]]:
                 where="--widths",
                 remedy="remove one of them",
             )
-    if not shapes or min(min(shape) for shape in shapes) < 1 or not family.tokens_per_parameter > 0:
+    rate = family.learning_rate
+    if rate is not None and not 0 < rate < math.inf:
         raise ConfigError(
-            "expected positive widths, depths and tokens per parameter",
+            f"expected a positive, finite learning rate, got {rate:g}",
+            where="--learning_rate",
+            remedy="write the highest rate for the base's own size, or leave it out to use that of its file",
+        )
+    has_tokens = 0 < family.tokens_per_parameter < math.inf
+    if not shapes or min(min(shape) for shape in shapes) < 1 or not has_tokens:
+        raise ConfigError(
+            "expected positive, finite widths, depths and tokens per parameter",
             where="command line",
             remedy="write positive numbers",
         )
@@ -145,7 +164,7 @@ def _params(family: Family, base: RunConfig, width: int, depth: int, folder: Pat
     batch_size = fit_section(base).train_dataloader.batch_size
     batch_tokens = batch_size * model.max_position_embeddings
     steps = math.ceil(family.tokens_per_parameter * count_parameters(model) / batch_tokens)
-    rate = family.learning_rate or size_of(base).learning_rate
+    rate = size_of(base).learning_rate if family.learning_rate is None else family.learning_rate
     peak = transferred_rate(family, small, model, rate)
     warmup = max(1, round(_WARMUP_SHARE * steps))
     rise = {"initial_learning_rate": 0.0, "end_learning_rate": peak, "total_iters": warmup}

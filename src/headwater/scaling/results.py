@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,10 +128,13 @@ def read_table(path: Path) -> list[tuple[str, float, float | None]]:
     for number, line in enumerate(lines, start=2):
         try:
             name, flops, loss = (line[column] for column in COLUMNS)
-            found.append((name, float(flops), float(loss) if loss else None))
+            compute = float(flops)
+            if not 0 < compute < math.inf:  # NaN would also break the order of the lines
+                raise ValueError(f"{compute:g} FLOPs")
+            found.append((name, compute, float(loss) if loss else None))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"expected the columns {','.join(COLUMNS)} with numbers in the last two, got {error!r}",
+                f"expected the columns {','.join(COLUMNS)} with finite FLOPs > 0 and a number, got {error!r}",
                 where=f"{path}, line {number}",
                 remedy="correct the line; leave the loss empty for a run that has not ended",
             ) from error
