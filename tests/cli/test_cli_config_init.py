@@ -130,6 +130,7 @@ def test_a_file_is_replaced_only_with_force(data, here, capsys):
         (["--model", "roberto/base"], "roberta/base"),
         (["--steps", "0"], "an integer > 0"),
         (["--host_memory", "much"], "write for example 8GiB"),
+        (["--host_memory", "0"], "expected at least 1 byte, found '0'"),
         (["--model", "hf:nowhere"], "config.json"),
     ],
 )
@@ -137,6 +138,18 @@ def test_a_wrong_answer(words, said, data, here, capsys):
     assert main(["config", "init", "run.yaml", "--data", str(data), *words, "--yes"]) == 2
     assert said in capsys.readouterr().err
     assert not (here / "run.yaml").exists()
+
+
+def test_an_error_in_the_new_params_names_the_file(data, here, monkeypatch, capsys):
+    monkeypatch.setattr("headwater.cli.config_init.start_text", lambda *given: "trainer:\n  innit: {}\n")
+    assert main(["config", "init", "run.yaml", "--data", str(data), "--yes"]) == 2
+    assert "where: run.yaml, line 2" in capsys.readouterr().err
+
+
+def test_a_folder_that_does_not_exist_is_refused_before_questions(here, monkeypatch, capsys):
+    monkeypatch.setattr("headwater.cli.config_init._ask_all", lambda args: pytest.fail("asked"))
+    assert main(["config", "init", "new/run.yaml"]) == 2
+    assert "the folder of the file does not exist\n  where: new/run.yaml" in capsys.readouterr().err
 
 
 def test_a_new_file_names_the_schema_in_its_folder(data, here, capsys):

@@ -27,6 +27,7 @@ from headwater.config.starter import (
     start_text,
 )
 from headwater.core.errors import ConfigError
+from headwater.core.files import check_place
 from headwater.core.units import counted, format_bytes, parse_bytes
 from headwater.data.statistics import FILE_NAME, Statistics, read_statistics
 from headwater.plan.machine import free_host_bytes
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: if the file exists, an answer is wrong or missing, or the params would not be valid.
+        RunError: if something else lies at its path, or this user may not write there.
     """
     file: Path = args.file
     if file.exists() and not args.force:
@@ -81,6 +83,14 @@ def run(args: argparse.Namespace) -> int:
             "the file already exists",
             where=str(file),
             remedy="name a new file, or replace this one with --force",
+        )
+    # Before the questions, because an error after them would lose the answers.
+    check_place(file, expected="a file")
+    if not file.parent.is_dir():
+        raise ConfigError(
+            "the folder of the file does not exist",
+            where=str(file),
+            remedy="name a file in an existing folder to which you can write",
         )
     start = _ask_all(args)
     schema = file.parent / SCHEMA_FILE
@@ -97,7 +107,11 @@ def _write_valid(file: Path, text: str) -> None:
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}-") as folder:
             written = Path(folder) / file.name
             written.write_text(text, encoding="utf-8")
-            load_params(written)
+            try:
+                load_params(written)
+            except ConfigError as error:
+                where = error.where and error.where.replace(str(written), str(file))
+                raise ConfigError(error.what, where=where, remedy=error.remedy) from error
             written.replace(file)
     except OSError as error:
         raise ConfigError(
@@ -261,7 +275,12 @@ def _size(answer: str) -> str | None:
     """Return the memory size as the user wrote it, or `None` for `auto`."""
     if answer == _AUTO:
         return None
-    parse_bytes(answer)
+    if parse_bytes(answer) < 1:
+        raise ConfigError(
+            f"expected at least 1 byte, found {answer!r}",
+            where="size of memory",
+            remedy=f"write for example 8GiB, or {_AUTO}",
+        )
     return answer
 
 
