@@ -96,6 +96,16 @@ def test_a_text_that_is_not_unicode(headwater, monkeypatch, params):
     assert_refused(headwater("plan", params), "expected text in UTF-8, got '\\udcfc.yaml'", "rename the file")
 
 
+def test_a_long_text_that_is_not_unicode_is_shown_in_part(headwater, monkeypatch, params):
+    def read(arguments):
+        ("first line\n" + "x" * 150 + "\udcfc" + "x" * 5000 + "\nlast line\n").encode()
+
+    monkeypatch.setattr("headwater.cli.plan.read_params", read)
+    code, out, err = headwater("plan", params)
+    assert_refused((code, out, err), "x\\udcfcx")
+    assert len(err) < 400 and "line" not in err
+
+
 def test_stdout_escapes_what_its_encoding_does_not_have(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))

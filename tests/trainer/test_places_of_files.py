@@ -7,7 +7,7 @@ import os
 import pytest
 from test_callbacks import run, step
 
-from headwater.core.errors import DiskFullError, RunError, StoreError
+from headwater.core.errors import ConfigError, DiskFullError, RunError, StoreError
 from headwater.core.files import check_place, disk_errors, replace_file
 from headwater.store.checkpoint_folder import publish
 from headwater.trainer.callback import FitStart
@@ -66,6 +66,12 @@ def test_a_model_dir_that_is_a_file_is_refused(tmp_path):
         with pytest.raises(RunError, match="expected a folder") as caught, ModelDirLock(folder):
             pass
         assert caught.value.where == str(tmp_path / "run")
+
+
+def test_a_model_dir_that_is_not_unicode_is_refused_before_a_run(tmp_path):
+    with pytest.raises(ConfigError, match="expected text in UTF-8") as caught:
+        RunDir(tmp_path / "\udcff").check()
+    assert "udcff" in caught.value.what
 
 
 def test_a_model_dir_that_cannot_be_written_is_refused(protected):

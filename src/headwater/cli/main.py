@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
 from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.files import unencodable
 from headwater.core.signals import speaks_for_all
 from headwater.core.spins import never_spin
 from headwater.core.terminal import outlive_terminal
@@ -132,7 +133,7 @@ def errors_printed() -> Iterator[Outcome]:
     try:
         yield outcome
     except (HeadwaterError, UnicodeEncodeError) as raised:
-        error = raised if isinstance(raised, HeadwaterError) else _unencodable(raised)
+        error = raised if isinstance(raised, HeadwaterError) else unencodable(raised)
         # If a launcher has started this process, the launcher prints the error, once for all ranks.
         outcome.exit_code = 1 if report(error) else print_error(error)
     except KeyboardInterrupt:
@@ -143,21 +144,6 @@ def errors_printed() -> Iterator[Outcome]:
         # Otherwise Python would fail once more when it flushes stdout at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         outcome.exit_code = EXIT_CODE
-
-
-def _unencodable(error: UnicodeEncodeError) -> ConfigError:
-    """Return the error for a text, mostly the name of a file, that the encoding of files does not have."""
-    encoding = sys.getfilesystemencoding()
-    if encoding == "utf-8":
-        return ConfigError(
-            f"expected text in UTF-8, got {error.object!a}",
-            remedy="rename the file, or correct the text",
-        )
-    return ConfigError(
-        f"expected text that the encoding {encoding} has, got {error.object!a}",
-        where="locale of this process (LC_ALL, LC_CTYPE, LANG)",
-        remedy="set PYTHONUTF8=1, or a locale in UTF-8, for example LC_ALL=C.UTF-8",
-    )
 
 
 def guarded(run: Callable[[], int]) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headwater.core.errors import CorruptError, DiskFullError, RunError, StoreError
+from headwater.core.errors import ConfigError, CorruptError, DiskFullError, RunError, StoreError
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a file or folder that is still being written, or that is being deleted."""
@@ -20,6 +21,8 @@ _BAD_BYTES = {errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
 _WRONG_KIND = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
 _MAKE_WAY = "move it away, or name another folder"
 _MAKE_WRITABLE = "give this user the right to write there, or name another folder"
+_AROUND = 100
+"""Characters of a long line that an error shows on each side of the place that it is about."""
 _OTHER_DISK = "check the disk and how it is mounted, or name a folder on another disk"
 
 
@@ -74,6 +77,29 @@ def _obstacle(path: Path) -> tuple[Path, str] | None:
         if kind is not None:
             return None if place != path and kind == "a folder" else (place, kind)
     return None
+
+
+def unencodable(error: UnicodeEncodeError) -> ConfigError:
+    """Return the error for a text, mostly the name of a file, that the encoding of files does not have."""
+    encoding = sys.getfilesystemencoding()
+    found = _around(error.object, error.start)
+    if encoding == "utf-8":
+        return ConfigError(
+            f"expected text in UTF-8, got {found!a}",
+            remedy="rename the file, or correct the text",
+        )
+    return ConfigError(
+        f"expected text that the encoding {encoding} has, got {found!a}",
+        where="locale of this process (LC_ALL, LC_CTYPE, LANG)",
+        remedy="set PYTHONUTF8=1, or a locale in UTF-8, for example LC_ALL=C.UTF-8",
+    )
+
+
+def _around(text: str, position: int) -> str:
+    """Return the line of a text that has a position, or the part of a long line around the position."""
+    begin = max(text.rfind("\n", 0, position) + 1, position - _AROUND)
+    end = text.find("\n", position)
+    return text[begin : min(len(text) if end < 0 else end, position + _AROUND)]
 
 
 def is_file(path: Path) -> bool:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headwater.config.models.huggingface import CONFIG_FILE, HuggingFaceConfig
 from headwater.core.errors import ConfigError
-from headwater.core.files import check_replaceable, replace_file
+from headwater.core.files import check_replaceable, replace_file, unencodable
 from headwater.core.side_files import SIDE_FILES, copy_file, copy_side_files
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
@@ -102,8 +102,13 @@ class RunDir:
         """Raise if files of the run cannot be written. Called before the run does anything.
 
         Raises:
+            ConfigError: if the path is not text in UTF-8, which TensorBoard's writer needs.
             RunError: if a folder has the name of a file.
         """
+        try:
+            str(self.path).encode()
+        except UnicodeEncodeError as error:
+            raise unencodable(error) from error
         # All files are checked now: a run of days must not fail when it writes its last file.
         for path in (
             self.params,
