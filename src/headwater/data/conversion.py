@@ -59,17 +59,10 @@ def convert_dataset_to_HDF5(
     for key, value in (("samples_per_file", samples_per_file), ("batch_size", batch_size)):
         if value < 1:
             raise ConfigError(f"expected {key} of at least 1, got {value}", where=key, remedy="use 1 or more")
-    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-    loader: DataLoader[Any] = DataLoader(
-        dataset if indexed else _Stream(dataset),  # type: ignore[arg-type]
-        batch_size=batch_size,
-        collate_fn=data_collator or _stacked,
-        # Each worker would read the whole iterable, so each sample would occur once per worker.
-        num_workers=num_workers if indexed else 0,
-    )
+    batches = map(_as_rows, _loader(dataset, batch_size, num_workers, data_collator or _stacked))
     total = 0
     with staged_folder(Path(output_dir)) as folder:
-        for number, fields in enumerate(_parts(map(_as_rows, loader), samples_per_file)):
+        for number, fields in enumerate(_parts(batches, samples_per_file)):
             count = len(next(iter(fields.values())))
             path = folder / f"{name}-{number:05d}.h5"
             write_datasets(path, [fields], count, dtype=dtype, compression=compression)
@@ -79,6 +72,23 @@ def convert_dataset_to_HDF5(
                 "the data set yields no samples", remedy="pass a data set with at least one sample"
             )
     return total
+
+
+def _loader(
+    dataset: Iterable[Any],
+    batch_size: int,
+    num_workers: int,
+    collate: Callable[[list[Any]], Mapping[str, Any]],
+) -> Iterable[Mapping[str, Any]]:
+    """Return the collated batches of a data set. Workers read ahead if it can be indexed."""
+    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    return DataLoader(
+        dataset if indexed else _Stream(dataset),  # type: ignore[arg-type]
+        batch_size=batch_size,
+        collate_fn=collate,
+        # Each worker would read the whole iterable, so each sample would occur once per worker.
+        num_workers=num_workers if indexed else 0,
+    )
 
 
 class _Stream(IterableDataset[Any]):

@@ -93,41 +93,47 @@ class WeightsIn:
 
     def _fetch(self, use: int, freed: list[list[int]]) -> list[list[int]]:
         """Add the tasks that bring the weights of a use to the ranks; return by rank what to wait for."""
-        stage, network = self._stage(use), self._host.network
-        slab = self._footprint.stages[stage].slab
+        stage = self._stage(use)
         everywhere = [task for tasks in freed for task in tasks]
-        if self._is_first(use) and self._owners.needs_slab(stage):
+        into_slab = self._is_first(use) and self._owners.needs_slab(stage)
+        if into_slab:
             self._whole[stage] = self._owners.update(stage, after=everywhere)
         whole = [self._whole[stage]] if self._whole.get(stage, -1) >= 0 else []
-        again = use % len(self._schedule) in self._missed
-        moves = again or (
-            self._is_first(use)
-            and stage not in self._plan.read_in_place
-            and self._footprint.stages[stage].trained > 0
-        )
-        if not moves:
-            return [whole for _ in self._host.ranks]
+        if not self._moves(use):
+            return [whole for _ in freed]
         if self._host.placement.streams_from_store:
-            assert network is not None, "weights stream over it"
-            return [[network.broadcast(stage, slab, [*whole, *everywhere])] for _ in self._host.ranks]
-        from_disk = stage in self._on_disk
-        # An update into a slab leaves the new weights there, so these are not read from disk again.
-        updated = (
-            self._is_first(use) and self._owners.needs_slab(stage) and self._footprint.stages[stage].trained
-        )
-        if from_disk and not updated:
-            whole = [*whole, self._host.disk.read("weights", stage, slab, everywhere)]
-        if self._plan.device == "cpu":
-            return [
-                whole if from_disk else [self._copy(stage, rank, [*whole, *f])]
-                for rank, f in enumerate(freed)
-            ]
-        return [self._upload(stage, rank, [*whole, *f]) for rank, f in enumerate(freed)]
+            return self._broadcast(stage, [*whole, *everywhere])
+        if stage in self._on_disk:
+            # An update into a slab leaves the new weights there, so these are not read from disk again.
+            if not (into_slab and self._is_trained(stage)):
+                slab = self._footprint.stages[stage].slab
+                whole = [*whole, self._host.disk.read("weights", stage, slab, everywhere)]
+            if self._plan.device == "cpu":
+                return [whole for _ in freed]
+        bring = self._copy if self._plan.device == "cpu" else self._upload
+        return [bring(stage, rank, [*whole, *tasks]) for rank, tasks in enumerate(freed)]
 
-    def _copy(self, stage: int, rank: int, after: list[int]) -> int:
-        """Add the copy of a stage from the weight store in memory to a slab, by the cores that compute."""
+    def _is_trained(self, stage: int) -> bool:
+        return self._footprint.stages[stage].trained > 0
+
+    def _moves(self, use: int) -> bool:
+        """True if weights move to the ranks: no slab has them, or an update has changed them."""
+        if use % len(self._schedule) in self._missed:
+            return True
+        stage = self._stage(use)
+        is_read_in_place = stage in self._plan.read_in_place
+        return self._is_first(use) and not is_read_in_place and self._is_trained(stage)
+
+    def _broadcast(self, stage: int, after: list[int]) -> list[list[int]]:
+        """Add the transfers of a stage over the network, one to each rank; return their tasks by rank."""
+        network, slab = self._host.network, self._footprint.stages[stage].slab
+        assert network is not None, "weights stream over it"
+        return [[network.broadcast(stage, slab, after)] for _ in self._host.ranks]
+
+    def _copy(self, stage: int, rank: int, after: list[int]) -> list[int]:
+        """Add the copy of a stage from memory to a slab, by the cores that compute; return its tasks."""
         moved, core = 2 * self._footprint.stages[stage].slab, (self._host.ranks[rank],)
-        return self._host.use_memory(Kind.BROADCAST, "weights to slab", stage, moved, after, core)
+        return [self._host.use_memory(Kind.BROADCAST, "weights to slab", stage, moved, after, core)]
 
     def _upload(self, stage: int, rank: int, after: list[int]) -> list[int]:
         """Add the copy of a stage from memory to an accelerator; return its tasks."""
