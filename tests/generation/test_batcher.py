@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.core.errors import ConfigError, DataError, NonFiniteError
-from headwater.generation.batcher import Batcher, GenerationRequest, Limits, divided
+from headwater.generation.batcher import Batcher, divided
+from headwater.generation.requests import GenerationRequest, Limits
 from headwater.generation.sampling import Chooser, Sampling, repeating
 from headwater.serving.worker import Worker
 

@@ -8,9 +8,10 @@ from headwater.config.models.decoder import DecoderConfig
 from headwater.config.models.huggingface import HuggingFaceConfig
 from headwater.convert.checkpoint import export_hf
 from headwater.core.errors import ConfigError, DataError
-from headwater.generation.batcher import Batcher, GenerationRequest, Limits
+from headwater.generation.batcher import Batcher
 from headwater.generation.beams import BeamSearch
 from headwater.generation.generate import generate
+from headwater.generation.requests import GenerationRequest, Limits
 from headwater.generation.sampling import Sampling
 from headwater.models.decoder import Decoder
 from headwater.models.huggingface import HuggingFaceModel

@@ -5,7 +5,8 @@ import torch
 
 from headwater.config.models.huggingface import HuggingFaceConfig
 from headwater.core.errors import ConfigError
-from headwater.generation.batcher import Batcher, GenerationRequest, Limits
+from headwater.generation.batcher import Batcher
+from headwater.generation.requests import GenerationRequest, Limits
 from headwater.generation.sampling import Sampling
 from headwater.models.huggingface import HuggingFaceModel
 

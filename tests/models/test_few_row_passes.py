@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from headwater.core.few_rows import MOST_ROWS, few_row_product_available
-from headwater.generation.batcher import Batcher, GenerationRequest, Limits
+from headwater.generation.batcher import Batcher
+from headwater.generation.requests import GenerationRequest, Limits
 from headwater.generation.sampling import Sampling
 from headwater.models import few_rows
 from headwater.models.decoder import Decoder

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from headwater.core.errors import ConfigError, DataError
-from headwater.generation.batcher import Batcher, GenerationRequest, Limits
+from headwater.generation.batcher import Batcher
 from headwater.generation.generate import generate
+from headwater.generation.requests import GenerationRequest, Limits
 from headwater.generation.sampling import Sampling
 from headwater.models.decoder import Decoder
 from headwater.models.sequences import Piece

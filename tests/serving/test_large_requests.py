@@ -10,7 +10,8 @@ from serving_samples import LLAMA, TEXT
 from headwater.config.models.decoder import DecoderConfig
 from headwater.data.codec import Codec
 from headwater.data.tokenizer import TrainBPE
-from headwater.generation.batcher import Batcher, Limits
+from headwater.generation.batcher import Batcher
+from headwater.generation.requests import Limits
 from headwater.models.decoder import Decoder
 from headwater.serving.errors import ApiError
 from headwater.serving.service import CARD, CHAT, COMPLETIONS, Service

@@ -9,9 +9,9 @@ from headwater.cli.arguments import read_folder
 from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.evaluation.passes import check_ids
-from headwater.generation.batcher import GenerationRequest
 from headwater.generation.beams import BeamSearch
 from headwater.generation.fill_mask import Filling
+from headwater.generation.requests import GenerationRequest
 from headwater.generation.sampling import Sampling
 from headwater.trainer.inference import Inference, model_codec, open_batcher, open_filler
 from headwater.trainer.run_dir import RunDir

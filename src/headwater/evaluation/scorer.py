@@ -14,7 +14,8 @@ from headwater.core.errors import ConfigError, DataError
 from headwater.core.patience import noticed
 from headwater.core.units import counted
 from headwater.evaluation.passes import Pass, Request, Score, check_ids, part_of_pass, passes
-from headwater.generation.batcher import ACTIVE_PER_ROW, Batcher, GenerationRequest, Limits
+from headwater.generation.batcher import ACTIVE_PER_ROW, Batcher
+from headwater.generation.requests import GenerationRequest, Limits
 from headwater.generation.sampling import Chosen, Sampling
 from headwater.models.sequences import LanguageModel, read_largest
 from headwater.stream.engine import Engine

@@ -2,108 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from headwater.core.errors import DataError, HeadwaterError, NonFiniteError
-from headwater.generation.beams import BeamSearch
+from headwater.core.errors import NonFiniteError
+from headwater.generation.requests import Generation, GenerationRequest, Limits
+from headwater.generation.room import Room
 from headwater.generation.rows import Active, ActiveBeams, ActiveText, Row
-from headwater.generation.sampling import Chosen, Sampling
 from headwater.models.few_rows import FewRows
 from headwater.models.sequences import LanguageModel, Piece
 
 ACTIVE_PER_ROW = 4
 """Sequences that are computed at once for each sequence of full length that has memory."""
-
-FinishReason = Literal["stop", "length", "cancelled"]
-"""Why a generation has ended: an end token or its receiver, the limit of tokens, or the user."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Memory that a plan allows for generation.
-
-    Attributes:
-        cache_tokens: tokens whose keys and values are in memory at once, over all sequences.
-        pass_tokens: largest number of new tokens that are read in one pass over the weights.
-        active: largest number of sequences that are computed at once; at most `pass_tokens`.
-        length: largest number of tokens whose keys and values one request may need; the model's positions if
-            not given.
-    """
-
-    cache_tokens: int
-    pass_tokens: int
-    active: int
-    length: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationRequest:
-    """A prompt that a model continues.
-
-    Attributes:
-        prompt: token ids; at least one.
-        max_new_tokens: largest number of tokens to generate; with 0 a generation ends before its first pass.
-        sampling: how tokens are chosen.
-        ends: ids of the tokens that end the text.
-        receive: called with each token; returns True to end the text after it.
-        top_log_probabilities: see `Chooser`.
-        beams: search with beams instead of choosing tokens by `sampling`; `receive` gets the tokens at the
-            end of the search, without log-probabilities.
-    """
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    ends: frozenset[int] = frozenset()
-    receive: Callable[[Chosen], bool] = lambda chosen: False
-    top_log_probabilities: int | None = None
-    beams: BeamSearch | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Sequences that are computed at once."""
-        return 1 if self.beams is None else self.beams.num_beams
-
-    @property
-    def row_tokens(self) -> int:
-        """Most tokens of a sequence whose keys and values are kept. The last new token is never read."""
-        return len(self.prompt) + self.max_new_tokens - 1
-
-    @property
-    def cache_tokens(self) -> int:
-        """Most tokens of all sequences whose keys and values are kept."""
-        return self.num_rows * self.row_tokens
-
-
-@final
-class Generation:
-    """A request and the tokens that were generated for it.
-
-    Attributes:
-        request: the request.
-        output: the generated tokens; the last one may be an end token.
-        reason: why the generation has ended; `None` until then.
-        error: the error that ended this generation alone, if one did; `reason` is then `cancelled`.
-    """
-
-    def __init__(self, request: GenerationRequest) -> None:
-        self.request = request
-        self.output: list[int] = []
-        self.reason: FinishReason | None = None if request.max_new_tokens else "length"
-        self.error: HeadwaterError | None = None
-
-    @property
-    def text_tokens(self) -> list[int]:
-        """The generated tokens without the end token."""
-        ended = self.output and self.output[-1] in self.request.ends
-        return self.output[:-1] if ended else self.output
 
 
 @final
@@ -128,6 +43,7 @@ class Batcher:
         computing: Callable[[], AbstractContextManager[object]] = torch.no_grad,
     ) -> None:
         self.limits = limits
+        self._room = Room.of(limits, model.max_length)
         self._model = model
         self._device = torch.device(device)
         self._computing = computing
@@ -153,49 +69,19 @@ class Batcher:
     @property
     def max_length(self) -> int:
         """Most tokens whose keys and values one request may need."""
-        limits = self.limits
-        return min(self._model.max_length, limits.cache_tokens, limits.length or self._model.max_length)
+        return self._room.max_length
 
     def room(self, prompt_tokens: int) -> int:
         """Return the most new tokens that fit after a prompt."""
-        return max(self.max_length - prompt_tokens + 1, 0)  # + 1: the model never reads the last new token
-
-    def _remedy(self, prompt_tokens: int, max_new_tokens: int) -> str:
-        """Return the changes with which a prompt and new tokens that do not fit would fit."""
-        if room := self.room(prompt_tokens):
-            return f"request at most {room} new tokens, or shorten the prompt"
-        # The rule is symmetric: the same number of positions is left for a prompt.
-        if longest := self.room(max_new_tokens):
-            return f"shorten the prompt to at most {longest} tokens"
-        return f"shorten the prompt and request fewer new tokens, together at most {self.max_length + 1}"
+        return self._room.after(prompt_tokens)
 
     def check(self, request: GenerationRequest) -> None:
         """Check that a request fits into the model.
 
         Raises:
-            DataError: if the prompt is empty, it does not fit together with the new tokens, or there are more
-                beams than sequences that may be computed at once.
+            DataError: see `Room.check`.
         """
-        prompt, max_new_tokens = len(request.prompt), request.max_new_tokens
-        room = self.room(prompt)
-        if prompt == 0:
-            raise DataError("the prompt is empty", remedy="begin it with at least one token")
-        if max_new_tokens < 0:
-            what = f"expected max_new_tokens of at least 0, got {max_new_tokens}"
-            raise DataError(what, where="max_new_tokens", remedy="request 0 (only the prompt) or more")
-        if max_new_tokens > room:
-            raise DataError(
-                f"a prompt of {prompt} tokens and {max_new_tokens} new tokens do not fit into"
-                f" the {self.max_length} positions of the model",
-                remedy=self._remedy(prompt, max_new_tokens),
-            )
-        fitting = min(self.limits.active, self.limits.cache_tokens // max(request.row_tokens, 1))
-        if request.num_rows > fitting:
-            raise DataError(
-                f"the keys and values of {request.num_rows} beams of {request.row_tokens} tokens do not fit",
-                where="num_beams",
-                remedy=f"use at most {fitting} beams, fewer tokens, or a larger batch size",
-            )
+        self._room.check(request)
 
     def add(self, request: GenerationRequest) -> Generation:
         """Put a request into the queue.

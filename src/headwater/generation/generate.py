@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from headwater.core.seeding import derive_seed
-from headwater.generation.batcher import Batcher, Generation, GenerationRequest, Limits
+from headwater.generation.batcher import Batcher
 from headwater.generation.beams import BeamSearch
+from headwater.generation.requests import Generation, GenerationRequest, Limits
 from headwater.generation.sampling import Sampling
 from headwater.models.sequences import LanguageModel
 

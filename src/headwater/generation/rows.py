@@ -12,7 +12,7 @@ from headwater.generation.beams import Beams
 from headwater.generation.sampling import Chooser, Chosen
 
 if TYPE_CHECKING:
-    from headwater.generation.batcher import Generation
+    from headwater.generation.requests import Generation
 
 
 @final

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.seeding import derive_seed
-from headwater.generation.batcher import FinishReason
+from headwater.generation.requests import FinishReason
 from headwater.generation.sampling import Chosen, Sampling
 from headwater.serving.answer import Answer
 from headwater.serving.schemas import CardRequest, ChatRequest, CompletionRequest, TextSettings

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import final
 
 from headwater.core.errors import HeadwaterError, RunError
-from headwater.generation.batcher import Batcher, Generation, GenerationRequest
+from headwater.generation.batcher import Batcher
+from headwater.generation.requests import Generation, GenerationRequest
 
 logger = logging.getLogger(__name__)
 

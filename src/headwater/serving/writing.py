@@ -11,8 +11,8 @@ from typing import NamedTuple, final
 
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.data.codec import Codec
-from headwater.generation.batcher import FinishReason, Generation, GenerationRequest
 from headwater.generation.beams import BeamSearch
+from headwater.generation.requests import FinishReason, Generation, GenerationRequest
 from headwater.generation.sampling import Chosen, Sampling
 from headwater.serving.text import TextStream
 from headwater.serving.tokens import TokenTexts

@@ -24,8 +24,9 @@ from headwater.core.loss_function import LossFunction
 from headwater.data.codec import Codec, mask_token_id, open_codec, open_tokenizer
 from headwater.evaluation.scorer import Scorer, check_length, largest_pass
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.generation.batcher import ACTIVE_PER_ROW, Batcher, Limits
+from headwater.generation.batcher import ACTIVE_PER_ROW, Batcher
 from headwater.generation.fill_mask import MaskFiller, MaskModel, likely
+from headwater.generation.requests import Limits
 from headwater.models.sequences import LanguageModel, read_largest
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager
