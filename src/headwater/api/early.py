@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Group, RenderableType
 from torch import nn
 
 from headwater.api.compile_dir import write_compile_dir
+from headwater.api.early_reports import CompileReport, ValidateReport
+from headwater.api.record_planner import RecordPlanner
 from headwater.core.errors import DoesNotFitError, ModelError
 from headwater.core.loss_function import LossFunction
 from headwater.core.precision import Precision
 from headwater.core.stage import OptimizerState
 from headwater.core.trees import tensors_in
-from headwater.core.units import counted, format_bytes, format_count
 from headwater.optim.spec import OptimizerSpec
-from headwater.plan.budget import make_plan
-from headwater.plan.capture.findings import names_text
-from headwater.plan.capture.graph import Captured, capture_stages
+from headwater.plan.capture.graph import capture_stages
 from headwater.plan.capture.mlir import MISSING, find_lowering
-from headwater.plan.capture.record import StepRecord, record_step
-from headwater.plan.capture.report import report_stages, stage_table
+from headwater.plan.capture.record import record_step
 from headwater.plan.capture.state import optimizer_state_bytes
-from headwater.plan.division import divisions
-from headwater.plan.options import NOT_FIXED, Fixed, PlanRequest, TraceFor
-from headwater.plan.partition import Partition
-from headwater.plan.report import render_plan
-from headwater.plan.step_trace import Trace
-from headwater.plan.trace import trace_step
+from headwater.plan.options import NOT_FIXED, Fixed
 from headwater.plan.types import Plan, Resources
 
 ASSUMED_OPTIMIZER = OptimizerSpec("AdamW")
@@ -60,77 +51,6 @@ class EarlyOptions:
     device: str = "cpu"
     resources: Resources | None = None
     fixed: Fixed = NOT_FIXED
-
-
-@dataclasses.dataclass(frozen=True)
-class ValidateReport:
-    """The result of a successful check of a model with a loss, an optimizer and a batch.
-
-    Attributes:
-        record: the training step on fake tensors.
-        optimizer: the optimizer, if one was given.
-        state_bytes: bytes of optimizer state in the weight store.
-    """
-
-    record: StepRecord
-    optimizer: OptimizerSpec | None
-    state_bytes: int
-
-    def render(self) -> RenderableType:
-        """Return the results as text for a console."""
-        return Group(*self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        record = self.record
-        yield "valid: forward, loss and backward go together"
-        yield f"batch: {', '.join(record.batch)}"
-        stages = record.trace.stages
-        count = format_count(sum(stage.numel for stage in stages))
-        trained = format_count(sum(stage.trainable_numel for stage in stages))
-        yield f"parameters: {count} in {counted(len(stages), 'stage', 'stages')}, {trained} trained"
-        if record.unused:
-            yield f"without a gradient: {names_text(record.unused)}"
-        if self.optimizer is not None:
-            yield f"optimizer: {self.optimizer.name} keeps {format_bytes(self.state_bytes)} of state"
-        for warning in record.warnings:
-            yield f"warning: {warning}"
-
-
-@dataclasses.dataclass(frozen=True)
-class CompileReport:
-    """The report on a model that a backend has compiled or validated instead of training it.
-
-    Attributes:
-        record: the training step on fake tensors.
-        captured: the graphs, and the operators that no graph can hold.
-        plan: the plan, or `None` if no plan fits.
-        refusal: the reason why no plan fits, or `None`.
-        mlir: a line that says if MLIR was written.
-        files: the paths of the written files.
-        compile_dir: the folder of these files.
-    """
-
-    record: StepRecord
-    captured: Captured
-    plan: Plan | None
-    refusal: str | None
-    mlir: str
-    files: tuple[Path, ...]
-    compile_dir: Path
-
-    def render(self) -> RenderableType:
-        """Return plan, stages and findings as text for a console."""
-        reports = report_stages(self.record, self.captured)
-        parts: list[RenderableType] = [
-            f"no plan: {self.refusal}" if self.plan is None else render_plan(self.plan),
-            "",
-            stage_table(reports, self.record.trace.micro_batch_size),
-            "",
-            *(str(finding) for finding in self.captured.findings),
-            self.mlir,
-            f"written in {self.compile_dir}",
-        ]
-        return Group(*parts)
 
 
 def validate_only(
@@ -216,7 +136,7 @@ def compile_only(
     )
     record = valid.record
     if plan is None:
-        planner = _StepPlanner(model, (args, kwargs or {}), record, _loss_of(loss_function), device)
+        planner = RecordPlanner(model, (args, kwargs or {}), record, _loss_of(loss_function), device)
         plan = planner.plan(valid.optimizer or ASSUMED_OPTIMIZER, resources or Resources(), fixed)
     lowering = find_lowering()
     captured = capture_stages(model, record, lowering)
@@ -312,73 +232,3 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
             remedy="make it from the parameters of this model: model.parameters()",
         )
     return OptimizerSpec.of(optimizer)
-
-
-@dataclasses.dataclass(frozen=True)
-class _StepPlanner:
-    """Plans a recorded step on a device. The batch of the record is the micro-batch of the plan.
-
-    Attributes:
-        model: the model.
-        batch: the arguments of its forward.
-        record: the step.
-        loss_function: returns the loss.
-        device: `cpu` or `cuda`.
-    """
-
-    model: nn.Module
-    batch: Any
-    record: StepRecord
-    loss_function: LossFunction
-    device: str
-
-    def plan(self, optimizer: OptimizerSpec, resources: Resources, fixed: Fixed) -> Plan | DoesNotFitError:
-        """Plan a step with one micro-batch. Return the plan, or the error if no plan fits the limits.
-
-        Args:
-            optimizer: the optimizer of the weights.
-            resources: resource limits of the run.
-            fixed: decisions that the planner must keep.
-        """
-        # The record is that of the CPU, and the plan counts the bytes of the device.
-        trace = self.record.trace if self.device == "cpu" else self._trace(self.record.partition)
-        trace = trace.storing(fixed.optimizer_state)
-        params = [param for stage in trace.stages for param in stage.params]
-        trained = sum(param.numel for param in params if param.requires_grad)
-        size = trace.micro_batch_size
-        try:
-            return make_plan(
-                PlanRequest(
-                    lambda _: trace,  # the micro-batch has only one size
-                    divided=self._divided,
-                    batch_size=size,
-                    precision=self.record.precision,
-                    # Rounded up: the planned memory must hold the whole state.
-                    optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),
-                    resources=resources,
-                    device=self.device,
-                    fixed=dataclasses.replace(fixed, micro_batch_size=size),
-                )
-            )
-        except DoesNotFitError as error:
-            # Not raised: the report of a model that is too large for this machine is still written.
-            return error
-
-    def _trace(self, partition: Partition) -> Trace:
-        """Return the dry run with the stages of a partition."""
-        return trace_step(
-            self.model,
-            self.batch,
-            self.record.precision,
-            loss_function=self.loss_function,
-            partition=partition,
-            device=self.device,
-        )
-
-    def _divided(self) -> Iterator[TraceFor]:
-        """Return the dry runs with ever smaller stages. Each is made when it is used."""
-
-        def lazy(partition: Partition) -> TraceFor:
-            return functools.cache(lambda size: self._trace(partition))
-
-        return map(lazy, divisions(self.model, self.record.partition))

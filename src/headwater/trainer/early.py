@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headwater.api.early import CompileReport, ValidateReport, compile_only, validate_only
+from headwater.api.early import compile_only, validate_only
+from headwater.api.early_reports import CompileReport, ValidateReport
 from headwater.config.run import SetupConfig
 from headwater.core.errors import DoesNotFitError
 from headwater.plan.options import device_of
