@@ -11,12 +11,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 import quick_start
 from known_dry_runs import KnownDryRuns
+from known_rates import KnownRates
 from read_only import protected as protected
 from shared_data import SHARED
 
@@ -50,6 +52,8 @@ hypothesis.settings.load_profile("unhurried")
 _MANY_OBJECTS = 30_000
 
 _DRY_RUNS = KnownDryRuns()
+
+_RATES = KnownRates(Path(os.environ["HEADWATER_TEST_CACHE"], "headwater", "calibration.json"))
 
 _ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
 
@@ -131,6 +135,12 @@ def pytest_runtest_protocol(item, nextitem) -> Generator[None, object, object]:
     """Start processes as a user does in tests with the mark `real_start`, also in fixtures."""
     with quick_start.real_starts() if item.get_closest_marker("real_start") else contextlib.nullcontext():
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Keep the rates of the machine, so that no process checks or measures them again."""
+    _RATES.renew()
 
 
 @pytest.hookimpl(wrapper=True)

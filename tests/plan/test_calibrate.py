@@ -26,6 +26,7 @@ from headwater.plan.probes import Measurement, Probe, Timing, measure, time_prob
 from headwater.plan.rates import Calibration
 from headwater.plan.update_probe import StageOfAllKinds
 from headwater.store.native_check import adam_in_use, checked_adam
+from known_rates import KnownRates
 
 RATES = Calibration(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 DAY_S = 86_400.0
@@ -425,3 +426,17 @@ def test_rates_with_products_by_fp32_kernels_are_apart_where_torch_is_slow(tmp_p
 def test_products_by_fp32_kernels_are_measured_as_fast_ones():
     rates = [measure_apart("cpu", None, converted=each, most_wall_s=300).rates for each in (False, True)]
     assert rates[1].bf16_flops_per_s > 2 * rates[0].bf16_flops_per_s
+
+
+def test_the_rates_that_tests_share_stay_recent(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "time_quick", None)
+    cache, now_s = tmp_path / "cache.json", time.monotonic()
+    module._store(cache, "key", Known(taken(cpu_share=0.5), time.time() - 599))
+    rates = KnownRates(cache)
+    rates.renew()  # too soon
+    assert not module._read_cache(cache)["key"].is_undoubted(time.time() + 2)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 250)
+    rates.renew()
+    known = module._read_cache(cache)["key"]
+    assert known.measurement == taken(cpu_share=0.5) and known.is_undoubted(time.time() + 500)
+    assert module._still_holds(known, "cpu")
