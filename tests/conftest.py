@@ -16,6 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+import known_command_traces
 import quick_start
 from known_dry_runs import KnownDryRuns
 from known_rates import KnownRates
@@ -52,6 +53,8 @@ hypothesis.settings.load_profile("unhurried")
 _MANY_OBJECTS = 30_000
 
 _DRY_RUNS = KnownDryRuns()
+
+_TRACES = Path(os.environ["HEADWATER_TEST_CACHE"], "traces")
 
 _RATES = KnownRates(Path(os.environ["HEADWATER_TEST_CACHE"], "headwater", "calibration.json"))
 
@@ -132,8 +135,17 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem) -> Generator[None, object, object]:
-    """Start processes as a user does in tests with the mark `real_start`, also in fixtures."""
-    with quick_start.real_starts() if item.get_closest_marker("real_start") else contextlib.nullcontext():
+    """Start processes as a user does in tests with the mark `real_start`, also in fixtures.
+
+    Tests of commands share their dry runs.
+    """
+    with contextlib.ExitStack() as stack:
+        if item.get_closest_marker("real_start"):
+            stack.enter_context(quick_start.real_starts())
+        if known_command_traces.are_shared(item.path):
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setenv(known_command_traces.FOLDER, str(_TRACES))
+            known_command_traces.share_traces(_TRACES, patch.setattr)
         return (yield)
 
 

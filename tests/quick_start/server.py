@@ -24,6 +24,7 @@ from typing import Any
 
 _HERE = str(Path(__file__).resolve().parent.parent)
 sys.path.insert(0, _HERE)
+import known_command_traces  # noqa: E402
 from quick_start.client import SERVER, Client, use  # noqa: E402
 from quick_start.command import Program  # noqa: E402
 from quick_start.pictures import NO_PICTURES, leave_pictures_out  # noqa: E402
@@ -236,6 +237,8 @@ def run(program: Program) -> int:
     sys.modules["__main__"] = main
     if NO_PICTURES in os.environ:
         leave_pictures_out()
+    if known_command_traces.FOLDER in os.environ:
+        known_command_traces.share_traces(Path(os.environ[known_command_traces.FOLDER]))
     if "HEADWATER_SCRIPT" in os.environ:
         _begin_at_import()
     if program.kind == "module":
