@@ -119,6 +119,13 @@ def test_a_port_in_use_is_an_error_before_the_model_is_opened(server, folders, c
     assert "name another port with --port" in error
 
 
+@pytest.mark.parametrize("words", [("--drain_seconds", "-1"), ("--max_sequence_length", "0")])
+def test_numbers_out_of_range_are_refused(words, folders, capsys):
+    assert main(["serve", str(folders["small"]), "--port", "0", *words]) == 2
+    said = capsys.readouterr().err
+    assert "expected at least" in said and words[0].removeprefix("--") in said
+
+
 def test_models_that_cannot_be_served(folders, tmp_path, capsys):
     assert "expected a model" in failed(capsys, "--port", 0)
     assert "a different name" in failed(capsys, folders["small"], folders["small"], "--port", 0)

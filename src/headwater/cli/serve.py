@@ -90,6 +90,10 @@ def add_served_models(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT arrives; return the exit code."""
     check_packages()
+    if args.drain_seconds < 0:
+        raise ConfigError(
+            f"expected at least 0, got {args.drain_seconds}", where="--drain_seconds", remedy="use 0 or more"
+        )
     address = Address(args.host, args.port, *_token(args.token_file))
     with listen(address) as listener:
         host = f"[{address.host}]" if ":" in address.host else address.host

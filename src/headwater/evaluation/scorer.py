@@ -213,12 +213,18 @@ def check_length(model_length: int, asked: int | None) -> int:
         asked: the user's limit, if any.
 
     Raises:
-        ConfigError: if the limit is larger than the model allows.
+        ConfigError: if the limit is less than 1, or larger than the model allows.
     """
+    if asked is not None and asked < 1:
+        raise ConfigError(
+            f"expected at least 1 token, got {asked}",
+            where="max_sequence_length",
+            remedy=f"write a number from 1 to {model_length}, or leave it out",
+        )
     if asked is not None and asked > model_length:
         raise ConfigError(
             f"expected at most {model_length}, the positions of the model; got {asked}",
             where="max_sequence_length",
             remedy=f"write {model_length} or less, or leave it out",
         )
-    return asked or model_length
+    return model_length if asked is None else asked
