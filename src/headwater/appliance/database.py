@@ -140,7 +140,7 @@ class Database:
             number: the job's number.
             phase: a final phase.
             reason: why the job failed or was cancelled.
-            exit_code: of the job's process, if it was started.
+            exit_code: the exit code of the job's process, if it was started.
             now: time of the end, in seconds since 1970.
         """
         changes = "phase = ?, reason = ?, exit_code = ?, ended = ?, environment = '{}'"

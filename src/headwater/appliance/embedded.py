@@ -170,8 +170,8 @@ def model_dir_taken(name: str, phase: str, submission: Submission) -> QueueError
     """Return the error for a model_dir that another unfinished job uses.
 
     Args:
-        name: of the other job.
-        phase: of the other job.
+        name: the name of the other job.
+        phase: the phase of the other job.
         submission: the job that is refused.
     """
     return QueueError(
@@ -187,7 +187,7 @@ def merge_labels(labels: Mapping[str, str], changes: Mapping[str, str | None], n
     Args:
         labels: the current labels.
         changes: new values; `None` removes a label.
-        name: of the job, for the error.
+        name: the name of the job, for the error.
 
     Raises:
         QueueError: if a label to remove does not exist.

@@ -31,7 +31,7 @@ def serving(folder: QueueFolder, places: Places | None = None) -> Iterator[None]
     """Answer requests of other users while the context is active. Does nothing if the queue is not shared.
 
     Args:
-        folder: of the queue.
+        folder: the folder of the queue.
         places: limits the connections; the usual limits if not given.
     """
     if not folder.shared:

@@ -172,7 +172,7 @@ class _Lane:
     """Runs jobs in order in a daemon thread. The first job starts the thread.
 
     Args:
-        name: of the thread.
+        name: the name of the thread.
     """
 
     def __init__(self, name: str) -> None:

@@ -46,7 +46,7 @@ def introduce(
 
     Args:
         connection: to the other end.
-        secret: of the run.
+        secret: the secret of the run.
         purpose: name of the connection; see `Switchboard.connect`.
         own: number of this rank.
         other: number of the rank that should answer.
@@ -80,7 +80,7 @@ def examine(connection: socket.socket, secret: bytes, own: int, within_s: float)
 
     Args:
         connection: to the other process.
-        secret: of the run.
+        secret: the secret of the run.
         own: number of this rank.
         within_s: seconds that the handshake may take.
 

@@ -18,9 +18,9 @@ class Link:
     All leaders make the same calls in the same order. Calls on different links may overlap.
 
     Args:
-        purpose: of the link, for messages.
+        purpose: the purpose of the link, for messages.
         mesh: the leaders of all hosts.
-        names: of the hosts, by index.
+        names: the names of the hosts, by index.
         host: index of this host.
         note_call: called at the beginning of each call. A call ends within the timeout of the mesh.
     """

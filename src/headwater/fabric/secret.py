@@ -32,7 +32,7 @@ def take_secret(environment: MutableMapping[str, str]) -> bytes:
     """Return the secret of the run to which this process belongs.
 
     Args:
-        environment: of the process.
+        environment: the environment variables of the process.
 
     Raises:
         RankError: if the secret is missing, or other users can read it.
@@ -48,7 +48,7 @@ def file_secret(environment: Mapping[str, str]) -> bytes:
     """Return the secret in the file of the user, which is created if it is missing.
 
     Args:
-        environment: of the process; it may name another file.
+        environment: the environment variables of the process; they may name another file.
 
     Raises:
         RankError: if the secret cannot be read, or other users can read it.

@@ -20,7 +20,7 @@ def as_rank(environment: Mapping[str, str]) -> dict[str, str]:
     all tasks need it before they can communicate.
 
     Args:
-        environment: of the task.
+        environment: the environment variables of the task.
     """
     job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
     return {

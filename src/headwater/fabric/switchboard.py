@@ -75,8 +75,8 @@ def call(address: Address, secret: bytes, purpose: str, own: int, other: int, ti
     """Return a connection to a rank that listens at an address.
 
     Args:
-        address: of the rank.
-        secret: of the run.
+        address: the address of the rank.
+        secret: the secret of the run.
         purpose: see `Switchboard.connect`.
         own: number of this rank.
         other: number of the rank that should answer.
@@ -102,7 +102,7 @@ class Switchboard:
 
     Args:
         rank: number of this rank.
-        secret: of the run.
+        secret: the secret of the run.
         listener: the socket to which other ranks connect. The switchboard closes it.
     """
 

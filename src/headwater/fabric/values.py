@@ -18,7 +18,7 @@ def gather_values(mesh: Mesh, value: Value, kind: Any) -> list[Value]:
 
     Args:
         mesh: the members.
-        value: of this member.
+        value: the value of this member.
         kind: the type of the values.
     """
     # The value of this rank is decoded too, so that all ranks have copies of the same kind.
@@ -41,7 +41,7 @@ def broadcast_value(mesh: Mesh, value: Value, kind: Any, source: int) -> Value:
 
     Args:
         mesh: the members.
-        value: of the source; ignored on other members.
+        value: the value of the source; ignored on other members.
         kind: the type of the value.
         source: index of the member that sends.
     """

@@ -20,7 +20,7 @@ class Follower:
 
     Args:
         connection: to the appliance.
-        name: of the job.
+        name: the name of the job.
         write: receives the bytes of the log, in order.
         mirror: copies the artifacts; `None` to copy nothing.
         tell: called with the job when its phase changes.

@@ -52,7 +52,7 @@ def command_line(
 
     Args:
         address: the machine.
-        environment: of this process.
+        environment: the environment variables of this process.
         command: the words after `headwater`, as a shell reads them; the server of an appliance if not given.
         options: further options of SSH.
 
@@ -166,7 +166,8 @@ def explain(address: Address, exit_code: int, messages: str) -> Failure:
 
     Args:
         address: the appliance.
-        exit_code: of `ssh`: that of the server's command; 255 if the connection failed; a signal is negative.
+        exit_code: the exit code of `ssh`: that of the server's command, 255 if the connection failed, or a
+            negative number if a signal ended `ssh`.
         messages: the last messages of `ssh` and the server.
     """
     where, last = str(address), messages.splitlines()[-1] if messages else "no message"

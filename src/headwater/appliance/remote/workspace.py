@@ -71,7 +71,7 @@ class Workspace:
         """Create the working folder of a job from contents, and return it. If it exists, leave it as it is.
 
         Args:
-            token: of the submission.
+            token: the token of the submission.
             files: for each file its `path` in the folder, the `digest` of its content, and `executable`.
             origin: facts of the client, which `origin` returns.
 

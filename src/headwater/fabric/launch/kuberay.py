@@ -81,7 +81,7 @@ def manifest(
     """Return a config map with the params, and a `RayJob` (ray.io/v1) that runs a command on new pods.
 
     Args:
-        name: of the job.
+        name: the name of the job.
         pods: the pods of the compute ranks.
         command: the training command; it finds the params at `PARAMS`.
         params: text of the params file.

@@ -120,7 +120,7 @@ class _Rank:
     """A rank that this launcher has started: its process, and what the launcher has sent it.
 
     Attributes:
-        number: of the rank.
+        number: the number of the rank.
         process: its process.
         report: path of the file to which the rank writes its error; see `read_report`.
         num_told: how many of the collected signals it has been sent.

@@ -53,7 +53,7 @@ class Request:
         cpus_per_rank: CPUs that are reserved for each rank, and its number of threads.
         gpus_per_rank: GPUs that are reserved for each rank. It sees no others. 0: ranks compute on CPUs.
         ranks_per_node: number of ranks on each node; `None`: as many as fit, on as few nodes as possible.
-        address: of the cluster, `host:port`; `auto`: the cluster of this node.
+        address: the address of the cluster, `host:port`; `auto`: the cluster of this node.
         wait_s: seconds to wait for CPUs and GPUs that are in use.
     """
 
@@ -101,7 +101,7 @@ class RankActor:
         """Start the program of the rank.
 
         Args:
-            arguments: of the command line.
+            arguments: the arguments of the command line.
             folder: its working directory.
             environment: variables that are added to the actor's.
 
@@ -177,7 +177,7 @@ def launch(request: Request, arguments: Sequence[str]) -> int:
 
     Args:
         request: number of ranks, and their resources.
-        arguments: of the command line. Paths must mean the same on every node.
+        arguments: the arguments of the command line. Paths must mean the same on every node.
 
     Returns:
         The exit code of the command.

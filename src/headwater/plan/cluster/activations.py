@@ -15,7 +15,7 @@ class MovedActivations:
     """Offloaded activations of every rank: on disk if ranks compute on CPU cores, else in host memory.
 
     Args:
-        plan: of one rank.
+        plan: the plan of one rank.
         host: the resources.
     """
 

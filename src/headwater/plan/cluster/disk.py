@@ -12,7 +12,7 @@ class DiskQueue:
     """The disk of a host.
 
     Args:
-        timeline: of the step.
+        timeline: the timeline of the step.
         place: the host.
         disk: its rates; `None` if the host has no disk, and nothing is read or written.
     """

@@ -16,8 +16,8 @@ class GradientsOut:
     """Adds the tasks in which ranks add gradients to the host's sums in turns, and owners get the sums.
 
     Args:
-        plan: of one rank.
-        footprint: of the plan's trace.
+        plan: the plan of one rank.
+        footprint: the footprint of the plan's trace.
         host: the resources.
         owners: receive the sums.
     """

@@ -15,10 +15,10 @@ class HostResources:
     """The ranks, links, memory, disk and network of one compute host.
 
     Attributes:
-        timeline: of the step.
+        timeline: the timeline of the step.
         placement: where the ranks are.
         ranks: resource of each rank.
-        cores: the same, if the ranks compute on cores; else empty.
+        cores: the resource of each rank if the ranks compute on cores, otherwise empty.
         links_in: link to the accelerator of each rank; empty without accelerators on links.
         links_out: link from the accelerator of each rank.
         memory: the host's memory.
@@ -26,7 +26,7 @@ class HostResources:
         network: the links between hosts; `None` if nothing is sent.
 
     Args:
-        timeline: of the step.
+        timeline: the timeline of the step.
         placement: where the ranks are.
     """
 

@@ -19,8 +19,8 @@ class Owners:
     """Adds the tasks of one host that owns masters and optimizer state: a compute host or a store host.
 
     Args:
-        plan: of one rank.
-        predictor: of the plan's trace.
+        plan: the plan of one rank.
+        predictor: the predictor of the plan's trace.
         host: the resources of a compute host.
     """
 
@@ -98,8 +98,8 @@ def store_tier(footprint: Footprint, placement: Placement) -> Tier:
     """Return the tier, memory or disk, in which the hosts of the weight store keep masters and states.
 
     Args:
-        footprint: of the whole model.
-        placement: of a cluster with a separate weight store.
+        footprint: the footprint of the whole model.
+        placement: the placement of a cluster with a separate weight store.
 
     Raises:
         DoesNotFitError: if they fit neither in the memory nor on the disks of these hosts.

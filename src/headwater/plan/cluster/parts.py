@@ -19,7 +19,7 @@ def rank_parts(timeline: Timeline, rank: int) -> dict[str, float]:
     its next task counts. Each task of the chain began when the one before it ended.
 
     Args:
-        timeline: of a step.
+        timeline: the timeline of a step.
         rank: the resource of the rank.
     """
     parts = dict.fromkeys(PARTS, 0.0)

@@ -27,7 +27,7 @@ class Point:
     Attributes:
         placement: where the ranks are.
         batch_size: samples of all ranks together.
-        plan: of each rank.
+        plan: the plan of each rank.
         step: the simulated step.
         parts: seconds of the step of an average rank, by kind of work.
     """

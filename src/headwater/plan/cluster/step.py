@@ -43,8 +43,8 @@ def simulate_step(plan: Plan, predictor: Predictor, placement: Placement) -> Ste
     """Simulate one step.
 
     Args:
-        plan: of one rank, made for its part of the batch.
-        predictor: of the plan's trace, with the rates of one rank.
+        plan: the plan of one rank, made for its part of the batch.
+        predictor: the predictor of the plan's trace, with the rates of one rank.
         placement: where the ranks are.
 
     Returns:

@@ -81,7 +81,7 @@ class Network:
 
     Attributes:
         bytes_per_s: rate of a link, each way.
-        latency_s: of a message from host to host, or to the next switch.
+        latency_s: seconds that a message takes from host to host, or to the next switch.
         fan_out: number of links of a switch downwards; such switches copy broadcasts and sum reductions.
             `None` if switches only forward.
     """
@@ -105,7 +105,7 @@ class Cluster:
     """A description of a cluster: its equal compute hosts, their network, and the weight store.
 
     Attributes:
-        name: of the cluster.
+        name: the name of the cluster.
         hosts: maximum number of compute hosts.
         host: description of each of them.
         network: `None` for a single host.

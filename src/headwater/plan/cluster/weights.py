@@ -19,10 +19,10 @@ class WeightsIn:
     """Tasks that fetch weights. A fetch begins as soon as the slab that it needs is free.
 
     Args:
-        plan: of one rank.
-        predictor: of the plan's trace.
+        plan: the plan of one rank.
+        predictor: the predictor of the plan's trace.
         host: the resources.
-        owners: update the weights.
+        owners: the ranks that update the weights.
     """
 
     def __init__(self, plan: Plan, predictor: Predictor, host: HostResources, owners: Owners) -> None:
