@@ -39,7 +39,7 @@ _SMALL_DEVICE_BYTES = 24 * GIB
 """Shapes of large models, on which a GPU reaches the rates of a run: small products end before the launch of
 the next one. A GPU with less free memory gets smaller ones."""
 _KERNEL = "attention by the package's kernel"
-_TRIAL_SHAPE, _TRIALS = (32, 256, 256), 3
+_TRIAL_SHAPE, _TRIALS = (128, 256, 256), 3  # few rows would make products that convert weights look slow
 _SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE = ((64, 768, 512),), (1, 32, 256, 4)
 _SLOW_ATTENTION_SHAPE = (1, 2, 128, 32)
 """Small shapes, for a dtype that the processor only emulates, such as fp16 on most CPUs."""
