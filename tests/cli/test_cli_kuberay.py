@@ -106,7 +106,9 @@ def test_a_note_lists_paths_that_the_image_must_contain(write, data):
     [
         ("--model_dir=/elsewhere/run", "model_dir /elsewhere/run is not in a volume"),
         ("--model_dir=/database/run", "model_dir /database/run is not in a volume"),
+        ("--model_dir=/data/../run", "run is not in a volume"),
         ("--model_dir=runs/first", "runs/first is not in a volume"),
+        ("--image=", "expected a container image, got an empty name"),
         ("--name=First", "'First' is not a valid name"),
         ("--name=" + 48 * "a", "is not a valid name"),
         ("--volume=/data", "expected CLAIM=PATH, got '/data'"),

@@ -159,6 +159,12 @@ def test_existing_output_is_only_replaced_with_overwrite(text_file, tmp_path):
     assert files_below(notes) == ["important.md"]
 
 
+def test_a_file_in_the_place_of_the_folder_is_named(text_file, tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(DataError, match="expected a folder, found a file"):
+        prepare_book(text_file, tmp_path / "out", overwrite=True)
+
+
 def test_second_writer_of_a_folder_is_refused(tmp_path):
     with (
         staged_folder(tmp_path / "out"),

@@ -134,6 +134,12 @@ def run_fit(args: argparse.Namespace, config: RunConfig) -> int:
 
 def run_manifest(args: argparse.Namespace, config: RunConfig) -> int:
     """Print a manifest; return the exit code."""
+    if not args.image.strip():
+        raise ConfigError(
+            "expected a container image, got an empty name",
+            where="--image",
+            remedy="name an image that has headwater[ray] and ray[default]",
+        )
     named = [_volume(word) for word in args.volume]
     volumes = dict(named)
     if len(volumes) < len(named):
@@ -216,4 +222,5 @@ def _paths(value: Any) -> dict[str, None]:
 
 
 def _is_below(path: str, volumes: Mapping[str, PurePosixPath]) -> bool:
+    path = os.path.normpath(path)  # /data/../runs is not in /data
     return any(PurePosixPath(path).is_relative_to(folder) for folder in volumes.values())

@@ -27,11 +27,14 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
         key: identifies the content. Files left under another key, or without a key, are removed first.
 
     Raises:
-        DataError: if `target` is not empty and `replace` is not set, or another process is writing it.
+        DataError: if `target` is a file, if it is not empty and `replace` is not set, or if another process
+            is writing it.
     """
     # The folder is renamed to the target, so both must be in one file system, also if the target is a link.
     target = target.resolve()
-    if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and not target.is_dir():
+        raise DataError("expected a folder, found a file", where=str(target), remedy="choose another folder")
+    if not replace and target.exists() and any(target.iterdir()):
         remedy = "choose another folder, or use --overwrite if it holds prepared data"
         raise DataError("output folder exists and is not empty", where=str(target), remedy=remedy)
     partial = target.with_name(target.name + ".partial")
