@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 _RENEWED_S = 200.0
-"""Seconds between renewals. No test takes longer than the five minutes between that and ten minutes."""
+"""Seconds between renewals. A test takes five minutes at most, so no rates become ten minutes old."""
 
 
 class KnownRates:
