@@ -110,9 +110,9 @@ class Planner:
             before: the engine that is replaced. If the new plan needs another store, both exist for a moment.
         """
         disk = disk_folder(self._backend.config)
-        advise_fast_products(self.device, precision, self._backend.config.matmul)
 
         def make() -> Plan:
+            advise_fast_products(self.device, precision, self._backend.config.matmul)
             request = request_of(
                 self._backend.config,
                 _always(trace),

@@ -74,8 +74,9 @@ def run(args: argparse.Namespace) -> int:
     """Write a params file; return the exit code.
 
     Raises:
-        ConfigError: if the file exists, an answer is wrong or missing, or the params would not be valid.
-        RunError: if something else lies at its path, or this user may not write there.
+        ConfigError: if the file exists, its folder does not exist, an answer is wrong or missing, or the
+            params would not be valid.
+        RunError: if something that is not a file lies at the path, or this user may not write there.
     """
     file: Path = args.file
     if file.exists() and not args.force:

@@ -80,7 +80,7 @@ def _obstacle(path: Path) -> tuple[Path, str] | None:
 
 
 def unencodable(error: UnicodeEncodeError) -> ConfigError:
-    """Return the error for a text, mostly the name of a file, that the encoding of files does not have."""
+    """Return the error for a text, usually the name of a file, that the encoding of files does not have."""
     encoding = sys.getfilesystemencoding()
     found = _around(error.object, error.start)
     if encoding == "utf-8":

@@ -235,6 +235,8 @@ def _elements(rows: int, inner: int, columns: int) -> int:
 def attention_backward_kernel(torchs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Return the kernel for the backward of torch's attention on a CPU.
 
+    No form of torch's kernel with `out` exists. So other threads of Python wait while this kernel computes.
+
     Args:
         torchs: torch's own kernel, whose first argument is a set of dispatch keys.
     """

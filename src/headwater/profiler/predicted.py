@@ -42,7 +42,7 @@ class _StageSeconds:
         forward: forwards of all micro-batches.
         backward: their backwards.
         disk: reads from disk.
-        update: the update, unless the device makes it; it counts as computation there.
+        update: the update in host memory. An update on the device counts as computation.
         copy: the copy into a slab.
     """
 

@@ -33,7 +33,7 @@ class Ledger:
     """Counts the commits of a store, and lists pending updates by stage.
 
     The entries of a stage are changed only under the stage's lock, except by `add` and `undo`. With several
-    ranks these cannot wait for that lock: the thread that holds it may wait for another rank.
+    ranks these two must not wait for the lock: a thread that holds it may wait for another rank.
 
     Attributes:
         num_commits: updates committed so far; the first has number 1.
@@ -63,7 +63,7 @@ class Ledger:
         Args:
             stage: the stage.
             parts: the update of each parameter.
-            number: of the commit: the newest one, or the one that the running step will make.
+            number: the number of the commit: the newest one, or the one that the running step will make.
         """
         with self._lock:
             pending = self._pending.get(stage)

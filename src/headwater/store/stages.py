@@ -243,8 +243,8 @@ class StageAccess:
         with ExitStack() as held:
             # With several ranks a thread may hold a stage until another rank updates it, which may wait here.
             for stage in stages if self._fabric.size == 1 else ():
-                # Others are left out, because a snapshot may hold them for long. First the ledger: an update
-                # leaves it after the change has begun.
+                # Stages without an update are left out, because a snapshot may hold them for long. The ledger
+                # is read first: an update leaves it only after `changing` has marked the stage.
                 if stage in self._ledger or self.locks.is_changing(stage):
                     held.enter_context(self.locks.exclusive(stage))
             yield

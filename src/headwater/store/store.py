@@ -279,10 +279,8 @@ class WeightStore:
         self, keys: Sequence[ParamKey], update: Update, parts: Mapping[ParamKey, Update] | None
     ) -> Committed:
         """Commit the gradient sums of these parameters; see `commit`."""
-        status, used = (
-            self._gradients.status,
-            NO_NORMS if self.in_backward is None else self.in_backward.norms,
-        )
+        status = self._gradients.status
+        used = NO_NORMS if self.in_backward is None else self.in_backward.norms
         norm, every = self._gradients.norm(keys), keys
         if used:
             every = [key for key in self._order if key in used or key in status.present]
@@ -294,7 +292,7 @@ class WeightStore:
             error = non_finite_error(self.stages, status.first_bad, update)
             for key in keys:
                 self._gradients.drop(key)
-            self._gradients.status.first_bad = None
+            status.first_bad = None
             if not update.skip_non_finite:
                 raise error
             return Committed(float(norm), applied=False)

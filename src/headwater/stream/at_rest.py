@@ -87,7 +87,11 @@ class AtRest:
         )
 
     def share_memory_(self) -> torch.Tensor:
-        """Raise `StreamError`: other processes would see no later values. A plain tensor is shared."""
+        """Share the memory of a tensor whose values have left the store, as torch does.
+
+        Raises:
+            StreamError: if the values are in the store: other processes would see no later change of them.
+        """
         view = _plain_view(self)
         if view is self:
             raise _not_shared(self.home)
