@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
     parser.add_argument("--others", action="store_true", help="twelve other shapes and settings")
     parser.add_argument("--only", default="", help="configurations whose name contains this")
-    parser.add_argument("--matmul", choices=["exact", "fast"], default="exact")
+    parser.add_argument("--matmul", choices=["exact", "fast"], default="exact", help="setting of the runs")
     return parser
 
 
