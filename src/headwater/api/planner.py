@@ -134,7 +134,9 @@ class Planner:
                 update_kind=updaters.update_kind_on(self.device),
             )
             if before is None:
-                return _noted(make_plan(request))
+                for note in budget_notes(request.resources, self.device):
+                    _warn(note)
+                return make_plan(request)
             # The memory of the engine's freed tensors is free for the next one, and must not count as used.
             return_free_memory()
             plan = plan_for_store(request, before.plan) if before.may_keep_store else None
@@ -142,14 +144,6 @@ class Planner:
 
         # The plan is that of rank 0, but the path of the folder may differ between hosts.
         return dataclasses.replace(fabric.agree(make, Plan), disk=disk)
-
-
-def _noted(plan: Plan) -> Plan:
-    """Return a plan, after a warning for each budget that cannot limit it."""
-    assert plan.budget is not None, "a new plan has budgets"
-    for note in budget_notes(plan.budget, plan.device):
-        _warn(note)
-    return plan
 
 
 # Cached: a script may compile several models.

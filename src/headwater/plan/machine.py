@@ -69,7 +69,7 @@ def free_resources(resources: Resources, device: str) -> Resources:
 def budget_notes(budget: Resources, device: str) -> list[str]:
     """Return a sentence for each budget that cannot limit a run with this device on this machine."""
     limits = [("host_memory", budget.host_memory, psutil.virtual_memory().total, "this machine")]
-    if device != "cpu":
+    if device != "cpu" and budget.device_memory is not None:
         total = torch.cuda.mem_get_info(device)[1]
         limits.append(("device_memory", budget.device_memory, total, "the GPU"))
     notes = [
