@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from headwater.api.compile_dir import write_compile_dir
 from headwater.api.early_reports import CompileReport, ValidateReport
-from headwater.api.record_planner import RecordPlanner
 from headwater.core.errors import DoesNotFitError, ModelError
 from headwater.core.loss_function import LossFunction
 from headwater.core.precision import Precision
 from headwater.core.stage import OptimizerState
 from headwater.core.trees import tensors_in
 from headwater.optim.spec import OptimizerSpec
+from headwater.plan.budget import make_plan
 from headwater.plan.capture.graph import capture_stages
 from headwater.plan.capture.mlir import MISSING, find_lowering
-from headwater.plan.capture.record import record_step
+from headwater.plan.capture.record import StepRecord, record_step
 from headwater.plan.capture.state import optimizer_state_bytes
-from headwater.plan.options import NOT_FIXED, Fixed
+from headwater.plan.division import divisions
+from headwater.plan.options import NOT_FIXED, Fixed, PlanRequest, TraceFor
+from headwater.plan.partition import Partition
+from headwater.plan.step_trace import Trace
+from headwater.plan.trace import trace_step
 from headwater.plan.types import Plan, Resources
 
 ASSUMED_OPTIMIZER = OptimizerSpec("AdamW")
@@ -136,7 +141,7 @@ def compile_only(
     )
     record = valid.record
     if plan is None:
-        planner = RecordPlanner(model, (args, kwargs or {}), record, _loss_of(loss_function), device)
+        planner = _RecordPlanner(model, (args, kwargs or {}), record, _loss_of(loss_function), device)
         plan = planner.plan(valid.optimizer or ASSUMED_OPTIMIZER, resources or Resources(), fixed)
     lowering = find_lowering()
     captured = capture_stages(model, record, lowering)
@@ -232,3 +237,74 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
             remedy="make it from the parameters of this model: model.parameters()",
         )
     return OptimizerSpec.of(optimizer)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _RecordPlanner:
+    """Plans a recorded step on a device. The batch of the record is the micro-batch of the plan.
+
+    Attributes:
+        model: the model.
+        batch: the arguments of its forward.
+        record: the step.
+        loss_function: returns the loss.
+        device: `cpu` or `cuda`.
+    """
+
+    model: nn.Module
+    batch: Any
+    record: StepRecord
+    loss_function: LossFunction
+    device: str
+
+    def plan(self, optimizer: OptimizerSpec, resources: Resources, fixed: Fixed) -> Plan | DoesNotFitError:
+        """Plan a step with one micro-batch. Return the plan, or the error if no plan fits the limits.
+
+        Args:
+            optimizer: the optimizer of the weights.
+            resources: resource limits of the run.
+            fixed: decisions that the planner must keep.
+        """
+        # The record is that of the CPU, and the plan counts the bytes of the device.
+        trace = self.record.trace if self.device == "cpu" else self._trace(self.record.partition)
+        trace = trace.storing(fixed.optimizer_state)
+        params = [param for stage in trace.stages for param in stage.params]
+        trained = sum(param.numel for param in params if param.requires_grad)
+        size = trace.micro_batch_size
+        try:
+            return make_plan(
+                PlanRequest(
+                    lambda _: trace,  # the micro-batch has only one size
+                    divided=self._divided,
+                    batch_size=size,
+                    precision=self.record.precision,
+                    # Rounded up: the planned memory must hold the whole state.
+                    optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),
+                    resources=resources,
+                    device=self.device,
+                    fixed=dataclasses.replace(fixed, micro_batch_size=size),
+                )
+            )
+        except DoesNotFitError as error:
+            # Not raised: the report of a model that is too large for this machine is still written.
+            return error
+
+    def _trace(self, partition: Partition) -> Trace:
+        """Return the dry run with the stages of a partition."""
+        return trace_step(
+            self.model,
+            self.batch,
+            self.record.precision,
+            loss_function=self.loss_function,
+            partition=partition,
+            device=self.device,
+        )
+
+    def _divided(self) -> Iterator[TraceFor]:
+        """Return the dry runs with ever smaller stages. Each is made when it is used."""
+
+        def lazy(partition: Partition) -> TraceFor:
+            return functools.cache(lambda size: self._trace(partition))
+
+        return map(lazy, divisions(self.model, self.record.partition))

@@ -242,19 +242,10 @@ def attention_backward_kernel(torchs: Callable[..., Any]) -> Callable[..., tuple
     """
 
     def backward(
-        keys: Any,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sums: Tensor,
-        dropout: float,
-        is_causal: bool,
-        *,
-        attn_mask: Tensor | None = None,
-        scale: float | None = None,
+        keys: Any, *arguments: Any, attn_mask: Tensor | None = None, scale: float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        gradient, query, key, value, output, log_sums, dropout, is_causal = arguments
+
         def compute(*tensors: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
             results: tuple[Tensor, Tensor, Tensor] = torchs(
                 keys, *tensors, dropout, is_causal, attn_mask=mask, scale=scale
