@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from headwater.api.calls import Call, stand_in_loss
-from headwater.api.engine_swap import CurrentEngine
 from headwater.core.precision import Precision
 from headwater.core.seeding import drawing_devices
 from headwater.core.stage import ParamSpec
@@ -20,8 +20,11 @@ from headwater.plan.division import divisions
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
-from headwater.stream.engine import Engine
 from headwater.stream.saved_tensors import apart_from_hooks
+
+if TYPE_CHECKING:
+    from headwater.api.engine_swap import CurrentEngine
+    from headwater.stream.engine import Engine
 
 
 @contextmanager

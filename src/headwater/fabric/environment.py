@@ -11,7 +11,7 @@ import psutil
 import torch.distributed
 
 from headwater.core.errors import RankError
-from headwater.fabric.parent import LISTENER, RENDEZVOUS
+from headwater.fabric.variables import LISTENER, RENDEZVOUS
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable: name of the network interface that connects the hosts."""

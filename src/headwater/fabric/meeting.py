@@ -29,9 +29,9 @@ from headwater.core.errors import HeadwaterError, RankError
 from headwater.fabric.codec import decode, encode
 from headwater.fabric.connection import Connection
 from headwater.fabric.environment import INTERFACE, RankEnvironment
-from headwater.fabric.parent import LISTENER
 from headwater.fabric.secret import take_secret
 from headwater.fabric.switchboard import Address, Switchboard, call, listen_at, listen_on_host
+from headwater.fabric.variables import LISTENER
 
 _POLL_S = 0.05
 _SAY_AFTER_S = 10.0

@@ -9,15 +9,7 @@ from pathlib import Path
 
 from headwater.fabric.report import ERROR_FILE
 from headwater.fabric.secret import SECRET
-
-PARENT = "HEADWATER_PARENT"
-"""Environment variable: process number of the launcher that started this process as a rank."""
-
-LISTENER = "HEADWATER_LISTENER"
-"""Environment variable: descriptor of the socket at which rank 0 will listen; the launcher opens it."""
-
-RENDEZVOUS = "HEADWATER_RENDEZVOUS"
-"""Environment variable: address at which the other ranks reach rank 0 on this host."""
+from headwater.fabric.variables import LISTENER, PARENT, RENDEZVOUS
 
 _OF_RANKS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),

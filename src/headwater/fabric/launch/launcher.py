@@ -22,9 +22,9 @@ from headwater.core.placement import Placement
 from headwater.core.signals import Handler, handled
 from headwater.fabric.launch.cores import bound_to, check_cores, cores_of_ranks, num_cores
 from headwater.fabric.launch.outcome import Failure, cause, exit_code
-from headwater.fabric.parent import LISTENER, PARENT, RENDEZVOUS
 from headwater.fabric.report import ERROR_FILE, read_report
 from headwater.fabric.secret import SECRET, new_secret
+from headwater.fabric.variables import LISTENER, PARENT, RENDEZVOUS
 
 _PROGRAM = "headwater.cli.ranks"
 _NUM_THREADS = "OMP_NUM_THREADS"

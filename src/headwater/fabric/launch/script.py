@@ -37,8 +37,9 @@ from headwater.fabric.launch.cores import check_cores
 from headwater.fabric.launch.launcher import become_launcher
 from headwater.fabric.launch.streams import OF_SCRIPT, STDERR, STDIN, STDOUT, silence
 from headwater.fabric.membership import current
-from headwater.fabric.parent import PARENT, find_parent
+from headwater.fabric.parent import find_parent
 from headwater.fabric.report import report_traceback
+from headwater.fabric.variables import PARENT
 
 _stderr = ProcessValue[int | None](None)
 """A copy of the descriptor of stderr, made before stderr was redirected to /dev/null."""
