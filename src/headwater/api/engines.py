@@ -78,7 +78,7 @@ def build_engine(
         StreamError: if weights have no values, or another engine streams them.
         DiskFullError: if the files of the disk tier do not fit.
     """
-    if plan.device == "cpu" and plan.precision.mixed and backend.matmul == "fast":
+    if plan.device == "cpu" and plan.precision.mixed and backend.fast_products:
         use_fast_half_products()
     # Before the engine allocates: memory that malloc has taken already keeps its pages.
     if plan.device == "cpu" and backend.allocator == "tuned":
@@ -88,7 +88,7 @@ def build_engine(
     own = steps or EngineSteps()
     options = EngineOptions(
         user_loop=steps is None,
-        fast_matmul=backend.matmul == "fast",
+        fast_matmul=backend.fast_products,
         compile_blocks=plan.blocks.compiled if backend.compile == "auto" else backend.compile,
         verify_disk=backend.verify_disk,
     )
@@ -104,15 +104,15 @@ def build_engine(
     )
 
 
-def advise_fast_products(device: str, precision: Precision, matmul: str) -> None:
+def advise_fast_products(device: str, precision: Precision, backend: BackendConfig) -> None:
     """Log a warning, once, if `matmul: fast` would make a run in bf16 or fp16 several times as fast here.
 
     Args:
         device: `cpu` or `cuda`.
         precision: precision of the run.
-        matmul: `exact` or `fast`, as the run has it.
+        backend: the options of the backend.
     """
-    if device == "cpu" and matmul == "exact" and precision.wire_dtype in slow_half_dtypes():
+    if device == "cpu" and not backend.fast_products and precision.wire_dtype in slow_half_dtypes():
         _warn_of_slow_products(precision.name)
 
 

@@ -112,7 +112,7 @@ class Planner:
         disk = disk_folder(self._backend.config)
 
         def make() -> Plan:
-            advise_fast_products(self.device, precision, self._backend.config.matmul)
+            advise_fast_products(self.device, precision, self._backend.config)
             request = request_of(
                 self._backend.config,
                 _always(trace),
@@ -123,7 +123,7 @@ class Planner:
                 micro_batch_size=trace.micro_batch_size,
                 disk=disk,
             )
-            rates = calibrate(request.device, disk, fast_products=self._backend.config.matmul == "fast")
+            rates = calibrate(request.device, disk, fast_products=self._backend.config.fast_products)
             request = dataclasses.replace(
                 request,
                 calibration=rates,

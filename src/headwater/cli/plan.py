@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     rates = calibrate(
         device_of(init.backend),
         resources_of(init.backend).disk,
-        fast_products=init.backend.matmul == "fast",
+        fast_products=init.backend.fast_products,
         recalibrate=args.recalibrate,
         most_wall_s=_PATIENCE_S if patient else MOST_WALL_S,
     )

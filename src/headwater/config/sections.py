@@ -194,6 +194,11 @@ class BackendConfig(Section):
         """Numbers of compute ranks and store ranks."""
         return Placement(self.cluster_config.num_csx, self.cluster_config.num_memx)
 
+    @property
+    def fast_products(self) -> bool:
+        """True if matrix products may differ from torch's in rounding."""
+        return self.matmul == "fast"
+
 
 _DynamicScale = NoEffect("the rules of the dynamic loss scale are fixed")
 

@@ -91,16 +91,7 @@ def _recompute_forward(
 
     is_wrapped = True
 
-    def note_compiler(*_: Any, **__: Any) -> None:
-        warnings.warn(
-            f"activations of this {type(module).__name__} are computed again in backward, so your "
-            "torch.compile of it has no effect: compile the functions that it calls, or write "
-            "activations: keep",
-            CompilerOffWarning,
-            stacklevel=2,
-        )
-
-    @functools.partial(uncompiled, if_compiled=note_compiler)
+    @functools.partial(uncompiled, if_compiled=functools.partial(_note_compiler, type(module).__name__))
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not is_wrapped:  # a forward that the user has set calls this one
             return forward(*args, **kwargs)
@@ -123,6 +114,16 @@ def _recompute_forward(
 
     module.forward = checkpointed
     return unwrap
+
+
+def _note_compiler(name: str, *_: Any, **__: Any) -> None:
+    """Warn that the user's `torch.compile` of a module of the class `name` has no effect."""
+    warnings.warn(
+        f"activations of this {name} are computed again in backward, so your torch.compile of it has no "
+        "effect: compile the functions that it calls, or write activations: keep",
+        CompilerOffWarning,
+        stacklevel=2,
+    )
 
 
 def _can_run_again() -> bool:

@@ -73,7 +73,7 @@ def block_choice(
     if work.compiled is not None:
         return Blocks(work.compiled, "this run began so, and its checkpoint says it")
     groups = repeated_stages(plan.trace.stages, lambda name: type(trainable.model.get_submodule(name)))
-    run = _Run(trainable, plan, init.backend.matmul == "fast", groups)
+    run = _Run(trainable, plan, init.backend.fast_products, groups)
     refusal = _refusal(run, work.steps)
     if refusal is not None:
         return Blocks(False, refusal)

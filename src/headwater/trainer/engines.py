@@ -60,7 +60,7 @@ def open_engine(
         return calibrate(
             device,
             disk,
-            fast_products=init.backend.matmul == "fast",
+            fast_products=init.backend.fast_products,
             budget=resources_of(init.backend).host_memory,
         )
 

@@ -85,7 +85,7 @@ def _make_meters(init: SetupConfig, run_dir: RunDir) -> list[Callback]:
     if init.has_callback("RateProfiler"):
         meters.append(RateProfiler())
     if init.has_callback("FlopUtilization"):
-        fast = init.backend.matmul == "fast"
+        fast = init.backend.fast_products
         meters.append(FlopUtilization(partial(measured_flops_per_s, fast_products=fast)))
     if init.has_callback("SavePerformanceData"):
         return [*meters, PerformanceFile(run_dir.performance, meters)]

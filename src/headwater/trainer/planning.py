@@ -180,7 +180,7 @@ def plan_run(
     assert plan.budget is not None, "a new plan has budgets"
     for note in budget_notes(plan.budget, plan.device):
         logger.warning("%s", note)
-    advise_fast_products(plan.device, plan.precision, init.backend.matmul)
+    advise_fast_products(plan.device, plan.precision, init.backend)
     return dataclasses.replace(plan, placement=placement)
 
 
