@@ -28,6 +28,7 @@ class WantServer:
         self._serve = serve
         self._closing = threading.Event()
         self._failure: Exception | None = None
+        self._failing = threading.Lock()  # held while both the directory and `_failure` learn the error
         self._thread = threading.Thread(target=self._run, name="headwater-serve", daemon=True)
         self._thread.start()
         # If Python ends while this thread frees garbage that includes a tensor, the process aborts.
@@ -40,14 +41,16 @@ class WantServer:
                 if self._directory.wants():
                     self._serve()
         except Exception as error:  # noqa: BLE001 - `check` raises it
-            # First: `check` may end this rank, and then the others would not learn the reason.
-            self._directory.fail(f"the first rank of this host cannot fetch stages: {reason(error)}")
-            self._failure = error
+            with self._failing:
+                # First: `check` may end this rank, and then the others would not learn the reason.
+                self._directory.fail(f"the first rank of this host cannot fetch stages: {reason(error)}")
+                self._failure = error
 
     def check(self) -> None:
         """Raise the error that has ended the thread, if there is one."""
-        if self._failure is not None:
-            raise self._failure
+        with self._failing:
+            if self._failure is not None:
+                raise self._failure
 
     def _stop(self) -> None:
         self._closing.set()
