@@ -1,6 +1,6 @@
 """Settings of torch that decide the bits of results on a GPU. They are set for a context and then restored.
 
-In a loop of the user the settings are the user's, as in plain PyTorch.
+A user's own training loop computes with the user's settings, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _NARROW_SUMS = (
 def exact_arithmetic() -> Iterator[None]:
     """Enter a context in which equal inputs lead to equal bits, and products are as exact as their dtypes.
 
-    All kernels are deterministic. Without this, the backward of attention adds in another order in each run;
-    with warnings instead of errors, too. Products and convolutions in fp32 use no TF32, and products in 16
-    bits are summed in fp32.
+    All kernels are deterministic. Otherwise the backward of attention would add gradients in a different
+    order in each run. Products and convolutions in fp32 do not use TF32. Products in 16 bits are summed in
+    fp32.
 
     Raises:
         RuntimeError: by torch, if an operator has no deterministic kernel; see `device_errors`.
@@ -41,7 +41,7 @@ def exact_arithmetic() -> Iterator[None]:
     fill = _DETERMINISTIC.fill_uninitialized_memory
     # Not `warn_only`: torch's attention then computes its backward with the faster kernel, and only warns.
     torch.use_deterministic_algorithms(True)
-    # Otherwise torch would write every new tensor once more. No result depends on it.
+    # If true, torch fills every new tensor, which takes time. No result depends on these values.
     _DETERMINISTIC.fill_uninitialized_memory = False
     try:
         with _set((*_TF32, *_NARROW_SUMS, _BENCHMARK), False):

@@ -51,7 +51,7 @@ DATA: Any = torch.Tensor.data
 """The attribute `data`; its getter and setter are functions that `__torch_function__` sees."""
 
 LAYOUT = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
-"""Functions that ask for strides. A tensor at rest is one expanded element, whose strides are others."""
+"""Functions that depend on strides. They run on `meta`, because a tensor at rest is one expanded element."""
 
 View = Callable[[torch.Tensor], torch.Tensor]
 T = TypeVar("T", bound=torch.Tensor)
@@ -63,8 +63,8 @@ class AtRest:
     Attributes:
         home: the place of the values.
         owner: the parameter whose version counter counts changes in place, for autograd.
-        source: the object whose `home` is the place of the values; that place changes with a new plan.
-        selection: returns this tensor as a view of all values of the home.
+        source: the object from which `home` is read each time, because a new plan changes the place.
+        selection: takes all values of the parameter and returns the view of them that this tensor is.
     """
 
     __slots__ = ()
@@ -90,7 +90,7 @@ class AtRest:
         """Share the memory of a tensor whose values have left the store, as torch does.
 
         Raises:
-            StreamError: if the values are in the store: other processes would see no later change of them.
+            StreamError: if the values are in the store: other processes would not see later changes.
         """
         view = _plain_view(self)
         if view is self:
@@ -99,7 +99,7 @@ class AtRest:
         return found
 
     def as_subclass(self, cls: type[T]) -> T:
-        """Return the values as a plain tensor; torch does not ask `__torch_function__` for this.
+        """Return the values as a plain tensor. torch does not call `__torch_function__` for this method.
 
         Raises:
             StreamError: if `cls` is another class: values that are written to such a tensor would be lost.
@@ -143,7 +143,7 @@ class PartAtRest(AtRest, torch.Tensor):
         return found
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `StreamError`: a tensor at rest cannot get other memory. A plain one can."""
+        """Raise `StreamError` if the values are in the store. Otherwise set the memory, as torch does."""
         view = _plain_view(self)
         if view is self:
             raise moved(self.home, "set_")
@@ -269,9 +269,9 @@ def tied_by_data(name: str, other: str) -> StreamError:
 
 
 def new_parameter(value: Any, source: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `value` which `nn.Parameter(value)`, the caller, turns into a plain parameter.
+    """Return a copy of `value`. The caller, `nn.Parameter(value)`, turns the copy into a plain parameter.
 
-    The copy has the class of `value`; see [Note: new parameters].
+    Until then the copy has the class of `value`; see [Note: new parameters].
 
     Args:
         value: a parameter at rest, or a view of one.
@@ -286,7 +286,7 @@ def new_parameter(value: Any, source: torch.Tensor) -> torch.Tensor:
 def read_copy(value: Any) -> torch.Tensor:
     """Read the values of a tensor at rest, or of a stored tensor, from the store, and return a copy."""
     if isinstance(value, StoredTensor):
-        # It reads piece by piece, without a second copy of the whole.
+        # `materialize` reads piece by piece, so that all values are in memory only once.
         return value.materialize()
     copy: torch.Tensor = value.selection(value.home.read())
     return copy
@@ -302,14 +302,14 @@ def changed_while_recording(home: Home) -> StreamError:
     return StreamError(
         "a parameter that requires a gradient is changed in place",
         where=home.spec.name,
-        remedy="do it within torch.no_grad(), as in plain PyTorch",
+        remedy="change it inside torch.no_grad(), as in plain PyTorch",
     )
 
 
 def moved(home: Home, name: str) -> StreamError:
     """Return the error for an operation `name` after which a streamed parameter would have other memory."""
     return StreamError(
-        f"{name} would replace the memory of a streamed parameter, which the weight store does not notice",
+        f"{name} would give a streamed parameter other memory, so the weight store would miss later changes",
         where=home.spec.name,
         remedy="assign the values, parameter.data = tensor, or copy them, parameter.copy_(tensor)",
     )
@@ -317,7 +317,7 @@ def moved(home: Home, name: str) -> StreamError:
 
 def _not_shared(home: Home) -> StreamError:
     return StreamError(
-        "other processes would share a copy of a streamed parameter, and see no later change of its values",
+        "other processes would share a copy of a streamed parameter, and would not see later changes of it",
         where=home.spec.name,
         remedy="share a copy, parameter.detach().clone().share_memory_(), or first call "
         "headwater.release(model)",
@@ -325,7 +325,7 @@ def _not_shared(home: Home) -> StreamError:
 
 
 def is_metadata(func: Any) -> bool:
-    """True if a torch function needs only the shape, dtype and the like of a tensor, not its values."""
+    """True if a torch function needs only metadata of a tensor (shape, dtype, …), not its values."""
     if func in _METADATA:
         return True
     is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
@@ -364,9 +364,9 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """Run `func` on values from the store. Write values that `func` changes in place back to the store.
 
     Raises:
-        StreamError: if it changes a parameter that requires a gradient while gradients are recorded.
+        StreamError: if `func` changes a parameter that requires a gradient outside of `torch.no_grad()`.
     """
-    if getattr(func, "__module__", None) == "torch.nn.init":  # these turn gradients off too late for the read
+    if getattr(func, "__module__", None) == "torch.nn.init":  # these disable gradients only after the read
         with torch.no_grad():
             return _Operation(func, args, kwargs).run()
     return _Operation(func, args, kwargs).run()
@@ -412,7 +412,8 @@ class _Operation:
         versions = {key: value._version for key, value in values.items()}
         results, structure = tree_flatten(self._call(values))
         self._write_back({key for key, value in values.items() if value._version != versions[key]}, values)
-        # A value that was changed in place by a tensor with a gradient is now part of a graph.
+        # An in-place operation with a tensor that requires a gradient makes the value part of a graph. Such a
+        # value is returned itself, because the tensor at rest is not part of the graph.
         unchanged = ((key, value) for key, value in values.items() if not _is_recorded(value))
         same = {id(value): self._at_rest[key] for key, value in unchanged}
         returned = (
@@ -435,7 +436,7 @@ class _Operation:
             self._wholes[leaf.home] = leaf.home.read()
         view: torch.Tensor = leaf.selection(self._wholes[leaf.home])
         if leaf.requires_grad and not torch.is_grad_enabled():
-            # Keep the flag without recording too: torch chooses the kernel of a matrix product by it.
+            # Although nothing is recorded: torch selects the kernel of a matrix product by this flag.
             return view.detach().requires_grad_()
         return view
 
@@ -445,7 +446,7 @@ class _Operation:
             if _is_recorded(values[key]) and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise changed_while_recording(leaf.home)
             if leaf.owner is not None:
-                # Autograd then refuses a backward that has saved the old values.
+                # Makes autograd raise in a backward that has saved the old values.
                 torch.autograd.graph.increment_version(leaf.owner)
         # Once for each home: two views of one parameter are changed in the same memory.
         for home in {self._at_rest[key].home for key in changed}:
@@ -492,4 +493,4 @@ def _note_read(name: str) -> None:
     """Log, once for each parameter, that it is read outside of its module's forward."""
     if name not in _noted:
         _noted.add(name)
-        logger.info("%s is read outside of its module's forward: it is fetched for that each time", name)
+        logger.info("%s is read outside of its module's forward: each such read fetches it", name)

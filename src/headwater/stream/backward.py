@@ -1,4 +1,4 @@
-"""Detection of the backward that autograd runs now, and of its end, even if the user has started it."""
+"""Detection of the beginning and the end of a backward, even if the user's code started it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _COMPUTE: Work = (COMPUTE, "")
 
 
 class BackwardWatch:
-    """Tells whether autograd runs a backward, and calls back when it ends.
+    """A watch that knows if autograd runs a backward, and calls a function when the backward ends.
 
-    A user may call `backward` on any tensor, so nothing announces that a backward begins. The first hook or
-    fetch inside it calls `notice`.
+    The user may call `backward` on any tensor, and autograd does not announce it. So the first hook or fetch
+    inside a backward calls `notice`.
 
     Attributes:
-        lane: of the thread that has begun the last forward. Autograd may continue on another thread.
+        lane: the recorder's lane of the thread that began the last forward. Autograd may run the backward on
+            another thread, which then records its work in this lane.
 
     Args:
         at_end: called once at the end of each backward that was noticed.
@@ -55,6 +56,6 @@ class BackwardWatch:
         """Forget a backward that an error has ended, because autograd does not report its end."""
         if self._task != _NO_TASK:
             self._task = _NO_TASK
-            # The error may have ended a whole training step: then nothing continues.
+            # `None`: the error has ended the whole training step, so no earlier work continues.
             if self.lane.work is not None:
                 self.lane.switch(self._outer)

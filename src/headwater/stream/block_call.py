@@ -1,4 +1,4 @@
-"""A call of a block as bytes, for another process: the block and its inputs without the values of tensors."""
+"""Serialization of a call of a block for another process. Most tensors are sent without their values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headwater.plan.trace import trace_step
 _WEIGHT_STD = 0.02
 """Standard deviation of made-up weights, as most models initialize them."""
 _KEPT_BYTES = 1 << 20
-"""The most bytes of a buffer of integers that is sent with its values, since they may be indices."""
+"""Integer tensors up to this size are sent with their values, because these may be indices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def find_calls(
 
 
 def pack(call: BlockCall, dtypes: Mapping[str, torch.dtype]) -> bytes:
-    """Return a call as bytes, without values of weights and floating-point inputs.
+    """Return a call as bytes. Only small tensors of integers are sent with their values.
 
     Args:
         call: the call.

@@ -27,7 +27,7 @@ def measure_block(
     """Return the times of a packed call, measured in another process. If that fails, return the reason.
 
     Args:
-        packed: the call, of `pack`.
+        packed: the call, as `pack` returns it.
         conditions: the settings of the measurement.
         most_wall_s: seconds after which the process is killed.
     """

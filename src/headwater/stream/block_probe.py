@@ -1,7 +1,7 @@
-"""The time of one block, eager and compiled: the main program of a process that measures it.
+"""The main program of a process that measures the time of one block, eager and compiled.
 
 `python -m headwater.stream.block_probe PARENT` reads one line of JSON and a packed call on stdin, and prints
-the times as JSON. It ends when the process with the number PARENT, which has started it, ends.
+the times as JSON. It exits when its parent process, which has the ID PARENT, exits.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     with suppress(OSError):
         # If memory is short, the system ends this process, and not the run.
         Path("/proc/self/oom_score_adj").write_text("1000")
-    # Lines that the block's code prints go to stderr, so that stdout has the times alone.
+    # The block's code may print lines. They go to stderr, because stdout must contain only the times.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     conditions = Conditions(**json.loads(sys.stdin.buffer.readline()))
@@ -94,7 +94,7 @@ def measure(call: BlockCall, conditions: Conditions) -> BlockTimes:
 def _rounds(
     block: torch.nn.Module, compiled: Callable[..., Any], run: Callable[[], tuple[float, float]]
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return the times of eager and of compiled runs, which alternate so that the machine is the same."""
+    """Return the times of eager and of compiled runs. They alternate: a slower machine slows both."""
     eager_runs: list[tuple[float, float]] = []
     compiled_runs: list[tuple[float, float]] = []
     eager, end_s = block.forward, time.perf_counter() + _BUDGET_S

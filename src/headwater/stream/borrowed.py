@@ -28,7 +28,7 @@ class BorrowedWeights(WeightsInSlabs):
         stages: the stages.
         slabs: maximum number of slabs of each size class; the same as on the leader.
         fabric: the ranks that share them.
-        in_place: indices of the stages that are never asked for here, and need no slab.
+        in_place: indices of the stages that are never required here, and need no slab.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class BorrowedWeights(WeightsInSlabs):
     def _take(self, want: Want) -> Slab | None:
         """Hold and return the slab of a stage. If the stage is in no slab, ask the leader; return `None`."""
         with self._directory.exclusive():
-            # The former stage has its views by now, so `_let_go` may judge it by them.
+            # The caller has made its views of the former stage by now, so `_let_go` sees them.
             self._wanted = NOTHING
             # Before the wait: the leader may need the slab that this rank no longer uses.
             self._let_go()

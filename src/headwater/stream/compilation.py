@@ -1,4 +1,4 @@
-"""`torch.compile` of the modules of stages, inside the hooks that bind their weights."""
+"""Compilation of stages' modules with `torch.compile`. The hooks that bind weights are not compiled."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def compile_forward(module: nn.Module, name: str) -> Callable[[], None]:
         from torch._functorch import config
 
         try:
-            # Otherwise the backward is compiled when it runs, and its errors do not tell the module.
+            # Otherwise the backward is compiled when it runs, and its errors do not name the module.
             with config.patch(force_non_lazy_backward_lowering=True):
                 return compiled(*args, **kwargs)
         except TorchDynamoException as error:
@@ -100,4 +100,4 @@ def _cannot_compile(name: str, error: Exception) -> HeadwaterError:
 
 
 _LINES = 4
-"""Lines of the compiler's error that are repeated."""
+"""Number of lines of the compiler's error that the message repeats."""

@@ -29,9 +29,9 @@ class CudaDevice(Device):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise PlanError("there is no CUDA device here", where="device", remedy="use device cpu")
-        # cuBLAS reads it when it is first used; with other workspaces its sums have no fixed order.
+        # cuBLAS reads this variable at its first use. With other workspaces the order of its sums may vary.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # torch reads it at its first allocation. Blocks that grow leave no holes between different sizes.
+        # torch reads this variable at its first allocation. Segments that can grow avoid fragmentation.
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
@@ -74,7 +74,7 @@ class CudaDevice(Device):
             set_copied_by_fork(each, False)
             code = int(cuda.cudaHostRegister(each.data_ptr(), each.nbytes, 0))
             if code:
-                # What was locked before must not stay locked.
+                # Memory that was locked in earlier iterations must not stay locked.
                 unlock()
                 set_copied_by_fork(each, True)
                 self._clear_error()
@@ -86,7 +86,7 @@ class CudaDevice(Device):
         return unlock
 
     def _clear_error(self) -> None:
-        """Read the error of the last CUDA call away. Otherwise the next kernel would raise it."""
+        """Clear the error of the last CUDA call. Otherwise the next kernel would raise it."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
 
@@ -107,7 +107,7 @@ class CudaStream(Stream):
 
     Args:
         device: the device.
-        stream: the stream; `None` for the one on which the calling thread computes.
+        stream: the stream; `None` for the stream on which the calling thread computes at each use.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
@@ -116,7 +116,7 @@ class CudaStream(Stream):
 
     @property
     def _stream(self) -> torch.cuda.Stream:
-        # Asked each time: autograd's threads compute on the stream of the forward.
+        # Looked up at each use: autograd's threads compute on the stream of the forward.
         return torch.cuda.current_stream(self._device) if self._own is None else self._own
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class CudaStream(Stream):
             event.synchronize()
 
     def record(self) -> Event:
-        # A thread that waits for it sleeps; otherwise it would take a core from the updates.
+        # `blocking`: a thread that waits for the event sleeps. A busy wait would take a core from updates.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return CudaEvent(event)

@@ -1,7 +1,7 @@
-"""Compute devices: how memory for weights, page-locking and copies differ between CPU and others.
+"""Compute devices: memory for weights, page-locking and copies, which differ between a CPU and a GPU.
 
-`devices.make_device` makes them. Two differences are elsewhere, because they do not concern copies: autocast
-(`core.precision`), and the library of matrix products on the CPU (`matmul`).
+`devices.make_device` makes these objects. Two other differences are elsewhere: autocast (`core.precision`),
+and the library of matrix products on the CPU (`matmul`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Device(abc.ABC):
 
     Attributes:
         torch_device: the device of slabs and batches.
-        product: the name of the product. Two devices with one name compute the same bits.
+        product: the name of the product. Two devices of the same product compute equal bits.
         reads_host: true if the device computes on host memory, so that weights need not be copied.
         compute: the stream on which the calling thread computes.
     """
@@ -53,12 +53,12 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def enter_thread(self) -> None:
-        """Make this device the one that torch uses in the calling thread. Called when a thread begins."""
+        """Make torch use this device in the calling thread. Called when a thread begins."""
 
 
 @final
 class CpuDevice(Device):
-    """The CPU as compute device: its memory is host memory, and operations end before their call returns."""
+    """The CPU as compute device: its memory is host memory, and a call returns after its work is done."""
 
     torch_device = torch.device("cpu")
     product = "CPU"

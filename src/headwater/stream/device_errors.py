@@ -1,4 +1,4 @@
-"""Errors of torch that mean that a GPU cannot do what a step needs, as errors of this package."""
+"""Translation of torch's errors about a GPU into errors of this package."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def device_errors() -> Iterator[None]:
 
 
 def translated(error: RuntimeError) -> HeadwaterError | None:
-    """Return the error of this package for an error of torch; `None` if it is not one of a GPU."""
+    """Return the error of this package for an error of torch; `None` if the error is not about a GPU."""
     text = str(error)
     if is_out_of_memory(error):
         return StreamError(
@@ -70,7 +70,7 @@ def _first_line(text: str) -> str:
 
 def _free_text() -> str:
     if torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError):  # after a failure, the driver answers nothing
+        with contextlib.suppress(RuntimeError):  # the driver may not answer after a failure
             free, total = torch.cuda.mem_get_info()
             return f" ({format_bytes(free)} of {format_bytes(total)} are free)"
     return ""

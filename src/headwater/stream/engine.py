@@ -52,11 +52,12 @@ class Engine:
             parameters from now on: outside a forward their values are in the store, and are read from there.
         plan: the plan of `headwater.plan`.
         optimizer: the optimizer, or update rules.
-        initial: returns initial values; the present values of the model's parameters if not given. A store
-            that an engine without the model has is used with its values, gradients and optimizer state. The
-            plan must have the same `StoreSettings`, and the optimizer the same state.
-        seed: the random generator is seeded for each micro-batch with a seed derived from this one, the step
-            and the micro-batch. `None` leaves the generator of the process alone.
+        initial: a function that returns initial values; if not given, the present values of the model's
+            parameters. It may also be the weight store of an engine that was detached from the model: then
+            values, gradients and optimizer state are those of the store. The plan of that engine must have
+            the same `StoreSettings`, and its optimizer the same state tensors.
+        seed: before each micro-batch, the random generator is seeded with a number derived from this seed,
+            the step and the micro-batch. `None` leaves the generator of the process unchanged.
         loss_function: returns the loss of a batch; the model itself if not given.
         fabric: the ranks that train together, each on a part of every batch.
         options: further settings.
@@ -201,7 +202,7 @@ class Engine:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Enter a context in which the model computes without gradients and may be called in any way."""
+        """Enter a context for calls of the model, or of its parts, without gradients."""
         with (
             _errors(self.plan.device),
             torch.no_grad(),
@@ -253,9 +254,9 @@ class Engine:
             self._binder.release()
 
     def adopt_again(self) -> None:
-        """Make the parameters read from the store again after `detach`. Only another engine can stream them.
+        """Make the parameters read from the store again after `detach`.
 
-        Backwards of earlier forwards raise an error until then.
+        Only another engine can stream them after this. A backward through an earlier graph raises an error.
         """
         # Once more: an engine that could not be built may have adopted some of them.
         self.detach()
@@ -264,14 +265,14 @@ class Engine:
             self._binder.adopt(stage.index)
 
     def hand_over(self, successor: Engine, *, unchanged: bool) -> None:
-        """Make `successor` provide the weights for the backward of forwards that ran before `detach`.
+        """Make `successor` provide the weights for backwards through graphs that were made before `detach`.
 
         Args:
             successor: the engine that has the model now.
             unchanged: true if the model has the same structure as for this engine.
         """
         self.executor.hand_over(successor.executor, unchanged=unchanged)
-        # Not the executor: graphs of earlier forwards still need its offloaded activations.
+        # The executor is not closed: earlier graphs still need its offloaded activations.
         if successor.store is not self.store:
             self.store.close()
         self._device.return_cached()
@@ -280,7 +281,8 @@ class Engine:
     def close(self) -> None:
         """Call `detach`, then release memory, threads and files, also if `detach` raises an error."""
         with ExitStack() as closed:
-            # Last: what the parts below free is in the allocators' caches, where no other process gets it.
+            # Runs last: the memory that the callbacks below free stays in the allocators' caches until then,
+            # and no other process could use it.
             closed.callback(return_free_memory)
             closed.callback(self._device.return_cached)
             # The store after the executor, because threads of the executor read it.

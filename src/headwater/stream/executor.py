@@ -1,4 +1,4 @@
-"""Follows the calls of a model and its backwards, and provides weights for them."""
+"""The executor of a model: it provides weights for forwards and backwards, and takes the gradients."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Executor:
     """Runs one model as its plan says: hooks in the model bind weights and take gradients.
 
     In a forward of the model, or of a part of it, hooks fetch the weights, and autograd saves handles instead
-    of weights. In a backward, the first use of a weight or a gradient shows that it runs; autograd calls back
-    at its end.
+    of weights. The executor notices a backward at the first use of a weight or a gradient in it. Autograd
+    calls a function of the executor at the end of the backward.
 
     Args:
         model: the model; it gets hooks.
@@ -44,7 +44,7 @@ class Executor:
         binder: owns the model's parameters.
         weights: provides stages on the device.
         device: the device that computes.
-        share: factor of every gradient before it goes to the store.
+        share: every gradient is multiplied by this factor before it is added to the store.
         compiled: true if blocks of the model are compiled.
     """
 
@@ -104,7 +104,8 @@ class Executor:
                 lambda stage: self._current._versions(_bound_again(plan.trace, stage)),
             )
             made.pop_all()
-        self._earlier_versions = [0] * len(plan.trace.stages)  # counted by the predecessor's store
+        # By stage, added to the version in the store, so that versions continue those of the predecessor.
+        self._earlier_versions = [0] * len(plan.trace.stages)
         self._forwards_expected = 0  # of the step that `begin` has announced
         self._successor: Executor | None = None
         self._is_outlived = False  # nothing can provide weights for graphs made here
@@ -125,12 +126,12 @@ class Executor:
             self._forwards.are_followed = True
             self._recomputed.hook()
 
-    # a forward or backward, called by the parts
+    # called by parts of the executor during a forward or backward
 
     def _open(self) -> None:
         """Prepare an outermost forward. Called when it begins."""
         self._backward.lane = RECORDER.lane()
-        # Transforms read weights later, so only weights that never move are safe.
+        # Transforms of torch.func read weights later, so weights must stay in the same memory.
         if not self._weights.stable:
             refuse_moving_weights()
         if self._forwards_expected:
@@ -142,7 +143,7 @@ class Executor:
 
     def _require(self, stage: int) -> torch.Tensor:
         """Fetch a stage for a forward or a backward, and return its wire image on the device."""
-        # A fetch may be the first sign of a backward; its end must unbind what is bound here.
+        # This fetch may be the first use of a weight in a backward, whose end must unbind the weights.
         self._backward.notice()
         if self._store.in_backward is not None and self._backward.is_running:
             self._store.in_backward.note_use(stage)
@@ -154,16 +155,16 @@ class Executor:
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
         """Fetch the stage of a weight that autograd has saved as a handle, and return the weight."""
         current = self._current
-        # Before the fetch: after an update the slab would hold values of another step.
+        # Before the fetch: if the stage was updated, the slab would hold weights of another step.
         current._binder.stages[handle.stage].check_unchanged(handle)
         image = current._require(handle.stage)
-        if current._backward.is_running:  # from here on it computes the gradients of this stage
+        if current._backward.is_running:  # from here on the backward computes gradients of this stage
             RECORDER.lane().switch((COMPUTE, current._plan.trace.stages[handle.stage].name))
         return handle.resolve(image)
 
     def _versions(self, stages: Stages) -> list[int]:
-        """Return the present versions of the weights of some stages. A new store continues to count."""
-        if self._store.in_backward is not None:  # the store checks each use, and knows the update
+        """Return the present versions of stages' weights, which continue to count in a successor's store."""
+        if self._store.in_backward is not None:  # it checks each use itself; see `note_use`
             return []
         return [self._earlier_versions[stage] + self._store.version(stage) for stage in stages]
 
@@ -188,7 +189,7 @@ class Executor:
             The statistics, which are updated during the step.
         """
         self.reset()
-        # All forwards from now on see these commits, so a roll-back would contradict them.
+        # Forwards from now on use the weights of these commits, so the commits must not be rolled back.
         self._store.ledger.note_all_used()
         self._forwards_expected = num_micro_batches
         # Before `Weights.begin`, which counts the bytes that it fetches ahead.
@@ -201,12 +202,12 @@ class Executor:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Enter a context that is one forward, whose schedule repeats. Gradients must be disabled.
+        """Enter a context that counts as one forward, whose schedule repeats. Gradients must be disabled.
 
-        A method of the model that calls several modules would otherwise be a forward for each of them. Each
-        of these would begin the schedule again, and fetch its first stages ahead instead of the next ones.
+        Without this context, a method of the model that calls several modules counts as several forwards.
+        Each of them would restart the schedule, and prefetch its first stages instead of the next ones.
         """
-        # A context that an error has left may still have weights bound.
+        # An earlier context that an error has ended may have left weights bound.
         self.reset()
         self._forwards.enter(())
         try:
@@ -235,7 +236,7 @@ class Executor:
         self._backward.forget()
         self._forwards_expected = 0
 
-    # the end, and what comes after it
+    # removal from the model, and graphs that are used after it
 
     def leave(self) -> None:
         """Remove all hooks from the model. Offloaded activations can still be restored."""
@@ -253,31 +254,33 @@ class Executor:
 
     @property
     def _current(self) -> Executor:
-        """The executor that has the model now.
+        """The executor that provides weights now for graphs that were made here.
 
         Raises:
-            StreamError: if none has it, or the model has another structure or precision there.
+            StreamError: if no executor can, because the model was planned again with another structure or
+                precision, or has no plan.
         """
         current = self
         while current._successor is not None:
             current = current._successor
         if current._is_outlived:
             raise StreamError(
-                "the model got a new plan between this forward and its backward: its structure was changed, "
-                "its first forward outside of autocast has run, or a block was divided for a larger call; or "
-                "the new plan failed",
-                remedy="run this backward before such a forward, or the very first forward without autocast",
+                "the model was planned again between this forward and its backward, which needs the weights "
+                "of the earlier plan. Reasons for a new plan: the model's structure was changed, its first "
+                "forward outside of autocast ran, or a block was divided for a larger call",
+                remedy="run this backward before the forward that needs a new plan, or run the model's first "
+                "forward without autocast",
             )
         return current
 
     def refuse_backwards(self) -> None:
-        """Make backwards of forwards that ran here raise, because no executor has the model after `leave`."""
+        """Make backwards through graphs that were made here raise an error: no executor has the model now."""
         self._is_outlived = True
         # Their gradients would not reach the store.
         self._binder.forget_saved()
 
     def hand_over(self, successor: Executor, *, unchanged: bool) -> None:
-        """Make `successor` provide the weights for the backward of forwards that ran here.
+        """Make `successor` provide the weights for backwards through graphs that were made here.
 
         Args:
             successor: the executor that has the model now.
@@ -285,7 +288,7 @@ class Executor:
         """
         if unchanged:
             self._successor = successor
-            # The store of the successor may be another one, whose versions have begun with another number.
+            # The successor may have another store, whose versions began with another number.
             before, after = self._store, successor._store
             successor._earlier_versions = [
                 earlier + before.version(stage) - after.version(stage)
@@ -296,11 +299,11 @@ class Executor:
         # Graphs made here have saved the parameters, whose memory will hold other stages.
         if self._weights.stable and not successor._weights.stable:
             self._binder.forget_saved()
-        # What it has lent is unlocked when these graphs and the store drop it.
+        # Memory that the arena has lent is unlocked when these graphs and the store drop it.
         self._arena.close()
 
     def close(self) -> None:
-        """Remove all hooks, and release memory and threads, also if a gradient on its way raises an error."""
+        """Remove all hooks, and release memory and threads, even if adding a gradient raises an error."""
         with ExitStack() as closed:
             # Last, after the offloaded activations, which are in it.
             closed.callback(self._arena.close)

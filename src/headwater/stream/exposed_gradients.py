@@ -24,7 +24,7 @@ class ExposedGradient(Tensor):
 
     host: Tensor
 
-    # Every operation ends in __torch_dispatch__; the layer above it has nothing to add.
+    # Every operation reaches __torch_dispatch__, so this layer above it would only cost time.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -81,7 +81,9 @@ class ExposedGradient(Tensor):
 
 
 def exposed_on(device: torch.device, host: Tensor) -> Tensor:
-    """Return a gradient in host memory as a tensor of `device`; the same object while the caller keeps it.
+    """Return a gradient in host memory as a tensor of `device`.
+
+    Later calls return the same object as long as it is referenced.
 
     Args:
         device: the device of the parameter.
@@ -93,7 +95,7 @@ def exposed_on(device: torch.device, host: Tensor) -> Tensor:
     exposed = None if reference is None else reference()
     if exposed is None:
         exposed = ExposedGradient(host, device)
-        # Weak: the exposed tensor keeps the host's, which must not keep it in turn.
+        # Weak, to avoid a reference cycle: `exposed` has a reference to `host`.
         host.exposed = weakref.ref(exposed)  # type: ignore[attr-defined]
     return exposed
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 class GradientCopies:
     """Copies gradients to page-locked memory during the computation, and adds them to the store on a thread.
 
-    Gradients of stages on the device stay there; the thread adds them, and only their norms are copied.
-    With several ranks all are copied, and added on autograd's thread when their copies have had time to end.
-    Autograd's thread queues a copy and continues. It blocks only if more bytes wait to be added than the
-    gradients of the largest stage have: each of these is on the device, perhaps beside its sum. Every use of
-    `store.gradients` first waits for the gradients that are on their way; see `WeightStore.gradients`.
+    Gradients of stages on the device stay there: the thread adds them, and only their norms are copied. With
+    several ranks all gradients are copied. They are added later, on autograd's thread, so that their copies
+    have time to end. Autograd's thread queues a copy and continues. It blocks only if more bytes wait to be
+    added than the gradients of the largest stage have, because gradients that wait take memory on the device.
+    Every use of `store.gradients` first blocks until all gradients are added; see `WeightStore.gradients`.
 
     Args:
         store: the weight store.
@@ -51,10 +51,10 @@ class GradientCopies:
 
         Args:
             key: the parameter.
-            gradient: on the device; not changed any more.
-            last: true if this is the step's last micro-batch, as far as is known.
+            gradient: the gradient, on the device. Nobody may change it afterwards.
+            last: true if no further micro-batch of the step is expected.
         """
-        # On the device, where it takes a fraction of the time; the store uses it if this is the whole sum.
+        # The norm is computed on the device, which is faster. The store uses it if this is the whole sum.
         sent = [gradient, gradient_norm(gradient)] if last and self._is_alone else [gradient]
         stays = key[0] in self._staying
         received = [source if stays and source is gradient else self._host_memory(source) for source in sent]
@@ -87,26 +87,26 @@ class GradientCopies:
         return flat.as_strided(like.shape, like.stride())
 
     def end_micro_batch(self) -> None:
-        """Tell the store, after all gradients sent before, that no more of this micro-batch come."""
+        """Queue the call of `WeightStore.end_micro_batch`, after all gradients that were sent before."""
         self._additions.submit(self._store.end_micro_batch, 0)
         if not self._is_alone:
             # Other ranks wait for the gradients of this one.
             self.finish()
 
     def finish(self) -> None:
-        """Block until all gradients that were sent have been added. Raise what an addition has raised."""
-        # The step has failed: none of its other gradients may arrive in the next step.
+        """Block until all gradients that were sent are added. Raise the first error of an addition."""
+        # After an error the step has failed: its other gradients must not be added in the next step.
         with on_failure(self._additions.abandon):
             self._additions.finish()
         self._adding.finish()
 
     def close(self) -> None:
-        """End the thread and forget the store. Gradients on their way are added; raise as `finish`."""
+        """Add all gradients that were sent, then end the thread. Raises errors of `finish`."""
         self._store.await_gradients = _nothing
         try:
             self.finish()
         finally:
-            # Every copy is done by now: an addition that is dropped would free the memory of its copy.
+            # After `finish`: to drop an addition earlier would free memory that its copy still uses.
             self._additions.close()
 
 

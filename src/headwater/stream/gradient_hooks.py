@@ -28,16 +28,17 @@ class GradientHooks:
     """Moves each gradient to the store as soon as autograd has accumulated it.
 
     Attributes:
-        last_micro_batch: true while no further micro-batch of the step is expected: always in a user's loop.
-            With updates in backward it is true only in `micro_batch`, since a forward may run backwards.
+        last_micro_batch: true if no further micro-batch of the step is expected. In a user's loop it is
+            always true. With updates in backward it is true only inside `micro_batch`, because a forward may
+            itself call `backward`.
 
     Args:
         binder: owns the parameters.
         store: receives the gradients.
-        weights: owner of the statistics, which count the bytes.
+        weights: has the statistics, which count the bytes of gradients.
         copies: brings gradients to the place of their sums; `None` if they are computed there.
         backward: is notified that a backward runs.
-        share: factor of every gradient; 1 / ranks makes the sum of several ranks a mean.
+        share: every gradient is multiplied by this factor; 1 / ranks makes the sum over ranks a mean.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class GradientHooks:
             self._registered = hooks.pop_all()
 
     def _hook(self, key: ParamKey, spec: ParamSpec) -> Callable[[torch.Tensor], None]:
-        # Weak: Python's collector does not see what such a hook refers to.
+        # Weak: Python's garbage collector does not see the references of a tensor's hook.
         reference = weakref.ref(self)
         name = self._store.stages[key[0]].name
         giving: Work = (GRADIENT, name)
@@ -81,7 +82,7 @@ class GradientHooks:
             hooks._weights.statistics.bytes_out += num_bytes
             try:
                 hooks._give(key, spec, gradient)
-                # After the last use of the gradient here, which its update frees.
+                # Not needed here any more: the update frees its memory only if there is no other reference.
                 del gradient
                 if hooks._store.in_backward is not None:
                     hooks._store.in_backward.advance(key[0], last=hooks.last_micro_batch)
@@ -92,7 +93,8 @@ class GradientHooks:
 
     def _give(self, key: ParamKey, spec: ParamSpec, gradient: torch.Tensor) -> None:
         if spec.strides is not None and not gradient.is_sparse:
-            # autograd gave it the strides of the placeholder; a norm adds up in the order of the memory.
+            # autograd gave the gradient the strides of the placeholder. A norm adds in the order of memory,
+            # so other strides would change its last bits.
             gradient = spec.like_the_parameter(gradient)
         if self._share != 1.0:
             gradient *= self._share
@@ -106,7 +108,7 @@ class GradientHooks:
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Enter a context in which the backward of a micro-batch runs. `last`: it is the last of the step."""
+        """Enter a context for the backward of a micro-batch. `last`: it is the step's last micro-batch."""
         before, self.last_micro_batch = self.last_micro_batch, last
         try:
             yield
@@ -114,7 +116,7 @@ class GradientHooks:
             self.last_micro_batch = before
 
     def end_micro_batch(self) -> None:
-        """Tell the store that no more gradients of this micro-batch come, after the last one was added."""
+        """Tell the store that this micro-batch has no more gradients, after the last one was added."""
         if self._copies is None:
             self._store.end_micro_batch()
         else:
@@ -143,7 +145,7 @@ def _register_first(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
 
 def _taken_gradient(param: torch.Tensor) -> torch.Tensor:
     """Remove the gradient that autograd has just accumulated from the parameter, and return it."""
-    # `param.grad` of a parameter at rest reads the store; here torch's own field is meant.
+    # `param.grad` of a parameter at rest would read the store, so torch's own attribute is read.
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _GRAD.__get__(param)
         _GRAD.__set__(param, None)

@@ -24,7 +24,8 @@ class Home:
         stage: the parameter's stage.
         index: the parameter's index in the stage.
         device: the device of values that are read.
-        let_go: returns the function that turns the parameter into a plain one; `None` after the engine's end.
+        let_go: returns the function that turns the parameter into a plain one; returns `None` after the
+            engine has left the model.
     """
 
     store: WeightStore
@@ -86,7 +87,7 @@ class Home:
     def zero_gradient(self) -> None:
         """Set the gradient to zeros. A sparse gradient is replaced by a sparse tensor that has no entries."""
         spec = self.spec
-        # A norm adds up in the order of the memory.
+        # A norm adds in the order of memory, so other strides would change its last bits.
         zeros = spec.like_the_parameter(torch.zeros(spec.shape, dtype=spec.wire_dtype))
         self.set_gradient(zeros.to_sparse(1) if self.key in self.store.gradients.status.sparse else zeros)
 

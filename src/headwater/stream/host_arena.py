@@ -1,4 +1,4 @@
-"""Page-locked host memory for gradients and activations on their way from and to the device."""
+"""Page-locked host memory for gradients and activations that are copied from or to the device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HostArena:
         self._page_lock = page_lock
         self._lock = threading.Lock()
         self._idle: dict[int, list[_Block]] = {}  # by size; the size that was used longest ago is first
-        # A lock could be held by the very thread that drops a block, so blocks come back through a queue.
+        # A queue, not a lock: the thread that drops a block may be inside a method here, and hold the lock.
         self._returned: deque[_Block] = deque()
         self._lent_bytes = self._idle_bytes = self._most_bytes = 0
         self._closed = False
@@ -65,7 +65,7 @@ class HostArena:
             self._most_bytes = max(self._most_bytes, self._lent_bytes + size)
             block = self._take_idle(size) or self._new(size)
             self._lent_bytes += size
-        # torch keeps this array as long as the memory is in use, and Python calls back at its end.
+        # torch keeps this array while the memory is in use. Python calls `_return` when the array is freed.
         array = block.pages.numpy()[:num_bytes]
         weakref.finalize(array, self._return, block).atexit = False
         return torch.from_numpy(array)
@@ -125,7 +125,7 @@ class InFlight:
     """Keeps the memory of copies alive until they are done, and limits its bytes.
 
     Args:
-        limit_bytes: `add` blocks while more bytes are on their way; a single copy may have more.
+        limit_bytes: `add` blocks while unfinished copies have more bytes. A single copy may have more.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -134,7 +134,7 @@ class InFlight:
         self._bytes = 0
 
     def add(self, copied: Event, *ends: torch.Tensor) -> None:
-        """Keep the ends of a copy until its event. Events must be added in the order of their copies."""
+        """Keep the tensors `ends` of a copy until its event is reached. Copies are added in their order."""
         self._copies.append((copied, ends, ends[0].nbytes))
         self._bytes += ends[0].nbytes
         while self._copies and (self._copies[0][0].query() or self._is_over()):

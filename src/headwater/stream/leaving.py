@@ -23,7 +23,7 @@ def give_back(
         store: the weight store.
         key: the parameter's place in the store.
         param: a plain parameter of the same shape.
-        optimizer: the optimizer that updates the parameter; its state is left alone if not given.
+        optimizer: the optimizer that updates the parameter; no state is copied if not given.
     """
     device = param.device
     param.data = store.parameters.read_param(key).to(device)

@@ -37,7 +37,7 @@ class MicroBatches:
 
     Args:
         model: the model.
-        plan: its precision and its device count here.
+        plan: the plan.
         executor: runs backward.
         fabric: the ranks; each computes a part of every micro-batch.
         device: the device that computes.
@@ -120,7 +120,7 @@ class MicroBatches:
 
     def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:
         if self._seed is not None:
-            # A number that no other rank has: each rank must draw other dropout masks.
+            # The number is unique among all ranks: each rank must draw different dropout masks.
             number = self._fabric.rank * self._plan.num_micro_batches + index
             torch.manual_seed(derive_seed(self._seed, "micro_batch", step, number))
         with self.precision():

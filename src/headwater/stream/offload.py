@@ -130,7 +130,7 @@ class HostOffload(Offload):
     def move(self, tensor: torch.Tensor) -> Moved:
         flat = _bytes_of(tensor)
         host = self._arena.lend(flat.nbytes)
-        # Work before this has made the values, or still reads what was in this host memory before.
+        # Work that was queued before computes the values, and may still read former contents of `host`.
         self._out.wait(self._device.compute.record())
         self._out.copy(host, flat)
         copied = self._out.record()
@@ -154,14 +154,14 @@ class HostOffload(Offload):
                 following.back = self._copy_back(following)
                 self._ahead.add(following)
             self._stack.pop()
-        # After the copies ahead are queued, which then need not wait for what the caller computes next.
+        # Last, so that the copies ahead, which wait for work queued on `compute`, do not wait for this event.
         self._device.compute.wait(returned)
         return flat
 
     def _copy_back(self, moved: _OnHost) -> tuple[torch.Tensor, Event]:
         """Queue the copy of a storage to new memory on the device. Return the memory and the event."""
         flat = torch.empty(moved.num_bytes, dtype=torch.uint8, device=self._device.torch_device)
-        # The computation queued before may still use what was in this memory before.
+        # Work that was queued before may still use the former contents of this memory.
         self._back.wait(self._device.compute.record())
         self._back.wait(moved.copied)
         self._back.copy(flat, moved.host)
@@ -195,7 +195,7 @@ class _OnHost(Moved):
         self.was_used = False
 
     def take_back(self) -> tuple[torch.Tensor, Event] | None:
-        """Return `back`, and forget it, because the storage is used now."""
+        """Return `back`, and set it to `None`, because backward uses the storage now."""
         self.was_used = True
         back, self.back = self.back, None
         return back
@@ -204,7 +204,7 @@ class _OnHost(Moved):
         return self._owner.bring_back(self)
 
     def __del__(self) -> None:
-        # The graph is dropped before backward has used the copy, so nothing else waits for it.
+        # If the graph is freed before backward uses the copy, nothing else waits for the end of the copy.
         if self.back is not None:
             self.back[1].synchronize()
 
@@ -257,7 +257,7 @@ class DiskOffload(Offload):
                     break
                 self._read(following)
             self._stack.pop()
-        # After `_has_room` of the following ones: the bytes that backward waits for must stay.
+        # Only now: `_has_room` above drops used storages, and this one must stay.
         moved.was_used = True
         return back.result()
 
@@ -316,19 +316,22 @@ class _OnDisk(Moved):
                 buffer[: block.numel()].copy_(block)
                 file.write(start, buffer[: round_up(block.numel())])
             self._source()  # check that it did not change during the write
-        # Only now: the check above looks at it.
+        # Only now: the check above needs the tensor.
         self._tensor = None
         return file
 
     def _source(self) -> torch.Tensor:
         tensor = self._tensor
-        assert tensor is not None, "what is not written yet is still here"
+        assert tensor is not None, "bytes that are not written yet are in memory"
         if tensor._version != self._version:
             raise changed_in_place(tensor.shape)
         return _bytes_of(tensor)
 
     def read(self) -> torch.Tensor:
-        """Return the bytes, from the file if they are written. Runs on the thread that reads."""
+        """Return the bytes: from memory if their write has not begun, otherwise from the file.
+
+        Runs on the thread that reads.
+        """
         if self.written.cancel():
             return self._source()
         buffer = aligned_empty(self.num_bytes)
@@ -339,7 +342,7 @@ class _OnDisk(Moved):
         return self._owner.bring_back(self)
 
     def __del__(self) -> None:
-        # A graph that is dropped early needs no backward, so its activations need not be written.
+        # A graph that is freed before its backward does not need the file.
         if not self.written.cancel() and self.written.exception() is None:
             self.written.result().close()
 

@@ -20,8 +20,8 @@ class EngineOptions:
     Attributes:
         user_loop: true if the user's loop trains instead of `Engine.train_step`. With several ranks, each
             rank then computes the gradient of the loss of its part, and these gradients are averaged.
-        fast_matmul: use faster fp32 matrix products, which differ from torch's by rounding: on a GPU those in
-            TF32. Without this option, `Engine.train_step` on a GPU uses deterministic kernels.
+        fast_matmul: use faster fp32 matrix products, which differ from torch's by rounding (on a GPU: TF32).
+            Without this option, `Engine.train_step` on a GPU uses deterministic kernels.
         compile_blocks: compile the forward of repeated stages with `torch.compile`.
         verify_disk: compare data that is read from the disk tier with the checksums of the written data.
     """

@@ -1,4 +1,4 @@
-"""Hooks for the tensors that autograd saves: set around forwards, and inside the user's own such hooks."""
+"""Saved-tensor hooks: they are set around the forwards of modules, inside the user's saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Packing:
         resolve: returns the weight of a handle.
         plan: decides the policy for the activations of each stage, and tells which stages are divided.
         offload: offloads activations; `None` if the plan offloads none.
-        in_checkpoints: replace weights also in checkpoints of this project, which would keep the objects of
-            frozen parameters.
+        in_checkpoints: replace weights also inside checkpoints that this project makes. Otherwise these save
+            frozen parameters themselves; see [Note: parameters that autograd saves].
         selects: compute the values of cheap operators again in stages whose policy is `SELECTIVE`.
     """
 
@@ -51,7 +51,7 @@ class Packing:
         self._in_checkpoints = in_checkpoints
         self._offload = offload
         self._around_modules: list[ExitStack] = []
-        self._stage = 0  # whose forward runs; its policy decides what happens to an activation
+        self._stage = 0  # the stage whose forward runs: its policy decides what happens to activations
 
     def _move_out(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         policy = self._policies[self._stage]
@@ -60,17 +60,17 @@ class Packing:
         return self._offload(tensor) if self._offload is not None and policy.is_offloaded else None
 
     def begin_module(self, stages: Sequence[int]) -> None:
-        """Begin to replace the tensors that autograd saves in a module with these stages, until `end_module`.
+        """Replace the tensors that autograd saves in a module with these stages, until `end_module`.
 
-        Hooks that the user has set around the module get what is saved instead. So do those of a checkpoint
-        that recomputes a divided block: if the checkpoint kept weights, all parts of the block would stay in
-        slabs until the end of the block's backward.
+        Hooks that the user has set around the module get every tensor except weights. So do the hooks of a
+        checkpoint that recomputes a divided block: if the checkpoint kept weights, all parts of the block
+        would stay in slabs until the end of the block's backward.
         """
         around = ExitStack()
         if stages:
             around.callback(setattr, self, "_stage", self._stage)
             self._stage = stages[-1]
-        # torch.func allows no such hooks. Weights that move refuse it before.
+        # torch.func does not allow saved-tensor hooks. For moving weights see `refuse_moving_weights`.
         if torch.is_grad_enabled() and not in_derivative():
             if not self._is_done_around(stages):
                 around.enter_context(without_weights(self._handle_of, self._resolve, self._move_out))

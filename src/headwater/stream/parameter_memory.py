@@ -104,14 +104,14 @@ def return_to_memory(memory: Memory) -> None:
 
 
 def leave_store(param: torch.Tensor) -> None:
-    """Make tensors at rest that are views of a parameter share its memory: it is a plain parameter now."""
+    """Make views of a parameter that are at rest share its memory: the parameter is a plain one now."""
     memory = _memories.get(id(param))
     if memory is not None:
         memory.kept = param.data
 
 
 def enter_store(param: torch.Tensor) -> None:
-    """Make tensors at rest that are views of a parameter read and write the store: it is streamed now."""
+    """Make views of a parameter that are at rest use the store: the parameter is streamed now."""
     memory = _memories.get(id(param))
     if memory is None or memory.kept is None:
         return
@@ -128,7 +128,7 @@ def present_memory(param: torch.Tensor) -> Memory | None:
 
 @final
 class Values:
-    """A function that yields the values of a parameter in pieces, from wherever they are when it is called.
+    """A function that yields the values of a parameter in pieces, from the place where they are at the call.
 
     Two of these objects are equal if they read the same parameter.
 

@@ -39,7 +39,7 @@ _BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward})
 """Functions that identify parameters in an autograd graph and do not read their values."""
 
 _WITHOUT_VALUES = frozenset({torch.Tensor.detach_, torch._has_compatible_shallow_copy_type})
-"""Functions that a consumed gradient, which has no values, can serve."""
+"""Functions that work on a consumed gradient, because they need no values."""
 
 _ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 
@@ -66,9 +66,10 @@ class ParameterAtRest(AtRest, nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient in the store, which may be changed in place, as a tensor on the parameter's device.
+        """The gradient in the store, as a tensor on the parameter's device. Changes in place reach the store.
 
-        After a step has consumed it, it exists until it is dropped, as in plain PyTorch, but has no values.
+        After a step has consumed the gradient, it is a `ConsumedGradient`, which has no values, until it is
+        dropped.
         """
         if not self.home.gradient_is_consumed:
             gradient = self.home.gradient()
@@ -105,7 +106,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
             return on_values(func, args, kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Self:
-        """Assign the values of a tensor; the only use is by `torch.nn.utils.parametrize`."""
+        """Assign the values of a tensor, as `torch.nn.utils.parametrize` does."""
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
             raise moved(self.home, "set_")
         if torch.is_grad_enabled() and self.requires_grad:
@@ -116,7 +117,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
         return self
 
     def _use_count(self) -> int:
-        """Raise `StreamError`. Only `torch.utils.swap_tensors` asks, before it swaps anything."""
+        """Raise `StreamError`. Only `torch.utils.swap_tensors` calls this, before it swaps anything."""
         raise moved(self.home, "torch.utils.swap_tensors")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -160,7 +161,8 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
         DATA.__set__(param, value)
         return
     home.write(value)
-    # `.data =` leaves the version as it is, but a backward with the old values would read the new ones.
+    # `.data =` does not change torch's version counter. Here it must change, so that a backward that saved
+    # the old values raises an error instead of using the new ones.
     torch.autograd.graph.increment_version(param)
     if whole is not None:
         return_to_memory(whole)

@@ -1,4 +1,4 @@
-"""Decides which uses of stages are prepared next, while the computation moves through a schedule."""
+"""The choice of the stages to prefetch, while the computation moves through a schedule."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headwater.plan.belady import CachePolicy
 
 @final
 class ReadAhead:
-    """The position of the computation in a schedule, and that of the fetches ahead of it. Fetches nothing.
+    """The positions of the computation and of the prefetches in a schedule. The caller fetches the stages.
 
     Attributes:
         policy: the schedule, and the rule by which stages are evicted.
         position: position of the last use; -1 before the first.
 
     Args:
-        policy: see above.
+        policy: the schedule, and the rule by which stages are evicted.
         repeats: true if the schedule is repeated with the same weights. Otherwise no use after its end is
             prepared, because the weights change there.
     """

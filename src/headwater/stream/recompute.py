@@ -95,7 +95,8 @@ def _recompute_forward(
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not is_wrapped:  # a forward that the user has set calls this one
             return forward(*args, **kwargs)
-        others = list(map(id, module.parameters())) != own  # those of `functional_call` are gone in backward
+        # The parameters of `functional_call` do not exist in backward any more.
+        others = list(map(id, module.parameters())) != own
         if others or not _can_run_again():
             return bound_forward(*args, **kwargs)
         # The state is taken before the first run changes it.
@@ -128,7 +129,8 @@ def _note_compiler(name: str, *_: Any, **__: Any) -> None:
 
 def _can_run_again() -> bool:
     """True if backward can repeat a forward that begins now."""
-    in_another = own_checkpoints.is_in_another() or in_transform()  # its tensors do not exist in backward
+    # A transform's tensors do not exist in backward any more.
+    in_another = own_checkpoints.is_in_another() or in_transform()
     has_cache = parametrize._cache_enabled > 0  # the cache is gone when the forward runs again
     return torch.is_grad_enabled() and not in_another and not has_cache
 

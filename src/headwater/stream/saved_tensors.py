@@ -172,12 +172,13 @@ class _PackedByUser:
 
 
 class _OwnCheckpoints(threading.local):
-    """Tells checkpoints that this project makes (for `recompute`) from those that the user makes.
+    """A record of the checkpoints that this project makes (for `recompute`), not those of the user.
 
     [Note: checkpoints in a model]
-    A module inside a checkpoint of the user keeps nothing for backward, and runs again there. A second
-    checkpoint inside it would hide saved tensors from the user's checkpoint, which would then run less of the
-    module again than in plain PyTorch: the statistics of a BatchNorm would be updated once instead of twice.
+    A module inside a checkpoint of the user keeps nothing for backward, and its forward runs again there. A
+    second checkpoint inside it would hide saved tensors from the user's checkpoint. The user's checkpoint
+    would then run less of the module again than in plain PyTorch: the statistics of a BatchNorm would be
+    updated once instead of twice.
     """
 
     def __init__(self) -> None:
@@ -212,11 +213,11 @@ class _OwnCheckpoints(threading.local):
 
 
 def are_weights_kept_out(handle_of: HandleOf, *, checkpoints: bool) -> bool:
-    """True if the innermost hooks for saved tensors need no `without_weights` inside them.
+    """True if the innermost hooks for saved tensors make `without_weights` superfluous.
 
     Args:
-        handle_of: these are hooks of `without_weights` with this argument.
-        checkpoints: true if hooks of a checkpoint of this project are such hooks too.
+        handle_of: hooks that `without_weights` has set with this function do so.
+        checkpoints: true if the hooks of a checkpoint of this project do so too.
     """
     hooks = _innermost_hooks()
     ours = None if hooks is None else getattr(hooks[0], "__self__", None)

@@ -16,7 +16,7 @@ from headwater.stream.saved_tensors import HandleOf, Resolve
 
 @final
 class Selection:
-    """Decides for each tensor that autograd saves in a forward if backward computes it again.
+    """Decides for each tensor that autograd saves in a forward whether backward computes it again.
 
     Args:
         handle_of: returns the handle of a weight; `None` for other tensors.
@@ -29,7 +29,7 @@ class Selection:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Enter a context that watches the operators of a forward. An inner one changes nothing."""
+        """Enter a context that watches the operators of a forward. A nested context has no effect."""
         if self._is_watching:
             yield
             return
@@ -42,7 +42,7 @@ class Selection:
             self._recipes.clear()
 
     def function_for(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """Return a function that computes a tensor again which autograd saves; `None` if it must be kept."""
+        """Return a function that computes a saved tensor again, or `None` if the tensor must be kept."""
         if not self._is_watching:
             return None
         again = self._recipes.function_for(tensor)

@@ -29,7 +29,7 @@ class SlabLoader:
         store: the weight store.
         stages: the stages.
         pool: the slabs.
-        directory: where a loaded slab is published, or the failure.
+        directory: receives the number of each loaded slab, or the reason of a failure.
         device: the device of the slabs.
     """
 
@@ -63,9 +63,10 @@ class SlabLoader:
         the slab.
 
         Returns:
-            Done when the copy to the slab is queued. Its event is reached when the stage is in the slab.
+            A future that is done when the copy to the slab is queued. The event that it returns is reached
+            when the stage is in the slab.
         """
-        # Read by the compute thread: commits that come while the load waits must not be applied.
+        # Read here, on the compute thread: commits that are made while the load waits must not be applied.
         up_to = self._store.ledger.num_commits
         return self._thread.submit(self._load, index, want, up_to, self._device.compute.record())
 
@@ -76,12 +77,12 @@ class SlabLoader:
         """
         self._device.compute.wait(ready.result())
 
-    # The slab is an index: the thread keeps its last arguments, and a view of a slab would make it in use.
+    # An index, not the slab: the thread keeps its last arguments, and a view would keep the slab in use.
     def _load(self, index: int, want: Want, up_to: int, computed: Event) -> Event:
         """Copy a stage to slab number `index`, with the updates of commits up to number `up_to`.
 
         Later commits are not applied, so that they can still be rolled back. The copy begins after
-        `computed`. Its event is returned, so that this thread updates the next stage during the copy.
+        `computed`. Returns the event of the copy, so that this thread can update the next stage meanwhile.
         """
         stage, buffer = want.stage, self._pool.slabs[index].buffer
         spec = self._stages[stage]
@@ -100,7 +101,8 @@ class SlabLoader:
             # Other ranks wait for the stage, and raise this text.
             self._directory.fail(f"stage {spec.name!r} cannot be read: {reason(error)}")
             raise
-        # After the copy, which is done where ranks share slabs: others read as soon as they find the stage.
+        # Last: other ranks read the slab as soon as they find the stage. Ranks share slabs only in host
+        # memory, where the copy is complete here.
         self._directory.publish(index, want)
         return self._last_copy
 

@@ -139,7 +139,7 @@ class SlabDirectory:
 
     def withdraw(self, slab: int) -> None:
         """Record that a slab has no stage any more."""
-        # Version 0 is of no stage, so `find` cannot return this slab.
+        # No stage has version 0, so `find` cannot return this slab.
         self._content[slab] = 0
 
     def is_held(self, slab: int) -> bool:
@@ -158,7 +158,7 @@ class SlabDirectory:
 
     def fail(self, text: str) -> None:
         """Record why a stage cannot be fetched."""
-        # With zeros after it, which end an earlier, longer text.
+        # Padded with zeros, which overwrite the rest of an earlier, longer text.
         data = text.encode()[: _TEXT_BYTES - 1].ljust(_TEXT_BYTES, b"\0")
         self._text[:_TEXT_BYTES] = np.frombuffer(data, np.uint8)
 

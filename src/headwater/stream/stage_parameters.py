@@ -34,7 +34,7 @@ class StageParameters:
     """The `nn.Parameter` objects of one stage. They point to an image of the weights, or to placeholders.
 
     Attributes:
-        params: the parameters; a dummy replaces each that has become a plain one.
+        params: the parameters. A dummy replaces each parameter that has become a plain one.
 
     Args:
         spec: the stage.
@@ -117,7 +117,7 @@ class StageParameters:
         requires_grad = self._spec.params[index].requires_grad
         self.params[index] = nn.Parameter(self._placeholders[index], requires_grad)
         param.__class__ = self._classes[index]
-        # The gradient hook takes a parameter without `home` for a plain one.
+        # The gradient hook treats a parameter without `home` as a plain one.
         del param.home  # type: ignore[attr-defined]
         return param
 
@@ -163,13 +163,13 @@ class StageParameters:
     def unbind(self) -> None:
         """Turn bound parameters into parameters at rest.
 
-        They let go of their slab, which another stage may use next. Memory to which this stage is always
-        bound is kept.
+        They no longer point to their slab, which another stage may use next. If the stage is always bound to
+        the same memory, they still point to that memory.
 
         Raises:
             StreamError: see `rest`.
         """
-        # Before the placeholders: afterwards the values are out of reach.
+        # Before the parameters point to placeholders: afterwards the values cannot be read.
         values = self._values_to_keep()
         if self._address is not None and not self._stable:
             self._point_to_placeholders()
@@ -241,7 +241,7 @@ class StageParameters:
     # what autograd saves
 
     def handle_of(self, view: torch.Tensor) -> WeightHandle:
-        """Return a handle of `view`, which is a view of the image that this stage has or had."""
+        """Return a handle of `view`: a view of the image to which this stage is or was bound."""
         offset_bytes = int(view.storage_offset()) * view.element_size()
         # A view may begin anywhere inside a parameter.
         index = bisect_right(self._spec.offsets, offset_bytes) - 1

@@ -31,7 +31,7 @@ class StepReport:
         loss: mean loss of the micro-batches.
         gradient_norm: global 2-norm before clipping.
         applied: false if the step was skipped because its gradient was not finite.
-        statistics: counts of the data that it moved.
+        statistics: counts of the data that the step moved.
         step_s: duration in seconds.
         times: seconds of the step by kind of work.
     """
@@ -53,7 +53,7 @@ class TrainStep:
         buffers: the model's buffers; a failed step leaves them unchanged.
         micro_batches: computes the losses.
         fabric: the ranks.
-        fetches: what a fetch is bound by; see `busy_times`.
+        fetches: the resource that limits a fetch; see `busy_times`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TrainStep:
             # The forward may put values into BatchNorm statistics that are not finite.
             unless_applied.callback(self._buffers.remember())
             loss, refusal = self._accumulate(batches, update, shares)
-            # First: all ranks raise here, or none does, so no rank waits in a later collective.
+            # Before any other collective: all ranks raise here, or none does, so none waits for another.
             losses = self._agree(loss, refusal, update)
             before_commit(update)
             with RECORDER.span(GRADIENT):

@@ -28,12 +28,12 @@ def make_store(
     """Build the weight store of this rank, with the tier and gradients that the plan has chosen.
 
     Args:
-        settings: those of the plan.
+        settings: the settings of the store in the plan.
         rule: the update rules.
         device: the device of this rank.
         order: (stage, param) of every parameter in the model's order.
         fabric: the ranks that train together.
-        options: `user_loop` and `verify_disk` count here.
+        options: only `user_loop` and `verify_disk` are used.
     """
     folder = settings.folder if settings.gradients_on_disk else None
     if folder is not None:

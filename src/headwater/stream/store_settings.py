@@ -14,18 +14,19 @@ from headwater.store.in_backward import Moments
 
 @dataclasses.dataclass(frozen=True)
 class StoreSettings:
-    """All that a weight store depends on in its plan. Plans with equal settings can use the same store.
+    """The part of a plan on which a weight store depends. Plans with equal settings can use the same store.
 
     Attributes:
         stages: the stages.
         on_device: indices of the stages in device memory.
-        in_host_memory: indices of those in host memory.
-        on_disk: indices of those on disk.
+        in_host_memory: indices of the stages in host memory.
+        on_disk: indices of the stages on disk.
         folder: folder of the files; `None` if nothing is on disk.
-        gradients_on_disk: true if gradients wait for the update on disk.
-        sum_dtype: dtype in which gradients are summed; `None` for their own.
+        gradients_on_disk: true if gradients are kept on disk until the update.
+        sum_dtype: dtype in which gradients are summed; `None` for the dtype of the gradients.
         shares_slabs: true if the ranks of a host share slabs.
-        moments: of updates in backward; `None` if stages are updated when they are fetched.
+        moments: when and by which thread stages are updated in backward; `None` if stages are updated when
+            they are fetched.
     """
 
     stages: tuple[StageSpec, ...]
@@ -56,7 +57,8 @@ class StoreSettings:
 
 
 def _moments(plan: Plan) -> Moments:
-    # A CPU reads weights in memory and updates them with the same cores; only the disk is used beside it.
+    # On a CPU, updates of stages in memory need the cores that run the model. Only updates of stages on disk
+    # gain from another thread, which waits for the disk.
     on_cpu = plan.device == "cpu"
     return Moments(
         plan.trace.uses,

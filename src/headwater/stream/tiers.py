@@ -28,10 +28,10 @@ class TierBuilder:
     """Builds the tier of this rank. The settings say where each stage is.
 
     Attributes:
-        settings: those of the plan.
+        settings: the settings of the store in the plan.
         device: the device of this rank.
         ranks: the ranks among which the updates of the stages are divided.
-        options: `user_loop` and `verify_disk` count here.
+        options: only `user_loop` and `verify_disk` are used.
     """
 
     settings: StoreSettings

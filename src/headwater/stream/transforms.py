@@ -26,7 +26,7 @@ def refuse_first_call() -> None:
     """Raise if the first call of a model, which makes its plan, is inside `grad`, `vjp` or `jvp`.
 
     Raises:
-        StreamError: if the call is inside a transform.
+        StreamError: if the call is inside one of these.
     """
     if in_derivative():
         raise StreamError(
@@ -38,10 +38,10 @@ def refuse_first_call() -> None:
 def refuse_moving_weights() -> None:
     """Raise if a model with fewer slabs than stages is called inside `grad`, `vjp` or `jvp`.
 
-    A transform wraps the weights and reads them later, when their memory holds other weights.
+    These transforms wrap the weights and read them later, when their memory holds other weights.
 
     Raises:
-        StreamError: if the call is inside a transform.
+        StreamError: if the call is inside one of these.
     """
     if in_derivative():
         raise StreamError(

@@ -28,7 +28,7 @@ class WantServer:
         self._serve = serve
         self._closing = threading.Event()
         self._failure: Exception | None = None
-        self._failing = threading.Lock()  # held while both the directory and `_failure` learn the error
+        self._failing = threading.Lock()  # held while the error is set in the directory and in `_failure`
         self._thread = threading.Thread(target=self._run, name="headwater-serve", daemon=True)
         self._thread.start()
         # If Python ends while this thread frees garbage that includes a tensor, the process aborts.

@@ -127,7 +127,7 @@ class InPlaceWeights(Weights):
 
 
 class WeightsInSlabs(Weights):
-    """Interface: provides weights in slabs, also beside stages that are read in host memory."""
+    """Interface: provides weights in slabs. Other stages may be read in host memory at the same time."""
 
     @abc.abstractmethod
     def look_ahead(self) -> None:
@@ -148,7 +148,7 @@ class SlabWeights(WeightsInSlabs):
         slabs: maximum number of slabs of each size class.
         device: the device of the slabs.
         fabric: the ranks that share the slabs.
-        in_place: indices of the stages that are never asked for here, and need no slab.
+        in_place: indices of the stages that are never required here, and need no slab.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class SlabWeights(WeightsInSlabs):
                 self.statistics.hits += 1
             else:
                 self.statistics.misses += 1
-                self._ahead.restart()  # its slab is taken from a stage that may be needed soon
+                self._ahead.restart()  # the slab may be taken from a stage that was prefetched
         slab = self._place(stage) or self._wait_for_slab(stage)
         self._arrived(slab)
         with self._directory.exclusive():
@@ -363,7 +363,7 @@ class MixedWeights(Weights):
     def require(self, stage: int) -> torch.Tensor:
         if stage not in self._in_memory:
             return self._slabs.require(stage)
-        # Before the stage is read: an update of it takes time, in which the disk can be read.
+        # First: the update in `require` takes time, in which slabs can be filled from disk.
         self._slabs.look_ahead()
         return self._in_place.require(stage)
 
