@@ -38,8 +38,9 @@ class GradientOptions:
             own dtype.
         folder: where gradients wait on disk; `None` if they wait in memory.
         verify: compare all that is read from disk with checksums of what was written.
-        page_lock: locks the pages of sums in memory, which a device then reads faster; `None` to lock none.
-        user_loop: true if a user's loop reads gradients, changes them and keeps them over steps.
+        page_lock: locks the pages of sums in host memory, so that a device copies them faster; `None` if no
+            device copies them.
+        user_loop: true if the user's loop trains. It may read and change gradients, and keep them over steps.
     """
 
     sum_dtype: torch.dtype | None = None
@@ -67,8 +68,8 @@ def build_store(
         rule: how parameters are updated.
         make_tier: returns the tier of the layouts in an `Ownership`.
         on_disk: indices of the stages that the tier keeps in files.
-        on_device: indices of the stages that it keeps in device memory. Their gradients stay there too, if
-            there is one rank.
+        on_device: indices of the stages that the tier keeps in device memory. Their gradients stay there too,
+            if there is one rank.
         gradients: how gradients are summed.
         order: every parameter in the model's order, in which norms are combined.
         fabric: the ranks that train together.
@@ -117,7 +118,7 @@ def make_gradients(
     """
     if fabric.size == 1:
         return LocalGradients(stages, _buffer(stages, options, on_device), options.sum_dtype)
-    assert not (on_device and options.user_loop), "each rank would have other weights after a change"
+    assert not (on_device and options.user_loop), "a user's change would reach one rank's replica only"
     # In a user's loop each host has its own sums. They are added up when a sum is read.
     storage = _storage(stages, fabric.neighbours if options.user_loop else fabric, options)
     with on_failure(storage.close):  # memory that is freed while it is locked cannot be locked again

@@ -15,11 +15,11 @@ REPLACED_SUFFIX = ".replaced"
 def publish(partial: Path, folder: Path) -> None:
     """Rename a complete checkpoint to its final name. An older checkpoint of that name is removed.
 
-    If the process is killed at any instant, at least one of the two is left; `recover` knows its name.
+    If the process is killed at any instant, at least one of the two is left, and `recover` finds it.
     """
     replaced = folder.with_name(folder.name + REPLACED_SUFFIX)
     with disk_errors(folder):
-        # The names inside must be on disk before the folder gets its own.
+        # The folder's entries must be on disk before the folder gets its final name.
         sync_folder(partial)
         if os.path.lexists(folder):
             remove(replaced)
@@ -44,7 +44,7 @@ def recover(model_dir: Path) -> None:
 
 
 def retire(folder: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that half of it never has its name."""
+    """Delete a checkpoint. It is renamed first, so that a partly deleted folder never has its name."""
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     with disk_errors(folder):
         remove(partial)

@@ -51,7 +51,7 @@ class Arrivals:
 
     Args:
         memory: the device.
-        num_bytes: of the gradients of the largest stage; see `arriving_bytes`.
+        num_bytes: size of the gradients of the largest stage; see `arriving_bytes`.
     """
 
     def __init__(self, memory: DeviceMemory, num_bytes: int) -> None:
@@ -87,11 +87,11 @@ class Arrivals:
 
 
 def arriving_bytes(layout: StageLayout, sum_dtype: torch.dtype | None) -> int:
-    """Return the bytes of `Arrivals` for the gradients of one stage.
+    """Return the bytes that `Arrivals` needs for the gradients of one stage.
 
     Args:
-        layout: of the stage.
-        sum_dtype: dtype of the sums; `None` for that of the weights.
+        layout: the layout of the stage.
+        sum_dtype: dtype of the sums; `None` for the dtype of the weights.
     """
     params = (param for param in layout.stage.params if param.requires_grad)
     sizes = (param.numel * (sum_dtype or param.wire_dtype).itemsize for param in params)
@@ -114,8 +114,8 @@ class DeviceStage:
         wire: the wire image, uint8.
 
     Args:
-        layout: of the stage.
-        memory: the device. The calling thread is the one that computes.
+        layout: the layout of the stage.
+        memory: the device. The calling thread must be the thread that computes.
         arrivals: receives gradients from host memory; `None` if they are on the device already.
     """
 
@@ -157,13 +157,13 @@ class DeviceStage:
 
 @final
 class DeviceTier(Tier):
-    """The tier in device memory. Updates run there; everyone else reads and writes copies in host memory.
+    """The tier in device memory. Updates run on the device. All other callers use copies in host memory.
 
     Args:
         layouts: one per stage.
         memory: the device.
-        arrivals_bytes: bytes of `Arrivals`, where the gradients of several ranks are summed in host memory; 0
-            if gradients stay on the device.
+        arrivals_bytes: size of `Arrivals` if the gradients of several ranks are summed in host memory; 0 if
+            gradients stay on the device.
 
     Raises:
         StoreError: if the device has no room for the stages.
@@ -218,7 +218,7 @@ class DeviceTier(Tier):
     def _copy(self, stage: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between a stage and host memory, and block until that is done."""
         self._stages[stage].await_change(self._copies)
-        # The computation may still read the stage; where it writes to weights, a copy must have its values.
+        # The computation may still read the stage, or write to its weights; a copy must have these values.
         self._copies.wait(self._compute.record())
         self._copies.copy(target, source)
         self._copies.record().synchronize()

@@ -28,7 +28,8 @@ _WIRE_BLOCK_BYTES = 16 << 20
 class DiskTier(Tier):
     """The tier on disk. Each stage has one unnamed file: the wire image, then masters and optimizer state.
 
-    Host memory: `staging_bytes`, whatever the size of the model; a wire image is read into its slab.
+    The tier takes `staging_bytes` of host memory, which do not grow with the model. A wire image is read
+    directly into its slab.
 
     Attributes:
         origins: the paths at which other ranks of the host open the files.
@@ -38,10 +39,11 @@ class DiskTier(Tier):
         folder: where the files are created; created itself if missing.
         direct: bypass the page cache.
         verify: compare what is read with checksums of what was written.
-        kept: the groups of each stage that this host keeps, in one run; all groups if not given.
+        kept: the groups of each stage that this host keeps, which are contiguous; all groups if not given.
         checksums: memory for the checksums of each file; see `open_files`.
         origins: the paths of the files, if another rank of the host has created them.
-        write_behind: let writes of `groups` continue after its end; otherwise they have ended by then.
+        write_behind: true if writes of `groups` may continue after the iteration; false if the iteration ends
+            after them.
 
     Raises:
         DiskFullError: if the files do not fit.
@@ -61,7 +63,7 @@ class DiskTier(Tier):
     ) -> None:
         super().__init__(layouts)
         self.writes_behind = write_behind
-        # A checksum is of a whole block.
+        # A checksum covers a whole block, so only whole blocks are read and written.
         self._wire_unit_bytes = _WIRE_BLOCK_BYTES if verify else PAGE_BYTES
         self.reads_pages = not verify
         with disk_errors(folder):
@@ -130,7 +132,7 @@ class DiskTier(Tier):
     ) -> Iterator[tuple[Group, torch.Tensor]]:
         self._settle(stage)
         if not self.reads_pages and write is not all_pages:
-            # A checksum is of a whole group, so its other bytes are read too.
+            # A checksum covers a whole group, so its other bytes are read too.
             read, write = all_pages, no_pages if write is no_pages else all_pages
         waiting: deque[tuple[Group, torch.Tensor, Future[None] | None]] = deque()
         todo = deque(groups)
@@ -194,7 +196,7 @@ class DiskTier(Tier):
             return
         transfer = self._files[stage].write
         writing = self._threads.submit(self._transfer, transfer, stage, group, buffer, pages)
-        # Not before: the disk still reads the buffer.
+        # Only after the write, which reads the buffer.
         writing.add_done_callback(lambda _: self._staging.put(buffer))
         self._writes[stage].append(writing)
 
@@ -215,7 +217,7 @@ class DiskTier(Tier):
             self._settle(stage)
 
     def close(self) -> None:
-        # Before the files are closed: a number could be reused by another file.
+        # Before the files are closed: a worker would write to another file that gets the same descriptor.
         self._threads.shutdown(wait=True, cancel_futures=True)
         for file in self._files:
             file.close()

@@ -161,9 +161,9 @@ def open_files(
     Args:
         sizes: bytes of each file.
         direct: bypass the page cache.
-        contents: what each file holds, for errors; given to compare what is read with checksums.
+        contents: what each file holds, for errors. If given, data that is read is compared with checksums.
         checksums: memory for checksums, shared by the processes that share the files; see `checksum_bytes`.
-        origins: of files that another process has created.
+        origins: the `origin` of each file, if another process has created the files.
         stages: name of the stage of each file, for the recorder.
 
     Raises:

@@ -17,7 +17,7 @@ class Gathering:
     """Copies masters to memory that all ranks of a host share.
 
     The rank that updates a piece copies it to memory that the ranks of its host share. The leaders of hosts
-    send each other the elements that other hosts need. All ranks make the same calls at once.
+    send each other the elements that other hosts need. All ranks make the same calls together.
 
     Args:
         store: holds the masters.
@@ -39,8 +39,8 @@ class Gathering:
 
         Args:
             keys: the parameters.
-            to: for each of them a parameter with as many elements: a host gets at least the elements that it
-                updates of that one. All elements if not given.
+            to: for each of `keys`, another parameter with the same number of elements. A host needs only the
+                elements at those positions that it updates in the other parameter. All elements if not given.
 
         Returns:
             A 1-D tensor for each of `keys`, valid until the next call.
@@ -89,6 +89,6 @@ class Gathering:
 
 
 def _common(master: torch.Tensor, there: range, wanted: range) -> torch.Tensor:
-    """Return, as bytes, the elements of `master` that are in both ranges, which may be no elements."""
+    """Return the elements of `master` that are in both ranges, as bytes. The result may be empty."""
     start = max(there.start, wanted.start)
     return master[start : max(start, min(there.stop, wanted.stop))].view(torch.uint8)

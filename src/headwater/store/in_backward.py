@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """When a backward needs the weights of each stage, and which thread updates each stage.
+    """The order in which a backward needs the stages, and the thread that updates each stage.
 
     Attributes:
         uses: stage of each use in a forward, in order; a backward uses them in reverse.
@@ -49,12 +49,12 @@ class _Step:
 
     Attributes:
         update: the step.
-        number: of the commit that it will make.
-        complete: stages that have all gradients, and that the backward may still need. Those that are left at
-            its end are updated after the commit.
+        number: the number of the commit that the step will make.
+        complete: stages that have all gradients, and that the backward may still need. Stages that are still
+            here at the end of the backward are updated after the commit.
         excluded: stages that must not be updated before the commit, because the backward uses them again.
         handed_over: stages whose update was begun.
-        norms: of the gradients of the stages in `handed_over`.
+        norms: the norms of the gradients of the stages in `handed_over`.
         is_over: true when the step has failed: no stage may be handed over any more.
         reached: the index of the use that the backward has reached. Only the backward's thread uses it.
         received: by stage, the parameters that have a gradient of the last micro-batch.
@@ -75,16 +75,15 @@ class _Step:
 class BackwardUpdates:
     """Updates each stage in the last backward of a step, as soon as the backward does not need it any more.
 
-    A stage is handed over to its update when two things have happened. All its trained parameters have a
-    gradient. And a gradient has arrived of another stage, all of whose uses come earlier in the forward:
-    autograd runs in the reverse order, so the backward no longer needs the complete stage. `note_use` detects
-    another order. Then the stage is updated after the commit, or the step fails.
+    A stage is handed over to its update under two conditions. All its trained parameters have a gradient. And
+    a gradient of another stage has arrived, all of whose uses come earlier in the forward. Autograd runs in
+    the reverse order of the forward, so the backward no longer needs the complete stage. `note_use` detects a
+    backward in another order. Then the stage is updated after the commit, or the step fails.
 
     The commit takes the stages that are left at the end of the backward. Those that have all gradients are
     updated at once, and the others when they are fetched next.
 
-    Gradients arrive on one thread, the one that adds them to their sums. That may be another thread than the
-    one of the backward.
+    Gradients arrive on the thread that adds them to their sums. This may not be the thread of the backward.
 
     Attributes:
         on_hand_over: called with each stage before its update begins.
@@ -92,9 +91,9 @@ class BackwardUpdates:
     Args:
         stages: the stages.
         moments: when stages are used, and which thread updates them.
-        access: to the stages.
+        access: locks stages and applies updates.
         ledger: the commits.
-        gradients: the sums of one rank.
+        gradients: the gradient sums; the run has one rank.
     """
 
     def __init__(
@@ -136,8 +135,8 @@ class BackwardUpdates:
             ConfigError: if the step needs all gradients before an update.
         """
         _refuse_global(update)
-        # Updates of the step before. If one has failed, the next use of its stage tries it again or raises.
-        # Later its error would make the new step fail after some stages have applied it.
+        # Forget the updates of the previous step. If one has failed, the next use of its stage repeats it or
+        # raises. If it stayed here, `advance` would raise its error in the middle of the new step.
         self._running.clear()
         self._step = step = _Step(update, self._ledger.num_commits + 1, reached=len(self._moments.uses))
         try:
@@ -160,7 +159,7 @@ class BackwardUpdates:
         """Mark the step as lost, and return the error to raise instead of `error`."""
         number, updated = step.update.step, self._updated(step)
         reason = error.what if isinstance(error, HeadwaterError) else repr(error)
-        # First: the thread checks it before each update, and no checkpoint may have such a stage.
+        # First: the thread of updates checks this before each update. A checkpoint must not save such a step.
         self._access.locks.lose(f"step {number} has failed after {updated} were updated: {reason}")
         for running in self._running:
             running.cancel()
@@ -197,7 +196,8 @@ class BackwardUpdates:
         step = self._step
         if step is None:
             return
-        # At once: otherwise all later gradients would wait, for which there may be no memory.
+        # Checked now, not in the commit: no stage could be handed over until then, and memory for the
+        # gradients of all stages may be missing.
         self._refuse_non_finite(step, self._gradients.status.norms[stage, param])
         received = step.received.setdefault(stage, set())
         received.add(param)
@@ -226,7 +226,7 @@ class BackwardUpdates:
             step.handed_over.add(stage)
         self.on_hand_over(stage)
         step.norms.update((key, status.norms[key]) for key in keys)
-        # Before the update is recorded: another thread may apply it then, and takes the gradients.
+        # Before the update is recorded: from then on another thread may apply it, and take the gradients.
         self._gradients.commit(keys, {stage})
         self._access.commit_ahead(stage, {param: Part(step.number, step.update, None) for _, param in keys})
         self._begin(step, stage)
@@ -237,7 +237,7 @@ class BackwardUpdates:
             self._here.append(stage)
             return
         with self._lock:
-            # `_give_up` has cancelled all others.
+            # If the step is over, `_give_up` has cancelled the updates in `_running`: no more may start.
             if not step.is_over:
                 self._running.append(self._thread.submit(self._update, stage))
 
@@ -303,7 +303,7 @@ class BackwardUpdates:
             )
 
     def committed(self) -> None:
-        """Begin the updates of stages that were complete at the end of the backward. The commit has them."""
+        """Begin the updates of stages that were complete at the end of the backward, after their commit."""
         step = self._step
         if step is not None:
             for stage in sorted(step.complete, reverse=True):
@@ -320,7 +320,8 @@ def _last_uses(stages: Sequence[StageSpec], uses: Sequence[int]) -> dict[int, in
     last = {stage: use for use, stage in enumerate(uses)}
     for stage in stages:
         if stage.part_of is not None and stage.index in last:
-            # The stage around has the biases of its parts. A bias is read with the weight, which is one use.
+            # The enclosing stage has the biases of its parts. When a part's weight and bias are read, only
+            # the use of the part is recorded.
             last[stage.part_of] = max(last.get(stage.part_of, -1), last[stage.index])
     return last
 

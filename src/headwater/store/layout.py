@@ -15,16 +15,16 @@ from headwater.core.buffers import PAGE_BYTES, round_down, round_up
 from headwater.core.stage import SLAB_ALIGNMENT_BYTES, ParamSpec, StageSpec
 
 PIECE_ELEMENTS = 1 << 20
-"""Most elements in a piece in host memory or on disk: few enough that a piece stays in the CPU's cache."""
+"""Maximum number of elements of a piece in host memory or on disk. Such a piece fits into the CPU's cache."""
 
 DEVICE_PIECE_ELEMENTS = 1 << 24
-"""Most elements in a piece in device memory: a kernel for fewer takes longer to start than to compute."""
+"""The same in device memory, where a kernel for a smaller piece takes longer to start than to compute."""
 
 MOST_UNFINISHED = 1
-"""Stages whose update may wait or run on a thread while the backward of their step continues."""
+"""Maximum number of stages whose updates wait or run on a thread while the backward of a step continues."""
 
 GROUP_BYTES = 16 << 20
-"""Least bytes of a group: enough that a disk reads and writes it at full rate."""
+"""Minimum size of a group. A disk reads and writes blocks of this size at full speed."""
 
 
 class Encoding(enum.Enum):

@@ -19,7 +19,7 @@ class Undone:
         is_complete: true if every commit since `begin` is undone.
         keys: the parameters whose updates are undone.
         emptied: stage -> number of its update, for the stages that have no pending update any more.
-        taken: the parameters whose gradients were taken by commits since `begin` that stay.
+        taken: the parameters whose gradients were taken by commits since `begin` that are not undone.
     """
 
     is_complete: bool
@@ -56,9 +56,9 @@ class Ledger:
         return list(self._pending)
 
     def add(self, stage: int, parts: Mapping[int, Part], number: int) -> None:
-        """Add what a commit updates in a stage to the pending updates, atomically.
+        """Add a commit's update of a stage to the pending updates, atomically.
 
-        Two optimizers may share a stage: then the later commit joins the earlier one.
+        Two optimizers may share a stage: then the update of the later commit is merged with the earlier one.
 
         Args:
             stage: the stage.
@@ -69,7 +69,7 @@ class Ledger:
             pending = self._pending.get(stage)
             earlier = {} if pending is None else pending.parts
             # A part that was replaced here would be a lost step.
-            assert not earlier.keys() & parts.keys(), "a new gradient has made the older update happen"
+            assert not earlier.keys() & parts.keys(), "a new gradient first applies the older update"
             self._pending[stage] = Pending(number, {**earlier, **parts})
 
     def take_gradients(self, keys: Iterable[ParamKey]) -> None:

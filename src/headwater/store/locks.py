@@ -41,7 +41,7 @@ class StageLocks:
 
         Args:
             stage: the stage.
-            before_step: true if the caller knows that the stage has its values of before the lost step.
+            before_step: true if the caller knows that the stage has its values from before the lost step.
 
         Raises:
             StoreError: if the stage is torn: a part of an update is applied, and a part is lost. Or if a step

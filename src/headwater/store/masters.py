@@ -21,7 +21,7 @@ _CHUNK_ELEMENTS = 1 << 18
 """Elements that one pass joins or splits: few enough to stay in a core's cache for the next pass."""
 
 _DEVICE_CHUNK_ELEMENTS = 1 << 24
-"""The same on another device: enough that its kernels take longer than their start."""
+"""The same on another device, where a kernel for fewer elements takes longer to start than to compute."""
 
 _THREAD_ELEMENTS = 1 << 15
 """torch gives each thread at least this many elements, so that more than 8 threads need longer chunks."""
@@ -86,7 +86,7 @@ def _chunk_elements(device: torch.device) -> int:
 
 
 def num_bits(numel: int, device: torch.device) -> int:
-    """Return the number of elements of `make_bits`."""
+    """Return the number of elements of the tensor that `make_bits` returns."""
     return min(numel, _chunk_elements(device))
 
 
@@ -171,7 +171,7 @@ class Workspaces(threading.local):
         """Return an uninitialised fp32 tensor of `numel` elements: the same memory for the same name."""
         key = name, device
         if key not in self._tensors or self._tensors[key].numel() < numel:
-            # First: the old and the new memory together would be more than the plan counts.
+            # Freed first: the plan does not count the old and the new memory together.
             self._tensors.pop(key, None)
             self._tensors[key] = torch.empty(numel, dtype=torch.float32, device=device)
         return self._tensors[key][:numel]
@@ -181,7 +181,10 @@ class Workspaces(threading.local):
         self._tensors.clear()
 
     def shares(self, sizes: Sequence[int], device: torch.device) -> Iterator[Callable[[str], torch.Tensor]]:
-        """Yield a function for each size that returns, by name, that many elements apart from the others."""
+        """Yield one function for each size, which returns a tensor of that size by name.
+
+        For the same name, these functions return separate parts of one tensor.
+        """
         total, end = sum(sizes), 0
         for size in sizes:
             begin, end = end, end + size

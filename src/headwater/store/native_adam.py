@@ -45,8 +45,8 @@ class AdamPiece(ctypes.Structure):
         bf16_gradient: true if the gradient is bf16.
         bf16_state: true if the moments are bf16.
         is_first: true before the first update, when the moments have no values.
-        factor: of the gradient.
-        limit: of the gradient's absolute values, after the factor.
+        factor: the gradient is multiplied by this.
+        limit: the gradient's elements are then clipped to ± this.
     """
 
     _fields_ = (

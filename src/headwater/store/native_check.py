@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 def checked_adam() -> AdamKernel | None:
-    """Return the native kernel of Adam if it has the bits of torch's, or else `None`.
+    """Return the native kernel of Adam if its results are bit-identical to torch's, otherwise `None`.
 
     The first call in a process takes a fraction of a second, or some seconds if the kernel must be compiled.
     """
@@ -61,7 +61,7 @@ def checked_adam() -> AdamKernel | None:
 
 
 def adam_in_use() -> str:
-    """Return a name for the kernel of Adam that updates weights; another source has another name."""
+    """Return a name for the kernel of Adam that updates weights. It changes with the kernel's source."""
     return "torch" if checked_adam() is None else f"native {source_digest(_SOURCE)}"
 
 
@@ -73,7 +73,7 @@ def _checked_once() -> AdamKernel | None:
             return None
         if agrees(kernel):
             return kernel
-    logger.info("adam: torch's kernel is used, because this build of torch rounds in another way")
+    logger.info("adam: torch's kernel is used, because the native one is not bit-identical to this build's")
     return None
 
 
@@ -84,8 +84,8 @@ def load_adam(width: int) -> AdamKernel | None:
 
 
 def agrees(kernel: AdamKernel) -> bool:
-    """True if a native kernel has every bit of torch's in a few small updates."""
-    # On one core: threads that meet at a barrier for each operator would take seconds on a busy machine.
+    """True if a few small updates by a native kernel are bit-identical to torch's."""
+    # On one core: with more threads, a barrier after each operator would take seconds on a busy machine.
     with single_core_pool(1, "headwater-check") as pool:
         small = pool.submit(lambda: all(_agrees(kernel, spec, _SMALL) for spec in _SPECS)).result()
     return small and _agrees(kernel, _SPECS[0], _LARGE)

@@ -1,10 +1,10 @@
 """Updates of pieces by the native kernel of Adam: all pieces of a group in one pass over their values.
 
-[Note: what the native kernel updates] The kernel has the bits of torch's fused Adam and AdamW on the CPU. It
-updates fp32 parameters in host memory whose wire values are fp32 or bf16, with dense gradients in fp32 or
-bf16. Everything else is updated by `TorchPieces`: other optimizers, torch's loop instead of its fused kernel,
-amsgrad, options that are tensors, wires in fp16, sparse gradients, and stages in device memory. `suits`
-decides, from the data of one parameter.
+[Note: what the native kernel updates] The kernel is bit-identical to torch's fused Adam and AdamW on the CPU.
+It updates fp32 parameters in host memory whose wire values are fp32 or bf16, with dense gradients in fp32 or
+bf16. `TorchPieces` updates everything else: other optimizers, Adam without `fused`, amsgrad, options that are
+tensors, wire values in fp16, sparse gradients, and stages in device memory. `suits` decides this for each
+parameter.
 """
 
 from __future__ import annotations
@@ -148,11 +148,11 @@ class _Param:
 
     Attributes:
         spec: the parameter.
-        settings: of Adam.
+        settings: the options of Adam.
         is_first: true if the state has no values yet.
         bf16_state: true if the moments are stored in bf16.
-        factor: of the gradient.
-        limit: of the gradient's absolute values, after the factor.
+        factor: the gradient is multiplied by this.
+        limit: the gradient's elements are then clipped to ± this.
         after: the scalars after the update.
     """
 
@@ -218,6 +218,6 @@ def _settings(options: Mapping[str, Any], step: float) -> AdamSettings:
 
 
 def _counted(scalars: Scalars | None) -> Scalars:
-    """Return the scalars after one more step. The count is a tensor of fp32, as that of torch."""
+    """Return the scalars after one more step. The step count is an fp32 tensor, as in torch."""
     step = torch.zeros((), dtype=torch.float32) if scalars is None else scalars["step"]
     return {"step": step + 1}

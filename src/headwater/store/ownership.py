@@ -18,7 +18,7 @@ class StageOwnership:
         owners: the ranks that update pieces of the stage.
 
     Args:
-        layout: of the stage.
+        layout: the layout of the stage.
         owners: the ranks, in the order of their equal parts of the elements; a rank may occur several times.
         hosts: the host of each rank.
     """
@@ -54,7 +54,7 @@ class StageOwnership:
         return self._hosts[self.owner(piece)]
 
     def groups(self, wanted: Callable[[Piece], bool], params: Collection[int] | None) -> list[Group]:
-        """Return the pieces for which `wanted` is true, in their groups, among `params` if given."""
+        """Return groups that have only the pieces for which `wanted` is true, and of `params` if given."""
         found = []
         for group in self._layout.groups:
             of_params = [piece for piece in group.pieces if params is None or piece.param in params]
@@ -69,7 +69,7 @@ class StageOwnership:
         ends = [0] * (self._hosts[-1] + 1)
         for piece in self.pieces():
             end = stage.offsets[piece.param] + piece.stop * stage.params[piece.param].wire_dtype.itemsize
-            # Owners follow each other, so the pieces of a host are one run.
+            # Owners are in the order of ranks, so the pieces of a host are contiguous.
             ends[self.host(piece)] = max(ends[self.host(piece)], end)
         starts = [max(ends[:host], default=0) for host in range(len(ends))]
         return [slice(start, max(start, end)) for start, end in zip(starts, ends, strict=True)]
@@ -111,7 +111,7 @@ class Ownership:
         on_disk: Collection[int],
         replicated: Collection[int] = (),
     ) -> None:
-        assert not replicated or (hosts[-1] == 0 and not placement.num_memx), "each rank has a replica"
+        assert not replicated or (hosts[-1] == 0 and not placement.num_memx), "replicas: one host, no memx"
         self.layouts = layouts
         self.rank = rank
         self.host = hosts[rank]
@@ -130,7 +130,7 @@ class Ownership:
             for stage, layout in enumerate(layouts)
         ]
         self._wire_ranges = [stage.wire_ranges() for stage in self._stages]
-        # Asked for at every update, so it is computed once.
+        # Computed once, because every update needs it.
         self._own_groups = [self._groups_of_mine(stage, None) for stage in range(len(layouts))]
 
     def owners(self, stage: int) -> frozenset[int]:
@@ -154,7 +154,7 @@ class Ownership:
         return self._stages[stage].host(piece) == self.host
 
     def own_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:
-        """Return the pieces that this rank updates, in their groups, among `params` if given."""
+        """Return groups that have only the pieces that this rank updates, and of `params` if given."""
         if params is None:
             return self._own_groups[stage]
         return self._groups_of_mine(stage, params)
@@ -163,7 +163,7 @@ class Ownership:
         return self._stages[stage].groups(lambda piece: self.is_mine(stage, piece), params)
 
     def host_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:
-        """Return the pieces that this host updates, in their groups, among `params` if given."""
+        """Return groups that have only the pieces that this host updates, and of `params` if given."""
         return self._stages[stage].groups(lambda piece: self.is_here(stage, piece), params)
 
     def own_bytes(self, stage: int, params: Collection[int] | None = None) -> slice:

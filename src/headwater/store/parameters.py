@@ -33,14 +33,14 @@ class Parameters:
     """Reads and writes the masters and optimizer state of a store. Reads apply pending updates first.
 
     Attributes:
-        pieces: the pieces of stages, for a caller that holds a stage.
+        pieces: reads and writes the pieces of a stage for a caller that holds the stage's lock.
 
     Args:
         rule: how parameters are updated.
         tier: where the bytes lie.
         ownership: which rank updates which pieces.
-        access: to the stages.
-        gradients: dropped for a stage that is replaced.
+        access: locks stages and applies pending updates.
+        gradients: the gradients; those of a replaced stage are dropped.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Parameters:
     ) -> Generator[PieceState, None, None]:
         """Yield every piece of a stage that this rank can read, with pending updates applied.
 
-        A piece is valid until the next one. The stage is held until the generator ends or is closed.
+        A piece is valid until the next one. The stage's lock is held until the generator ends or is closed.
 
         Args:
             stage: the stage.
             states: names of the state tensors to read; all if not given.
-            up_to: leave an update for later if it was committed after this number.
+            up_to: do not apply an update that was committed after this number.
             params: only these parameters, by index.
             mine: only the pieces that this rank updates.
         """
@@ -127,7 +127,7 @@ class Parameters:
             state: name of the state tensor; the master if not given.
 
         Raises:
-            StoreError: if this rank does not reach all of it.
+            StoreError: if this rank cannot read all of it.
         """
         stage, param = key
         spec = self._spec(key)
@@ -150,7 +150,7 @@ class Parameters:
             the next one.
 
         Raises:
-            StoreError: if this rank does not reach all values of a tensor.
+            StoreError: if this rank cannot read all values of a tensor.
         """
         missing = {(p, name): math.prod(self._shape_and_dtype((stage, p), name)[0]) for p, name in wanted}
         states = {name for _, name in wanted if name is not None}
@@ -174,7 +174,7 @@ class Parameters:
     def write_param(self, key: ParamKey, value: torch.Tensor, state: str | None = None) -> None:
         """Replace a parameter's master, or its optimizer state tensor `state`, by `value`.
 
-        All ranks call it at once, with equal values.
+        All ranks call this function together, with equal values.
 
         Args:
             key: the parameter.
@@ -185,7 +185,7 @@ class Parameters:
         shape, _ = self._shape_and_dtype(key, state)
         flat = value.reshape(shape).reshape(-1)
 
-        # A state tensor has no part in the wire image.
+        # A state tensor is not part of the wire image.
         in_image = {param} if state is None else ()
         with self._access.changing(stage, in_image, overwrite=True) as image:
             if image is not None:

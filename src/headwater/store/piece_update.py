@@ -1,4 +1,4 @@
-"""The port of updates of pieces: an implementation updates pieces of one stage whose bytes are in memory."""
+"""The interface of piece updates. An implementation updates pieces of a stage whose bytes are in memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class StageJob:
     """The update of one stage: see `Updater.apply`.
 
     Attributes:
-        layout: of the stage.
+        layout: the layout of the stage.
         rules: how its parameters are updated.
-        image: its wire image; changed.
+        image: its wire image, which the update changes.
         gradients: on the same device, one per parameter.
         scalars: the optimizer scalars of each parameter before the update.
         pending: the update of each parameter.

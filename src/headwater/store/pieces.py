@@ -72,9 +72,9 @@ class Pieces:
     """Reads and writes pieces. The caller holds the lock of the stage and has applied pending updates.
 
     Args:
-        rule: how they are updated, which decides the optimizer state.
-        tier: where they lie.
-        ownership: which rank updates which of them.
+        rule: how parameters are updated, which decides the optimizer state.
+        tier: where the pieces lie.
+        ownership: which rank updates which pieces.
     """
 
     def __init__(self, rule: UpdateRules, tier: Tier, ownership: Ownership) -> None:
@@ -241,13 +241,13 @@ class Pieces:
                 _arranged(spec, states[name]).copy_(value)
         for name, value in states.items():
             if value.dtype != fields[name].dtype:
-                # To nearest: a value that was read from such a field has the same bits again.
+                # Rounded to nearest, so that a value that was read from the field keeps its bits.
                 fields[name].copy_(value)
-        # It computes the wire value too, which must be that of an update.
+        # This also computes the wire values, rounded as in an update.
         write_master(encoding, master, flat_wire, fields)
 
     def empty(self, stage: int, piece: Piece) -> PieceState:
-        """Allocate memory in which to receive a piece from another host."""
+        """Return a piece with undefined values, into which a piece of another host is received."""
         spec = self._stage(stage).params[piece.param]
         layout = self._rule.state_layout(spec)
         states = {

@@ -105,10 +105,10 @@ class Propagation:
     def _send_updated(self, stage: int, number: int) -> None:
         # A host sends a stage only when all its ranks have updated their parts.
         self._wait_for_host(stage, number)
-        if self._closing:  # the updates that were waited for may never come
+        if self._closing:  # the wait may have ended without the updates
             return
         self._send(stage)
-        # After the tier has all parts: other ranks of the host read them at once.
+        # After the tier has all parts: other ranks of the host read them as soon as they see the number.
         self._spread.post(stage, number)
 
     def _send(self, stage: int) -> None:

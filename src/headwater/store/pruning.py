@@ -13,13 +13,13 @@ from headwater.store.store import WeightStore
 def prune(store: WeightStore, stage: int, masks: Mapping[int, Tensor], kept: Mapping[int, Tensor]) -> None:
     """Set weights to zero where `masks` are false, and optimizer state where `kept` is false.
 
-    All ranks call it at once, and each changes the pieces that it updates.
+    All ranks call this function together, and each changes the pieces that it updates.
 
     Args:
-        store: holds them.
-        stage: their stage.
+        store: the weight store.
+        stage: index of the stage.
         masks: bool, in the shape of each parameter, by index.
-        kept: likewise, for the same parameters.
+        kept: bool, in the shape of each parameter, for the same parameters.
     """
 
     def zero(piece: PieceState) -> None:
@@ -32,7 +32,7 @@ def prune(store: WeightStore, stage: int, masks: Mapping[int, Tensor], kept: Map
 def clear_state(store: WeightStore, stage: int, kept: Mapping[int, Tensor]) -> None:
     """Set optimizer state to zero where `kept` is false; see `prune`.
 
-    All ranks call it at once, and each changes the pieces that it updates.
+    All ranks call this function together, and each changes the pieces that it updates.
 
     Args:
         store: the weight store.

@@ -26,7 +26,7 @@ def take_from_first_host(store: WeightStore, fabric: Fabric) -> None:
     """Copy masters and optimizer state from the first host to all others. All ranks call this together.
 
     Args:
-        store: of this host, just filled.
+        store: the store of this host, whose values were just set.
         fabric: the ranks of all hosts.
     """
     link = fabric.connect("the first weights")

@@ -22,7 +22,7 @@ TABLE_ELEMENTS = 1 << 18
 """Elements in the table of random numbers, and in a pass over the values: few enough to stay in the cache."""
 
 _DEVICE_ROWS = 64
-"""The times that a pass uses the table on another device, where a kernel takes long to start."""
+"""How often one pass uses the table on another device, where a kernel takes long to start."""
 
 
 def round_stochastically(values: torch.Tensor, out: torch.Tensor, *, stream: str, start: int = 0) -> None:
@@ -61,7 +61,8 @@ def state_stream(param: str, state: str, count: int) -> str:
 def place_of(stream: str, start: int) -> int:
     """Return the place in `random_numbers` of a sequence's element number `start`.
 
-    The numbers of a sequence follow each other in the table, from its end on again from its beginning.
+    A sequence consists of consecutive numbers of the table. After the end of the table it continues at the
+    beginning.
     """
     return (_first_place(stream) + start) % TABLE_ELEMENTS
 

@@ -78,7 +78,7 @@ class UpdateRule(UpdateRules):
         """Return an optimizer object of this thread, and the default options of its parameter groups.
 
         Args:
-            device: of the tensors that it updates; on another device it may run another kernel.
+            device: the device of the tensors that it updates, on which the kernel depends.
         """
         if not hasattr(self._threads, "made"):
             self._threads.made = {}
@@ -137,7 +137,7 @@ class UpdateRule(UpdateRules):
         # Before the first write.
         undo = _copies(masters, gradients, used) if undoable and not is_fused else []
         optimizer.param_groups = [group]
-        # After an error the state of an earlier call is left, which must not be used for another tensor.
+        # An earlier call that ended with an error has left its state, which is of other tensors.
         optimizer.state.clear()
         # torch's fused kernels read scalars on their device, all others in host memory.
         place = device if is_fused else torch.device("cpu")

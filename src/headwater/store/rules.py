@@ -1,4 +1,4 @@
-"""The port of update rules: they say which optimizer updates a parameter, and which state it keeps."""
+"""The interface of update rules: which optimizer updates a parameter, and which state it keeps."""
 
 from __future__ import annotations
 

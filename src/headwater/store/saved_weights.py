@@ -16,9 +16,9 @@ Buffers = Mapping[str, torch.Tensor]
 """Name -> buffer of the model. Loading overwrites the buffers in place."""
 
 Names = Callable[[str], Sequence[str]]
-"""Returns the names of a parameter in files, the best first, from its name in the model.
+"""Returns the possible names of a parameter in files from its name in the model, the preferred one first.
 
-With `MAY_BE_MISSING` last the parameter may be missing, and then keeps its value.
+If the last name is `MAY_BE_MISSING`, the parameter may be missing in the files, and then keeps its value.
 """
 
 _OTHER_MODEL = (
@@ -126,4 +126,4 @@ class SavedWeights:
 
 def _nearest(name: str, names: Iterable[str], intro: str) -> str:
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-    return f"{intro} {', '.join(close)}" if close else "no name is near it"
+    return f"{intro} {', '.join(close)}" if close else "no name is similar"

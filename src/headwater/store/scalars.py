@@ -21,7 +21,7 @@ class OptimizerScalars:
     """The optimizer scalars (step counts and the like) of the parameters that this rank updates.
 
     Attributes:
-        by_stage: of each parameter of a stage, as its last applied update has left them.
+        by_stage: by stage and parameter, the scalars after the last applied update.
 
     Args:
         stages: the stages.

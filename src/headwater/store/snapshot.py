@@ -62,7 +62,7 @@ class Snapshot:
         self._hook_before = store.access.before_update
         self._received = receive_pieces(store)
         for stage in store.stages:
-            # Here, because another thread would need its own workspaces on the device.
+            # On this thread, because another thread would need its own workspaces on the device.
             if store.tier.on_device(stage.index) is not None:
                 store.flush_stage(stage.index)
         self._files = CheckpointFiles(folder, store.stages, store.rule, buffers=buffers, extras=extras)
@@ -94,7 +94,7 @@ class Snapshot:
                 # After the stages before it: the pieces of other hosts arrive in that order.
                 self._write_stage(self._store.stages[stage])
                 self._saved.add(stage)
-                # Other ranks may now change the stage.
+                # From here on other ranks may change the stage.
                 self._store.snapshots.saved.post(stage, self._up_to + 1)
 
     def _write_stage(self, stage: StageSpec) -> None:
@@ -103,7 +103,7 @@ class Snapshot:
             self._files.stage(stage) as files,
             closing(store.parameters.read(stage.index, up_to=self._up_to)) as here,
         ):
-            # Not before the first piece: reading applies updates.
+            # The scalars are read inside the loop: reading the first piece applies the pending update.
             for piece in itertools.chain(here, self._pieces_of_others(stage.index)):
                 files.write(piece, store.scalars.by_stage[stage.index][piece.param])
         self._files.finish_stage(stage, store.scalars.by_stage[stage.index])

@@ -26,9 +26,10 @@ def receive_pieces(store: WeightStore) -> Iterator[PieceState]:
 
 @final
 class SnapshotElsewhere:
-    """The share of another rank in rank 0's snapshot: this rank updates no stage before rank 0 has saved it.
+    """Another rank's part in rank 0's snapshot: this rank updates no stage before rank 0 has saved it.
 
-    The leader of another host sends its host's pieces of a stage to rank 0; sending a stage saves it.
+    The leader of another host sends its host's pieces of a stage to rank 0. A stage that was sent counts as
+    saved.
 
     Args:
         store: the store.

@@ -44,10 +44,10 @@ class SavedCheckpoint:
     It does not depend on the plan of the run that wrote it: parameters are found by name.
 
     Args:
-        folder: where it is.
+        folder: the folder of the checkpoint.
 
     Attributes:
-        manifest: what it holds.
+        manifest: the content of its manifest.
 
     Raises:
         CheckpointError: if it is missing, not complete, or of a newer version.
@@ -188,7 +188,7 @@ class SavedCheckpoint:
                 f"the optimizer state of {spec.name} is {_listed(saved)} in the checkpoint "
                 f"and {_listed(ours)} in this run",
                 where=str(self.folder),
-                remedy="set the optimizer's arguments, and what is frozen, as they were, "
+                remedy="use the optimizer's arguments and the frozen parameters of that run, "
                 "or load only the weights",
             )
 
@@ -329,7 +329,7 @@ def _fill(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _
             try:
                 _fill_stage(store, stage, weights, states, values)
             except CorruptError as error:
-                # Bytes of the store's own files. A caller must not take this for a damaged checkpoint.
+                # The damaged bytes are in the store's own files, so this is no error of the checkpoint.
                 raise StoreError(error.what, where=error.where, remedy=error.remedy) from error
     _raise_failure(store.fabric, values.failure)
 
@@ -342,7 +342,7 @@ def _raise_failure(fabric: Fabric, failure: StoreError | None) -> None:
 
 
 def _runs(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _States) -> Iterator[Run]:
-    """Yield all that is read from files, in the order in which `_fill` uses it."""
+    """Yield the run of each read from the files, in the order in which `_fill` uses the values."""
     for name, buffer in buffers.items():
         yield weights.run(name, 0, buffer.numel())
     for stage in store.stages:

@@ -18,7 +18,7 @@ def add(total: torch.Tensor, gradient: torch.Tensor, *, in_place: bool) -> torch
         in_place: true if `total` may be changed.
     """
     if total.is_sparse and not gradient.is_sparse:
-        # In this order: torch adds a sparse tensor to a dense one only.
+        # In this order: torch can add a sparse tensor to a dense one, but not the reverse.
         return gradient + total
     return total.add_(gradient) if in_place else total + gradient
 

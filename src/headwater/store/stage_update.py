@@ -34,7 +34,7 @@ class StageUpdate:
         tier: where the bytes lie.
         ownership: which rank updates which pieces.
         gradients: the sums that updates use.
-        scalars: of the optimizer.
+        scalars: the scalars of the optimizer.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StageUpdate:
             self._apply(stage, pending, buffer)
 
     def _apply(self, stage: int, pending: Pending, buffer: torch.Tensor | None) -> None:
-        # Inside the torn section: gradients that are taken here cannot be used again.
+        # Only while the stage is marked as torn: gradients that are taken here cannot be taken again.
         gradients = self._gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
         layout, before = self._tier.layouts[stage], self._scalars.by_stage[stage]
@@ -98,11 +98,14 @@ class StageUpdate:
         self._scalars.by_stage[stage] = progress.after
         for param in pending.parts:
             gradients[param] = None  # also where another rank has updated the last piece
-        self._gradients.put_back(stage, gradients)  # those of parameters that the commit did not name
+        self._gradients.put_back(stage, gradients)  # those of parameters that the commit does not update
 
     @contextmanager
     def _bytes_of(self, stage: int, gradients: Gradients, buffer: torch.Tensor | None) -> Iterator[_Bytes]:
-        """Yield wire image, own groups and gradients of a stage where its update runs, to be changed."""
+        """Yield the wire image, this rank's groups and the gradients of a stage, which the update changes.
+
+        They are on the device on which the update runs.
+        """
         own = self._ownership.own_groups(stage)
         device = self._tier.on_device(stage)
         if device is not None:
@@ -115,7 +118,7 @@ class StageUpdate:
 
 
 def _unused(gradients: Gradients, received: Gradients) -> Gradients:
-    """Return the gradients whose copy on the device, or they themselves, an update has not freed."""
+    """Return the gradients that an update has not used: it sets used ones to `None` in `received`."""
     pairs = zip(gradients, received, strict=True)
     return [None if copy is None else gradient for gradient, copy in pairs]
 

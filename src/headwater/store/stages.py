@@ -60,15 +60,15 @@ class StageAccess:
 
     Attributes:
         locks: of the stages. "To hold a stage" is to hold its lock.
-        before_update: called with (stage, number of the commit) just before that update changes the stage, or
-            `Parameters.change` does, by the thread that holds the stage. Snapshots set it.
+        before_update: called with (stage, number of the commit) just before a commit's update or
+            `Parameters.change` changes the stage, by the thread that holds the stage. Snapshots set it.
 
     Args:
         fabric: the ranks.
         tier: where the bytes lie.
         ownership: which rank updates which pieces.
         ledger: the updates that wait for their stages.
-        update: applies one of them.
+        update: applies a pending update.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class StageAccess:
 
         Args:
             stage: the stage.
-            up_to: leave an update for later if it was committed after this number.
+            up_to: do not apply an update that was committed after this number.
             params: only these parameters are read, by index; the rest of the image may be undefined.
         """
-        if up_to is None:  # a snapshot, which names a number, holds the stage already
+        if up_to is None:  # a snapshot, which passes a number, holds the stage already
             self._wait_for_owners(stage)
         # A snapshot has saved the stages that a lost step may have changed, before they were changed.
         with self.locks.whole(stage, before_step=up_to is not None):
@@ -152,7 +152,8 @@ class StageAccess:
         Args:
             stage: the stage.
             params: only these parameters are changed, by index; the rest of the image may be undefined.
-            overwrite: all values of these parameters are written before they are read; they are undefined.
+            overwrite: true if the caller writes all values of these parameters before it reads them. Their
+                values are undefined then.
         """
         self._fabric.neighbours.barrier("a stage to be changed")  # others may still read the old values
         self._wait_for_owners(stage)
@@ -174,8 +175,8 @@ class StageAccess:
                     yield image
             else:
                 yield None
-        # Outside of the lock: others may wait for updates of this rank before they come here, and those
-        # updates for the lock.
+        # Outside of the lock: other ranks may wait for updates of this rank before they reach this place, and
+        # these updates need the lock.
         self._propagation.written(stage)
         self._versions[stage] += 1  # last: a rank that sees the new version may fetch at once
 
@@ -186,7 +187,7 @@ class StageAccess:
         All ranks call this together. Pending updates are discarded, and the stage is no longer torn.
         """
         with self.locks.exclusive(stage):
-            # Now: all of the stage is replaced, so nothing of a failed update is left.
+            # Already here: the whole stage is replaced, so nothing of a failed update is left.
             self.locks.mend(stage)
             # Otherwise an old update would change the new values.
             self._ledger.forget(stage)
@@ -205,7 +206,7 @@ class StageAccess:
     # commits
 
     def commit(self, by_stage: Mapping[int, Mapping[int, Part]]) -> None:
-        """Make the parts of a commit pending updates of their stages."""
+        """Record the parts of a commit as the pending updates of their stages."""
         number = self._ledger.num_commits
         for stage, parts in by_stage.items():
             self._queue(stage, parts)
@@ -218,7 +219,7 @@ class StageAccess:
                 self._ahead.submit(self._catch_up_ahead, stage)
 
     def commit_ahead(self, stage: int, parts: Mapping[int, Part]) -> None:
-        """Make parts of the commit that the running step will make a pending update of a stage.
+        """Record parts of the running step's commit as the pending update of a stage, ahead of the commit.
 
         Only a run of one rank calls this, in which no other rank waits for the commit.
         """
@@ -226,7 +227,7 @@ class StageAccess:
         self._versions[stage] += 1  # last, as in `_queue`
 
     def _queue(self, stage: int, parts: Mapping[int, Part]) -> None:
-        """Make parts of a commit a pending update of a stage, or note that other ranks will apply them."""
+        """Record parts of a commit as the pending update of a stage, or that other ranks will apply them."""
         if self._ownership.updates(stage):
             self._ledger.add(stage, parts, self._ledger.num_commits)
         else:
@@ -237,8 +238,8 @@ class StageAccess:
     def without_updates(self, stages: Iterable[int]) -> Iterator[None]:
         """Enter a context in which no other thread updates these stages. It does nothing with several ranks.
 
-        An update takes all gradients of its stage, and puts back those that its commit does not name. In
-        between, another thread would not find them. The caller is the thread that commits.
+        An update takes all gradients of its stage, and later puts back those that its commit does not update.
+        Until then another thread would not find them. The caller is the thread that commits.
         """
         with ExitStack() as held:
             # With several ranks a thread may hold a stage until another rank updates it, which may wait here.
@@ -269,7 +270,7 @@ class StageAccess:
             self._update(stage)
 
     def _catch_up(self, stage: int, buffer: torch.Tensor | None, up_to: int | None = None) -> bool:
-        """Apply the pending update of a stage, and wait until all ranks have. The caller holds the stage.
+        """Apply the pending update of a stage, and block until all ranks have. The caller holds the stage.
 
         Args:
             stage: the stage.
@@ -298,7 +299,7 @@ class StageAccess:
         # Before the stage counts as torn: a snapshot reads it here.
         self.before_update(stage, pending.number)
         if self._fabric.num_hosts > 1:
-            self._propagation.wait(stage)  # other hosts may still be receiving the update before this one
+            self._propagation.wait(stage)  # other hosts may still be receiving the previous update
         self._copies.wait(stage)
         with self.locks.changing(stage):
             # Before the change: from here on the commit cannot be undone.
@@ -311,7 +312,7 @@ class StageAccess:
                 # The next use of the stage continues the update. It cannot be undone, as after `apply`.
                 self._ledger.postpone(stage, pending)
                 raise
-            # After the change: other ranks read the stage at once.
+            # After the change: other ranks read the stage as soon as they see the number.
             self._propagation.updated(stage, pending.number)
         return True
 
@@ -334,5 +335,5 @@ class StageAccess:
         # First: its thread uses the propagation.
         self._ahead.shutdown(wait=True, cancel_futures=True)
         self._propagation.close()
-        # In device memory the thread that trains updates, and closes.
+        # It frees memory of the calling thread: the thread that trains also updates stages on the device.
         self._stage_update.close()

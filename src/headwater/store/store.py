@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Committed:
-    """The result of a commit: which parameters it updates, and the norm of the gradients.
+    """The result of a commit: the parameters that it updates, and the norm of the gradients.
 
     Attributes:
         gradient_norm: global 2-norm before clipping.
@@ -50,8 +50,8 @@ class SnapshotChannel:
     """The channels by which ranks tell each other which stages a snapshot has saved.
 
     Attributes:
-        saved: by stage, 1 + the commit that the last snapshot has saved of it; 0 for never.
-        link: by which leaders send their hosts' pieces.
+        saved: by stage, 1 + the number of the last commit in the last snapshot that has saved it; 0 at first.
+        link: the connection by which leaders send their hosts' pieces.
     """
 
     saved: Board
@@ -74,8 +74,8 @@ class WeightStore:
         await_gradients: blocks until gradients that are on their way from the device are added; set by the
             object that copies them.
         ledger: the updates that were committed.
-        scalars: of the optimizer.
-        access: to the stages, one at a time.
+        scalars: the scalars of the optimizer.
+        access: locks stages and applies pending updates.
         parameters: the values of parameters and of optimizer state.
         snapshots: used by snapshots on several ranks.
         owner: an object that lives as long as the store; see `headwater.api.registry`.
@@ -144,7 +144,7 @@ class WeightStore:
             stage: the stage.
             into: uint8 memory for the wire image, page-aligned host memory in the disk tier. May be left out
                 where the image is read in place: see `Tier.resident_wire` and `Tier.on_device`.
-            up_to: leave an update for later if it was committed after this number; see `Ledger.num_commits`.
+            up_to: do not apply an update that was committed after this number; see `Ledger.num_commits`.
             stream: queue for the copy of an image that is in memory. The store changes the image only after
                 the copy.
         """
@@ -162,7 +162,7 @@ class WeightStore:
         """Apply every pending update now."""
         for stage in range(len(self.stages)):
             self.access.flush(stage)
-        # A write that failed behind the training raises here, not in a later step.
+        # Raises the error of a write in the background here, not in a later step.
         self.tier.settle()
         if self.tier.writes_behind:  # other ranks of the host read what this rank has written
             self.fabric.barrier("all updates to be written")
@@ -188,13 +188,13 @@ class WeightStore:
             stage: the stage.
             param: index of the parameter in the stage.
             gradient: on `gradient_device`, in the parameter's shape.
-            last: true if this is the step's last micro-batch, as far as is known.
+            last: true if no further micro-batch of the step is expected.
             norm: the 2-norm of `gradient`, if it was measured on the device; in host memory.
 
         Raises:
             StreamError: if the gradient is sparse and cannot be kept.
         """
-        # Not `gradients`, which would wait for the caller where a thread adds gradients.
+        # Not `self.gradients`: a thread that adds gradients would wait for itself.
         gradients = self._gradients
         if gradient.is_sparse:
             check_sparse(self.spec((stage, param)), several_ranks=gradients.is_shared)
@@ -205,7 +205,8 @@ class WeightStore:
         if self.in_backward is not None and last:
             self.in_backward.arrived(stage, param)
         if must_wait:
-            self.access.catch_up_all()  # first, because the additions may wait for ranks that wait for this
+            # First: the additions may wait for other ranks, which may wait for these updates.
+            self.access.catch_up_all()
             gradients.drain()
 
     def set_gradient(self, stage: int, param: int, gradient: torch.Tensor) -> None:
@@ -247,9 +248,9 @@ class WeightStore:
     def end_micro_batch(self) -> None:
         """Tell the store that this rank has no more gradients of this micro-batch."""
         if self._gradients.is_shared:
-            self.access.catch_up_all()  # other ranks may need stages that this rank has left out
-            self.ledger.note_all_used()  # other ranks have the updates that this rank owes, so none is undone
-        # Not `gradients`: a thread that adds gradients calls this after them.
+            self.access.catch_up_all()  # other ranks may need stages that this rank has not fetched
+            self.ledger.note_all_used()  # other ranks may have used these updates, so none can be undone
+        # Not `self.gradients`: a thread that adds gradients would wait for itself.
         self._gradients.end_micro_batch()
 
     def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:
@@ -257,12 +258,12 @@ class WeightStore:
 
         Args:
             update: the step.
-            parts: the parameters that it updates, each with an `Update` that may have other options; other
-                parameters keep their gradients. By default all that have a gradient, with `update`.
+            parts: the parameters that the step updates, each with an `Update` that may have other options.
+                Other parameters keep their gradients. If not given, all parameters with a gradient are
+                updated, with `update`.
 
         Raises:
-            NonFiniteError: if a gradient is not finite and such steps are not skipped; the step leaves
-                no trace.
+            NonFiniteError: if a gradient is not finite and such steps are not skipped. Then nothing changes.
         """
         self.gradients.complete()
         present = self._gradients.status.present
@@ -288,7 +289,7 @@ class WeightStore:
         # The sums stay scaled until the update, so their norm is unscaled here.
         norm = norm / update.loss_scale
         if not bool(norm.isfinite()):
-            # Before the sums are dropped, and with them the stage that was first.
+            # Before the sums are dropped, which clears `first_bad`.
             error = non_finite_error(self.stages, status.first_bad, update)
             for key in keys:
                 self._gradients.drop(key)
@@ -299,7 +300,7 @@ class WeightStore:
         factor = update.factor(norm)
         # Before another thread can see the update, which would otherwise find no gradients.
         self._gradients.commit(keys, {stage for stage, _ in keys if self.ownership.updates(stage)})
-        # After all that allocates memory: an error above leaves no trace.
+        # After everything that may fail: after an error above nothing is committed.
         self.ledger.num_commits += 1
         # For a roll-back, which gives back the gradients of commits that it undoes.
         self.ledger.take_gradients(keys)

@@ -29,7 +29,7 @@ def take_over(store: WeightStore, before: WeightStore, old_names: Mapping[str, s
     present = store.gradients.status.present
     # After the copies: they are the state to which a roll-back returns.
     store.begin_transaction([key for key, there in pairs.items() if there in remembered and key in present])
-    # Their old weights are not in the new store.
+    # The weights from before these commits are not in the new store.
     if before.ledger.has_commits:
         store.ledger.keep_all()
 

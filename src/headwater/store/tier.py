@@ -49,11 +49,11 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def is_here(self, stage: int) -> bool:
-        """True if this rank reaches the bytes of a stage."""
+        """True if this rank can read and write the bytes of a stage."""
 
     @abc.abstractmethod
     def resident_wire(self, stage: int) -> torch.Tensor | None:
-        """Return the wire image, valid after a fetch, or `None` if the tier keeps it elsewhere."""
+        """Return the wire image, valid after a fetch; `None` if the tier does not keep it in host memory."""
 
     @abc.abstractmethod
     def on_device(self, stage: int) -> DeviceStage | None:
@@ -76,7 +76,8 @@ class Tier(abc.ABC):
             buffer: page-aligned host memory for the image, if it has to be read.
             write: write it back at the end of the context, because it is changed.
             part: the bytes that are needed, and changed.
-            overwrite: all bytes of the part are written before they are read; their values are undefined.
+            overwrite: true if the caller writes all bytes of the part before it reads them. Their values are
+                undefined then.
         """
         resident = self.resident_wire(stage)
         if resident is not None:
@@ -149,7 +150,7 @@ class ElsewhereTier(Tier):
     def read_wire(self, stage: int, into: torch.Tensor, part: slice = WHOLE) -> None:
         raise StoreError(
             f"stage {self.layouts[stage].stage.name!r} cannot be read on this rank, which does not keep it",
-            remedy="let the first rank of the host read weights that are on disk",
+            remedy="read weights that are on disk on the first rank of the host",
         )
 
     def write_wire(self, stage: int, image: torch.Tensor, part: slice = WHOLE) -> None:

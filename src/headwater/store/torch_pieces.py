@@ -125,7 +125,7 @@ class _Loaded:
     """A piece with all tensors that the optimizer needs to update it.
 
     Attributes:
-        piece: its place.
+        piece: the piece.
         spec: its parameter.
         step: number of the update.
         rule: its optimizer.
@@ -135,9 +135,9 @@ class _Loaded:
         flat_master: its values, 1-D in the order of memory.
         bits: see `make_bits`; shared by all pieces.
         wide_states: fp32 copies of the optimizer state that is stored in bf16, in the order of memory.
-        master: the same values in the shape that the optimizer expects.
-        gradient: in that shape.
-        states: in that shape.
+        master: the same values, in the shape that the optimizer expects.
+        gradient: the gradient, in that shape.
+        states: the optimizer state tensors, in that shape.
     """
 
     piece: Piece

@@ -91,7 +91,7 @@ class Part:
     factor: torch.Tensor | None
 
     def prepared(self, gradient: torch.Tensor, dtype: torch.dtype, space: torch.Tensor) -> torch.Tensor:
-        """Return the gradient, scaled and clipped. The given one stays as it is: an update may run again.
+        """Return the gradient, scaled and clipped. The argument is not changed: an update may run again.
 
         Args:
             gradient: the summed gradient of a piece; dense or sparse.
@@ -140,7 +140,7 @@ class Pending:
 
 @dataclasses.dataclass
 class Progress:
-    """The part of a stage's update that is done. An update for which memory was missing continues after it.
+    """The part of a stage's update that is done. An update that failed for lack of memory continues there.
 
     Attributes:
         after: the new scalars of each parameter with a piece that is done; the old ones of the others.

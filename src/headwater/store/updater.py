@@ -61,9 +61,9 @@ class Updater:
         """Run the optimizer over the pieces of a stage that are not done.
 
         Args:
-            layout: of the stage.
+            layout: the layout of the stage.
             image: its wire image; changed in place. The optimizer runs on its device.
-            groups: the pieces that this rank owns, in their groups, with the bytes; changed in place.
+            groups: the groups with the pieces that this rank owns, and their bytes; changed in place.
             gradients: on the same device, one per parameter; each is set to `None` when its parameter is
                 updated.
             scalars: the optimizer scalars of each parameter, from which each of its pieces starts.

@@ -62,7 +62,7 @@ class HostAssembly:
     ) -> None:
         """Add up the hosts' sums of `key`, unless that was done since the last addition.
 
-        All ranks call it at once.
+        All ranks call this function together.
 
         Args:
             key: the parameter.
@@ -70,7 +70,7 @@ class HostAssembly:
             has_here: true if a rank of this host has added to a sum; blocks until all of them have.
         """
         if key in self._new:
-            # Within a backward other parameters have no gradient yet.
+            # Inside a backward other parameters may have no gradient yet.
             keys = [key] if self._sums.turns.has_begun else sorted(self._new)
             self._put_together(keys, generations, has_here)
 
@@ -100,7 +100,7 @@ class HostAssembly:
         self._together.wait(0, self._times, "the gradients of all hosts")
 
     def _exchange_sums(self, keys: Sequence[ParamKey]) -> None:
-        assert self._exchange is not None, "leaders send"
+        assert self._exchange is not None, "only leaders send"
         whole: Runs = [(key, 0, self._sums.storage.sizes.numel(key)) for key in keys]
         runs = [divide(whole, host, self._num_hosts) for host in range(self._num_hosts)]
         self._exchange.reduce(runs)

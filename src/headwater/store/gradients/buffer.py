@@ -20,7 +20,7 @@ class GradientBuffer(abc.ABC):
 
     @abc.abstractmethod
     def is_memory(self, stage: int) -> bool:
-        """True if `look` returns the very tensors that are held of a stage, and not copies."""
+        """True if `look` returns the stored tensors of a stage themselves, not copies."""
 
     @abc.abstractmethod
     def put(self, stage: int, gradients: Gradients) -> None:
@@ -153,7 +153,7 @@ class DiskBuffer(GradientBuffer):
         return round_up(sum(round_up(size, 64) for size in sizes))
 
     def put(self, stage: int, gradients: Gradients) -> None:
-        # The mark of presence follows: a failed write must not leave a half sum that counts.
+        # Before the sums count as present: a failed write must not leave half-written sums.
         self._write(stage, self._files[stage], gradients)
         self._sparse[stage] = {i: g for i, g in enumerate(gradients) if g is not None and g.is_sparse}
         self._present[stage] = [gradient is not None for gradient in gradients]
@@ -186,12 +186,12 @@ class DiskBuffer(GradientBuffer):
         buffer = aligned_empty(self._span(spec))
         self._files[stage].read(0, buffer[: self._span(spec)])
         views = self._views(spec, buffer)
-        # Clones: the update may change what it gets, and a saved sum must stay.
+        # Clones: the update may change them in place, and a saved sum must not change.
         sparse = {index: gradient.clone() for index, gradient in self._sparse.get(stage, {}).items()}
         return [sparse.get(i, view) if present[i] else None for i, view in enumerate(views)]
 
     def keep(self, stage: int) -> None:
-        # The file that was written becomes the saved one, and a copy in the other file is held from now on.
+        # The file with the sums becomes the saved one. A copy in the other file is used from now on.
         held = self.look(stage)
         if stage not in self._spare:
             self._spare[stage] = self._open([stage])[0]

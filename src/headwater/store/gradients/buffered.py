@@ -43,7 +43,7 @@ class BufferedSums:
         self._lent: dict[ParamKey, torch.Tensor] = {}
         self._returned: set[ParamKey] = set()  # sums in files that were lent, and written back
         self._undoable: frozenset[int] = frozenset()  # stages that must be saved before a sum of them changes
-        self._saved: set[int] = set()  # those of them that are saved
+        self._saved: set[int] = set()  # the stages in `_undoable` whose sums are saved
 
     def open(self, stage: int) -> OpenStage:
         """Open a stage, if it is not open, and return it. The caller may change its sums."""
@@ -129,11 +129,11 @@ class BufferedSums:
         stage, param = key
         self._return_lent(stage)
         if key in self._lent:
-            # Weak: if the loop has dropped the tensor, the copy below is saved.
+            # Weak: if the user's loop no longer has the tensor, no copy is needed.
             lent = weakref.ref(self._lent.pop(key))
             mine = lent()
             if mine is not None:  # the user's loop still has it, and may change it before the update
-                self._lent[key] = mine  # until the copy is there: memory may be missing for it
+                self._lent[key] = mine  # until the copy is made, which may fail for lack of memory
                 held = self._buffer.look(stage)
                 held[param] = _copy(held[param])
                 del self._lent[key]

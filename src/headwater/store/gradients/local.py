@@ -52,7 +52,7 @@ class LocalGradients(EditableGradients):
         total = opened.gradients[param] = self._added(key, before, gradient)
         opened.received.add(param)
         self.status.arrive(key, is_sparse=total.is_sparse)
-        # Measured while it is in the cache; on disk this saves a read.
+        # Measured now, while the sum is in the cache. A sum on disk then need not be read for its norm.
         if last:
             is_whole = before is None and total.dtype == gradient.dtype
             self.status.measure(key, norm if norm is not None and is_whole else _norm_on_host(total))
@@ -80,7 +80,7 @@ class LocalGradients(EditableGradients):
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
         missing = {key for key in keys if key not in self.status.norms or self._sums.was_lent(key)}
         for stage in sorted({stage for stage, _ in missing}):
-            # A sum that was read or replaced during the backward may have left it open.
+            # The stage may be open: a sum of it may have been read or replaced during the backward.
             self._sums.settle(stage)
             for param, total in enumerate(self._sums.look(stage)):
                 if total is not None and (stage, param) in missing:
@@ -93,7 +93,7 @@ class LocalGradients(EditableGradients):
             # Before the loan ends, which may replace the sum by a copy.
             self._sums.save(key[0])
             self._sums.end_loan(key)
-        # After all copies: where memory is missing for one, no sum is taken.
+        # After all copies: if memory is missing for a copy, no sum is taken.
         for key in taken:
             self.status.leave(key)
         self.status.first_bad = None
@@ -154,7 +154,7 @@ class LocalGradients(EditableGradients):
         self._sums.forget()
 
     def close(self) -> None:
-        # Norms of a step that failed may be in memory that the device lends.
+        # Norms of a step that failed may be in memory that a `HostArena` has lent.
         self.status.leave_all()
         self._sums.close()
 

@@ -24,7 +24,7 @@ class LoopGradients(EditableGradients):
     Args:
         stages: the stages.
         host: the ranks of this host.
-        sums: of all hosts.
+        sums: the sums of all hosts.
     """
 
     is_shared = True
@@ -127,9 +127,9 @@ class LoopGradients(EditableGradients):
         if self._sums.shared.turns.has_begun:
             self.end_micro_batch()
         self.status.present = self._sums.find()
-        # All of them: sums since the beginning must not survive under their old generation.
+        # All sums: a sum that was added since `remember` must not stay valid in its generation.
         self._sums.give_up_all()
-        # The others stay: another thread may be about to take them for the update of an earlier step.
+        # Other sums stay: another thread may be about to take them for the update of an earlier step.
         for key in undone:
             self._taken.pop(key, None)
         self.status.restore({*taken, *waiting})

@@ -37,8 +37,8 @@ class GradientSink(abc.ABC):
 
         Args:
             key: the parameter.
-            gradient: it belongs to the sums from now on.
-            last: true if this is the step's last micro-batch, as far as is known.
+            gradient: the gradient. The caller must not use the tensor afterwards.
+            last: true if no further micro-batch of the step is expected.
             norm: the 2-norm of `gradient` in fp32 or wider, if it is known already.
 
         Returns:
@@ -86,7 +86,7 @@ class GradientSink(abc.ABC):
     def drop(self, key: ParamKey) -> None:
         """Discard the sum of one parameter. Do nothing if a commit has taken the sum.
 
-        With several ranks in `train_step` all ranks call it, after `complete`; before that it does nothing.
+        With several ranks in `train_step` all ranks call this, after `complete`; before that it does nothing.
         """
 
     @abc.abstractmethod
@@ -97,14 +97,14 @@ class GradientSink(abc.ABC):
     def borrow(self, key: ParamKey) -> Tensor | None:
         """Return the sum of one parameter for reading, or `None` if it is not present.
 
-        With several ranks all ranks call it at once, after `complete`.
+        With several ranks all ranks call this function together, after `complete`.
         """
 
     @abc.abstractmethod
     def multiply(self, key: ParamKey, factor: Callable[[], Tensor]) -> None:
         """Multiply the sum of one parameter by `factor()`, if the sum is present.
 
-        All ranks call this function, after `complete`; the next reader calls `complete` again.
+        All ranks call this function, after `complete`. Before a sum is read again, call `complete` again.
 
         Args:
             key: the parameter.

@@ -159,7 +159,7 @@ class RankSums:
         return self.storage.read(key).view(self._stages[key[0]].params[key[1]].shape)
 
     def is_mine(self, key: ParamKey) -> bool:
-        """True if this rank is the one of its host that computes the norm of a sum and multiplies the sum."""
+        """True if this rank, and no other rank of its host, measures a sum and multiplies it."""
         return self.slots[key] % self._fabric.local_size == self._fabric.local_rank
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ class RankGradients(GradientSink):
     """The gradients of the ranks of one host, summed in shared memory or files. Updates read them there.
 
     Attributes:
-        sums: of all ranks of the host.
+        sums: the sums of all ranks of the host.
         step: the number of the current step, which is the generation of the sums.
 
     Args:
@@ -79,7 +79,7 @@ class RankGradients(GradientSink):
         """Set `status` from the norms that the ranks have computed.
 
         Args:
-            filled: the sums of this step, of `filled`.
+            filled: the sums of this step, as `filled` returns them.
         """
         self.status.present = set(filled) - self._dropped
         for key in filled:

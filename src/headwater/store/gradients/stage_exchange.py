@@ -29,7 +29,7 @@ class StageExchange:
     Args:
         stages: the stages.
         fabric: the ranks of all hosts.
-        sums: of this host.
+        sums: the sums of this host.
         host_run: says which host updates which elements.
     """
 
@@ -66,7 +66,7 @@ class StageExchange:
             self._sums.turns.wait_for_first(self._sums.slots[key], micro_batch, what)
             if not self._sums.has(key, step):  # no rank of this host has a gradient, but other hosts may
                 self._sums.storage.clear(key)
-        assert self._exchange is not None, "leaders send"
+        assert self._exchange is not None, "only leaders send"
         self._exchange.reduce(self._runs[stage])
         self.measure(key for key, _, _ in self._runs[stage][self._host])
         # After the norms are measured, which reads the sums once more.

@@ -112,7 +112,7 @@ class TurnQueue:
         """Block until all earlier turns at the same sum have ended. `what` names the sum in errors."""
         if self._entered is not None and self._rank == 0:  # all others wait for rank 0, so it is enough
             for rank in range(self._num_ranks):
-                self._entered.wait(rank, turn.micro_batch + 1, f"rank {rank} to come to the backward")
+                self._entered.wait(rank, turn.micro_batch + 1, f"rank {rank} to begin the backward")
         self._taken.wait(turn.slot, turn.number, what)
 
     def pass_on(self, turn: Turn) -> None:
