@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors for as long as they are alive."""
+"""The bytes of tensors, and a count of the bytes of tensors that are alive."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ class CachePolicy:
             stage: the stage that needs a slab.
             position: the use that runs now.
             candidates: stages in a slab that are not pinned; those of other classes are skipped.
-            use_at: position of the use it is fetched for, if that is later than `position`.
-            others: positions of other ranks that use the same slabs. Stages that they need soon stay.
+            use_at: position of the use for which `stage` is fetched, if that is later than `position`.
+            others: positions of other ranks that use the same slabs. Stages that they need soon are kept.
 
         Returns:
             The candidate whose next use is furthest; `None` if there are no candidates, or if all are used

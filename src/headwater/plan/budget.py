@@ -24,7 +24,7 @@ from headwater.plan.types import Activations, Budgets, Plan, Resources
 _SLACK_BYTES = 24 * MIB
 
 _FEW_SIZES = 3
-"""Up to this number of micro-batch sizes, each gets a dry run. More are first estimated."""
+"""If there are more micro-batch sizes than this, their dry runs are first estimated."""
 
 
 def make_plan(asked: PlanRequest) -> Plan:
@@ -59,7 +59,7 @@ def find_plan(asked: PlanRequest) -> Plan | None:
 
 
 def _search(asked: PlanRequest) -> tuple[Request, Plan | None]:
-    """Return the best plan, or `None` if none fits, and the request with the limits of the machine."""
+    """Return the request with the limits of the machine, and the best plan, or `None` if no plan fits."""
     check(_with_limits(asked, Resources()))
     # Memory is measured after the first dry run, which loads most of the libraries that a run loads.
     resources = free_resources(asked.resources, asked.device)
@@ -107,14 +107,14 @@ def _with_limits(asked: PlanRequest, resources: Resources) -> Request:
 
 
 def _has_ranges(asked: PlanRequest) -> bool:
-    """True if the tensors of a step have their memory in ranges. Only a plan for a CPU builds them."""
+    """True if CPU tensors of a step have their memory in ranges; see `core/tensor_memory.py`."""
     if asked.device != "cpu":
         return False
     return tensor_ranges_available() if asked.fixed.ranges is None else asked.fixed.ranges
 
 
 def _as_stored(asked: PlanRequest, trace_for: TraceFor) -> TraceFor:
-    """Return dry runs for a request, whose parameters say how their optimizer state is stored."""
+    """Return the dry runs of a request, with `ParamSpec.bf16_state` set as the request asks for it."""
     return lambda size: trace_for(size).storing(asked.fixed.optimizer_state)
 
 

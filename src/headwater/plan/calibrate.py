@@ -18,8 +18,8 @@ from headwater.plan.rates import Calibration
 from headwater.store.native_check import adam_in_use
 
 _QUIET_LIFE_S, _BUSY_LIFE_S, _UNDOUBTED_S = 30 * 86_400.0, 3_600.0, 600.0
-"""Seconds for which a measurement is used: one of a quiet machine, one of a busy machine, and each of them
-without a quick check. Other programs distort a measurement only while they run, so it is soon repeated."""
+"""Seconds for which a measurement is used: of a quiet machine; of a busy machine; without a quick check.
+Other programs distort a measurement only while they run, so one of a busy machine is soon repeated."""
 _FILE = "calibration.json"
 _TOLERANCE = 1.5
 """Quick checks that differ by less than this factor count as equal."""
@@ -101,7 +101,7 @@ def calibrate(
         ConfigError: if `disk` cannot be written to.
     """
     folder = None if disk is None else existing_ancestor(disk)
-    # Rates that were measured with another kernel of Adam tell nothing about this one.
+    # Rates that were measured with another kernel of Adam are not those of this kernel.
     key = f"{machine_key(device, folder)}|{adam_in_use()}"
     converted = fast_products and device == "cpu" and bool(slow_half_dtypes())
     key += "|products by fp32 kernels" if converted else ""

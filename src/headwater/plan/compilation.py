@@ -10,17 +10,18 @@ from headwater.core.units import format_bytes, format_duration
 from headwater.plan.types import Blocks
 
 LEAST_GAIN = 0.02
-"""The gain in the time of the blocks below which they stay eager: results keep torch's bits then."""
+"""Blocks stay eager if compilation saves less than this fraction of their time: eager results are exact."""
 MOST_GAIN = 0.2
-"""A gain in the time of a step that is rarely exceeded. A run that it cannot pay for is not measured."""
+"""Compilation rarely saves more than this fraction of a step. A run for which that is too little to pay for
+the compilation is not measured."""
 COMPILE_S = 30.0
-"""Seconds that compiling a kind of block usually takes. Only a run that can pay for them is measured."""
+"""Seconds that the compilation of one kind of block usually takes."""
 PAYS_TIMES = 2.0
 """The saved time must be this multiple of the time that compilation takes."""
 MOST_VARIANTS = 8
-"""The most variants of a function that torch compiles; the others run eagerly, with a warning of torch.
+"""Maximum number of variants of a function that torch compiles. It warns, and runs further variants eagerly.
 
-Which ones those are depends on the order of the calls, and so on where a run was continued.
+Which variants run eagerly depends on the order of the calls, and so on the step at which a run was resumed.
 """
 
 
@@ -49,13 +50,13 @@ class BlockTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Blocks of a run that have one measurement.
+    """Blocks of a run that share one measurement.
 
     Attributes:
         times: the measurement.
         count: number of blocks.
         recomputed: number of these blocks whose forward runs again in backward.
-        variants: number of variants that the compiler makes, since the blocks differ in constants.
+        variants: number of variants that the compiler makes, because the blocks differ in constants.
     """
 
     times: BlockTimes
@@ -122,7 +123,7 @@ def choose(kinds: Sequence[Kind], micro_batches: int, spare_bytes: int | None) -
     """
     eager_s, compiled_s = sum(kind.eager_s for kind in kinds), sum(kind.compiled_s for kind in kinds)
     gain, noise = 1 - compiled_s / eager_s, max(kind.times.noise for kind in kinds)
-    # A gain within the scatter of the measurement may be a loss.
+    # A gain that is smaller than the noise of the measurement may be a loss.
     least = max(LEAST_GAIN, noise)
     measured = f"compiled blocks take {compiled_s / eager_s:.1%} of the time of eager blocks"
     if gain < least:

@@ -1,4 +1,4 @@
-"""Divides stages that are too large for every plan: the large modules inside a block become stages."""
+"""Division of stages that are too large for every plan: the large modules inside a block become stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwater.core.stage import ParamSpec, StageSpec
 from headwater.plan.partition import Partition, Unit
 
 _ROUNDS = 6
-"""Stages are divided until none is larger than 1/64 of the largest one."""
+"""Rounds of division. Each halves the limit on the size of a stage, down to 1/64 of the largest stage."""
 _SMALL_SHARE = 32
 """The smallest parameters of a block stay together, up to 1/32 of the block."""
 _WHOLE = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -29,8 +29,8 @@ class _Part(NamedTuple):
 def divisions(model: nn.Module, partition: Partition) -> Iterator[Partition]:
     """Yield partitions with ever smaller stages, until no stage can be divided.
 
-    The largest stages are divided first: in each round all that are larger than half the size of the round
-    before. A matrix is never divided, since that would change the order of sums in backward.
+    The largest stages are divided first. Each round halves the limit on the size of a stage, and divides the
+    stages above the limit. A matrix is never divided, since that would change the order of sums in backward.
 
     Args:
         model: the model; its parameters may be on the meta device.
@@ -65,7 +65,7 @@ def divide(model: nn.Module, partition: Partition, most_bytes: int) -> Partition
     units: list[Unit] = []
     for stage, unit in zip(partition.stages, partition.units, strict=True):
         parts, rest = _parts(model, stage, unit, most_bytes)
-        # Parts of a block without small parameters have no stage around them.
+        # If the block has no small parameters, no stage encloses its parts.
         around = len(stages) + len(parts) if parts and rest else None
         for part in parts:
             stages.append(StageSpec(len(stages), part.unit.path, part.params, around))

@@ -1,4 +1,4 @@
-"""Bytes of a plan on the device, in host memory and on disk, at the moment of a step with the most."""
+"""The peak bytes of a plan on the device, in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
 if TYPE_CHECKING:
     from headwater.optim.spec import UpdateKind
 
-# Measured on CPU: memory of the allocator, as a share of the bytes of tensors. The allocator is malloc that
-# returns pages, ranges, or malloc that keeps pages; the last one is a share of activations alone.
+# Bytes that the allocator holds beside the tensors, as a share of the tensors' bytes; measured on CPU. There
+# are three allocators: malloc that returns freed pages, ranges, and malloc that keeps pages. The last share
+# is of the bytes of activations only.
 _SHARE_OF_MALLOC, _SHARE_OF_RANGES, _SHARE_OF_KEPT_PAGES = 0.2, 0.09, 0.18
 
 
@@ -142,7 +143,7 @@ class Footprint:
     def peak(self, plan: Plan) -> Peak:
         """Return the bytes of activations and gradients on the compute device, when their sum is largest."""
         keeps_pages = plan.device == "cpu" and plan.memory_is_ample and not plan.ranges
-        # The key holds all that a peak depends on; the search asks for the same peak many times.
+        # The key has everything on which a peak depends. The search needs the same peak many times.
         where = plan.device, plan.tier, plan.gradient_tier, plan.in_memory, plan.on_device
         key = plan.activations, where, plan.num_micro_batches, plan.updates, plan.ranges, keeps_pages
         if key not in self._peaks:
@@ -165,7 +166,7 @@ class Footprint:
         return all_offloaded_bytes(self.trace, plan.activations)
 
     def disk_readers(self, plan: Plan) -> int:
-        """Return how many ranks each read the same weights from the disk."""
+        """Return the number of ranks that each read the same weights from the disk."""
         return 1 if plan.device == "cpu" else self._compute_ranks
 
     def _slabs(self, plan: Plan) -> int:

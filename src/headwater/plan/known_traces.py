@@ -24,8 +24,8 @@ class KnownTraces:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside the context, which is one run of the program, its dry runs use these traces."""
-        # From the first dry run on again: each run of the program makes the same ones in the same order.
+        """Enter a context for one run of the program, whose dry runs use these traces."""
+        # Start again at the first dry run: each run of the program makes the same dry runs in the same order.
         self._made = 0
         token = _IN_USE.set(self)
         try:

@@ -25,15 +25,15 @@ def activation_ladder(
     """Return choices of a policy for each stage; each needs less memory than the one before, and more time.
 
     First the cheap operators of all stages are computed again (`SELECTIVE`). Then stages are recomputed as a
-    whole, one after the other, those first that free the most bytes for a FLOP. Stages that cannot be
-    recomputed are offloaded next, and finally all stages.
+    whole, one after the other, in the order of the bytes that they free per FLOP. Then stages that cannot be
+    recomputed are offloaded, and finally all stages.
 
     Args:
         footprint: adds up the bytes.
         frame: the plan without activation policies.
         fixed: the policy of all stages, if the user has chosen one.
-        smallest: leave out each choice before another one that offloads as many bytes: the later one needs
-            less memory of a kind, and no more of another.
+        smallest: leave out a choice if a later one offloads as many bytes, because the later one needs less
+            memory of one kind, and not more of any other.
     """
     ladder: list[Rung] = []
     for activations in _policies(frame) if fixed is None else (_uniform(frame.trace, fixed),):
@@ -77,9 +77,9 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
         for stage in set(range(len(costs))) - set(worth):
             policies[stage] = Activations.OFFLOAD
         yield tuple(policies)
-        # On a CPU the plans of models without divided blocks stay as they were.
+        # A plan for a CPU uses this policy only if blocks are divided.
         if members or frame.device != "cpu":
-            # Parts of a divided block have no inputs that wait; those of the block belong to its own stage.
+            # Only a block's own stage has inputs that are kept. The parts of a divided block keep none.
             for block in {blocks[stage] for stage in worth}:
                 policies[block] = Activations.RECOMPUTE_FROM_HOST
             yield tuple(policies)
@@ -87,10 +87,10 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
 
 
 def _uniform(trace: Trace, policy: Activations) -> tuple[Activations, ...]:
-    """Return `policy` for every stage. A stage in which it is not possible keeps its activations instead.
+    """Return `policy` for every stage. A stage for which it is not possible keeps its activations instead.
 
     A divided block is not recomputed selectively: a part would need weights of other parts in its backward.
-    Nor is any stage if the forward changes weights: backward would compute a value again with changed ones.
+    If the forward changes weights, no stage is recomputed selectively: backward would use changed weights.
     """
     if policy is Activations.SELECTIVE:
         can_be = [not trace.written and block not in trace.members for block in trace.blocks]

@@ -122,7 +122,7 @@ class GroupMemory(NamedTuple):
         return min((self._within(level.limit, level.used) for level in self.levels), default=None)
 
     def limit_for(self, num_bytes: int) -> int | None:
-        """Return the lowest group limit that allows `num_bytes`; `None` if the present limit allows them."""
+        """Return the lowest limit of a group that allows `num_bytes`; `None` if the present limits do."""
         short = [level.used for level in self.levels if self._within(level.limit, level.used) < num_bytes]
         if not short:
             return None

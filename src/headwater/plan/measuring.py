@@ -1,8 +1,9 @@
 """Measurement of this machine in a child process, which is killed if it takes too long.
 
-The memory of the probes is freed when that process ends. It is started by `python -m headwater.plan.measuring
-PARENT DEVICE THREADS PRODUCTS [FOLDER]`, and ends when the process with the number PARENT, which has started
-it, ends. PRODUCTS is `converted` if fp32 kernels compute products in bf16 and fp16, otherwise `torch`.
+The memory of the probes is freed when that process ends. Its command line is `python -m
+headwater.plan.measuring PARENT DEVICE THREADS PRODUCTS [FOLDER]`. It exits when its parent process, which has
+the ID PARENT, exits. PRODUCTS is `converted` if fp32 kernels compute products in bf16 and fp16, otherwise
+`torch`.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def main() -> None:
         use_fast_half_products()
     # The rates are those of a run, so the measurement has as many threads as the run.
     torch.set_num_threads(int(threads))
-    # The parent holds the limit of wall time, which a user can make longer; the system holds this one.
+    # The system enforces this limit. The parent enforces that of wall time, which a user can raise.
     most_cpu_s = MOST_CPU_S * int(threads)
     resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
     answer = _answer(device, Path(folder[0]) if folder else None)

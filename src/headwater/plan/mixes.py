@@ -13,7 +13,7 @@ from headwater.plan.types import Budgets, Plan
 _Kind = Literal["device", "host", "disk"]
 
 _PARTS = 8
-"""Plans with stages in device memory differ by this part of all stages, so that there are few of them."""
+"""The numbers of stages in device memory that are tried differ by 1/8 of all stages, so that they are few."""
 
 
 def filled_memory(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Plan]:
@@ -23,9 +23,10 @@ def filled_memory(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Pl
 
 
 def smallest_in_memory(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Plan]:
-    """Return `plan`, which has a disk tier, with the stages in host memory that exceed a single budget least.
+    """Return the variants of `plan`, which has a disk tier, that exceed the budget of one memory least.
 
-    As many as fit in host memory need the least disk. As few as the disk allows need the least memory.
+    They differ in the number of stages in host memory. The largest number that fits in host memory needs the
+    least disk. The smallest number with which the disk has room for the others needs the least host memory.
     """
     mixes = _mixes_in_memory(footprint, plan)
     fewest = _first_within(footprint, mixes, "disk", budgets.disk_bytes)
@@ -33,16 +34,16 @@ def smallest_in_memory(footprint: Footprint, plan: Plan, budgets: Budgets) -> li
 
 
 def filled_device(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Plan]:
-    """Return `plan` with as many stages in device memory as fit beside the rest of a step, and with fewer.
+    """Return variants of `plan`: with as many stages in device memory as fit, and with fewer.
 
-    The others are in host memory, or in host memory and on disk. Fewer are faster where the host updates the
-    others while the device computes.
+    The other stages are in host memory, or in host memory and on disk. Fewer stages in device memory can be
+    faster, because the host updates the other stages while the device computes.
     """
     mixes = _mixes_on_device(footprint, plan)
     fitting = _fitting(footprint, mixes, "device", budgets.device_memory)
     counts = {*(len(mixes) * part // _PARTS for part in range(1, _PARTS)), fitting - 1}
     if plan.tier == "memory":
-        # The fewest with which the others fit in host memory. More are not always faster.
+        # The smallest number with which the other stages fit in host memory. More are not always faster.
         counts.add(_first_within(footprint, mixes, "host", budgets.host_memory))
     found = [mixes[count] for count in sorted(counts & set(range(1, fitting)))]
     if plan.tier == "disk":
@@ -51,7 +52,10 @@ def filled_device(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Pl
 
 
 def smallest_on_device(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Plan]:
-    """Return `plan` with the stages in device memory that exceed a single budget least."""
+    """Return the variants of `plan` that exceed the budget of one memory least.
+
+    They differ in the number of stages in device memory.
+    """
 
     def fillings(mix: Plan) -> list[Plan]:
         return smallest_in_memory(footprint, mix, budgets) if plan.tier == "disk" else [mix]
@@ -66,8 +70,8 @@ def smallest_on_device(footprint: Footprint, plan: Plan, budgets: Budgets) -> li
     mixes = _mixes_on_device(footprint, plan)
     most = _fitting(footprint, mixes, "device", budgets.device_memory) - 1
     fewest = bisect_left(mixes, x=True, key=others_fit)
-    # The first stages on the device may need more host memory, for copies of them in checkpoints, and less
-    # device memory, since they have no slab. Only from the third on does each need less of the host.
+    # The first one or two stages on the device may need more host memory, for their copies in checkpoints,
+    # and less device memory, because they have no slab. Each further stage needs less host memory.
     counts = {1, 2, fewest, most} & set(range(1, len(mixes)))
     return [filled for count in sorted(counts) for filled in fillings(mixes[count])]
 
@@ -88,12 +92,15 @@ def _mixes_on_device(footprint: Footprint, plan: Plan) -> list[Plan]:
 
 
 def _fitting(footprint: Footprint, mixes: Sequence[Plan], kind: _Kind, limit: int) -> int:
-    """Return how many of these plans fit. Each needs more of a kind of memory than the last."""
+    """Return how many of these plans fit. Each needs more of this kind of memory than the one before."""
     return bisect_right(mixes, limit, key=lambda mix: _used(footprint, mix, kind))
 
 
 def _first_within(footprint: Footprint, mixes: Sequence[Plan], kind: _Kind, limit: int) -> int:
-    """Return the index of the first of these plans that fits, or their number. Each needs less."""
+    """Return the index of the first of these plans that fits, or their number if none fits.
+
+    Each needs less of this kind of memory than the one before.
+    """
     return bisect_left(mixes, -limit, key=lambda mix: -_used(footprint, mix, kind))
 
 
@@ -105,8 +112,8 @@ def _used(footprint: Footprint, plan: Plan, kind: _Kind) -> int:
 def first_to_memory(footprint: Footprint) -> list[int]:
     """Return the stages in the order in which they move from disk to memory: most saved traffic first.
 
-    Stages that save equally much follow each other at large distances, so that the disk transfers that remain
-    are spread over the step.
+    Stages that save equally much are ordered so that successive ones are far apart in the model. So the disk
+    transfers that remain are spread over the step.
     """
 
     def saved(stage: int) -> float:

@@ -1,6 +1,6 @@
 """Floating-point operations and temporary memory of single operators.
 
-Attention is told from the rest, since its rate differs.
+Operations of attention are counted separately, because their rate differs.
 """
 
 from __future__ import annotations

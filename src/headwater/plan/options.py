@@ -52,7 +52,8 @@ class Fixed:
         stages_on_device: number of stages that are stored and updated in device memory; all if the model has
             fewer.
         optimizer_state: `bf16` to store it in bf16, which is not exact.
-        updates: when stages are updated; a decision of the user alone, since it changes what an error loses.
+        updates: when stages are updated. The planner never decides this, because with updates in backward an
+            error loses the step.
         ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`; by default, if
             this machine can build them.
     """
@@ -182,7 +183,7 @@ def request_of(
         disk: replaces the backend's folder of the disk tier.
 
     Returns:
-        The request. The caller replaces what several ranks or measured rates change.
+        The request. The caller replaces the fields that depend on several ranks or on measured rates.
     """
     return PlanRequest(
         trace_for,

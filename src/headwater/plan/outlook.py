@@ -31,7 +31,7 @@ class RunLength:
     """The remaining steps of a run, and the tokens of a sample.
 
     Attributes:
-        tokens_per_sample: 0 if samples do not consist of tokens.
+        tokens_per_sample: tokens of one sample; 0 if samples do not consist of tokens.
         steps: steps from now to the end of the run; `None` if unknown.
     """
 

@@ -2,8 +2,8 @@
 
 [Note: graphs from outside]
 A forward may use a tensor that was computed before its call: the weight that `prune` has set, or a hidden
-state that the last call has left. Such a tensor has a graph. A graph serves a single backward, which is the
-user's, and its leaves are the user's tensors, whose gradients a dry run must not change.
+state that the last call has left. Such a tensor has a graph. A graph can be used by one backward only, which
+must be the user's. Its leaves are the user's tensors, whose gradients a dry run must not change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OwnGraph:
         if is_reentrant and uses_graph:
             raise StreamError(
                 "the forward has a reentrant checkpoint, and uses a tensor whose graph was recorded before "
-                "the call; their dry run would free that graph, which your own backward needs",
+                "the call; the dry run would free that graph, which your own backward needs",
                 where="torch.utils.checkpoint",
                 remedy="pass use_reentrant=False to the checkpoint",
             )

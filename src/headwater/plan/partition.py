@@ -1,4 +1,4 @@
-"""Divides the parameters of a model into stages."""
+"""Division of a model's parameters into stages."""
 
 from __future__ import annotations
 

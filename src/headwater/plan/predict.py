@@ -1,4 +1,4 @@
-"""Predicts peak bytes of each tier and seconds of a step for a plan, from the dry run and the rates."""
+"""Prediction of a plan's peak bytes and of the seconds of a step, from the dry run and measured rates."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Predictor:
             self._rates.flops_per_s(name),
             self._rates.attention_flops_per_s(name),
         )
-        # A dry run for a GPU or another machine may have met the kernel of this one.
+        # A dry run for a GPU, or for another machine, may have used the kernel of this machine.
         kernel_per_s = self._rates.kernel_attention_flops_per_s or attention_per_s
         saved_bytes_per_s = self._rates.saved_bytes_per_s(name)
 
@@ -174,7 +174,7 @@ class Predictor:
         if plan.device == "cpu":  # updates and copies use the cores that compute
             cores = Phases(compute.first + copy.first, compute.rest + copy.rest)
             cores = _add(cores, 0.0 if in_backward else update, update if in_backward else 0.0)
-        elif in_backward:  # the last backward goes no further than the updates
+        elif in_backward:  # the updates run beside the last backward, and may end after it
             earlier = compute.rest - self._backward_s(plan)
             streams = Phases(streams.first, max(streams.rest, earlier + update))
         else:

@@ -47,7 +47,7 @@ _SLOW_S = 1.0
 _COPY_BYTES = 64 * MIB
 _NEW_TENSORS, _NEW_TENSOR_BYTES = 16, 4 * MIB
 _ADAMW_PARAMS, _DEVICE_ADAMW_PARAMS = 4 * MIB, 32 * MIB
-"""With a GPU the updates run in host memory beside it, on a server whose cache may hold 64 MiB."""
+"""More parameters with a GPU, whose host is often a server with a cache of up to 64 MiB."""
 _DISK_BYTES, _DISK_CHUNK_BYTES, _DISK_WORKERS = 64 * MIB, 4 * MIB, 4
 _MOST_ROUNDS, _BUDGET_S = 5, 1.5
 
@@ -380,7 +380,7 @@ def _disk(folder: Path) -> Iterator[dict[str, Probe]]:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:  # unnamed, since the process may be killed
             os.posix_fallocate(file.fileno(), 0, _DISK_BYTES)
-            # By way of /proc, because the file has no name.
+            # Through /proc, because the file has no name.
             direct = _open_direct(f"/proc/self/fd/{file.fileno()}")
             try:
                 with ThreadPoolExecutor(_DISK_WORKERS) as pool:

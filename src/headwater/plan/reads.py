@@ -72,7 +72,7 @@ class WeightReads:
             stage: the stage.
             original: the stage that has run.
             path: the module of the stage, or of the divided block around it.
-            old: that of the original.
+            old: the module of the original, or of the divided block around it.
         """
         for site in [site for site, stages in self._sites.items() if original in stages]:
             self._sites.setdefault(path + site.removeprefix(old), set()).add(stage)

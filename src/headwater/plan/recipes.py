@@ -45,7 +45,7 @@ from headwater.plan.alive import has_storage, memory_key
 from headwater.plan.writes import changed_by, changed_in_place
 
 _DEEPEST = 12
-"""The most operators between a value and the tensors that are kept."""
+"""Maximum number of operators between a value and the tensors that are kept."""
 
 _CHEAP = frozenset(
     f"aten::{name}"
@@ -227,7 +227,7 @@ class Recipe:
         self._value, self._is_pinned = value, True
 
     def follow(self, memory: torch.Tensor) -> None:
-        """Keep the memory of the value: it is about to change."""
+        """Keep the memory of the value, which an operator is about to change in place."""
         if self._saved > 0:
             self._value, self._is_pinned = memory, True
 
@@ -252,7 +252,7 @@ class Recipe:
 
 @final
 class Recipes:
-    """Knows which values of the running forward can be computed again. See [Note: recipes].
+    """The recipes of the running forward, which say which values can be computed again. See [Note: recipes].
 
     Attributes:
         num_bytes: bytes of all values that the recipes made so far compute.
@@ -272,7 +272,7 @@ class Recipes:
         self.num_bytes = 0
 
     def before_change(self, changed: Iterable[torch.Tensor]) -> None:
-        """Compute the values that depend on tensors which an operator is about to change, and keep these."""
+        """Compute and keep the values that depend on `changed`, which an operator is about to change."""
         for tensor in filter(_is_plain, changed):
             key = memory_key(tensor)
             for recipe in self._used.pop(key, ()):
@@ -314,7 +314,7 @@ class Recipes:
             self._kept.setdefault(memory_key(tensor), (tensor, self._memory(tensor)))
 
     def function_for(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """Return a function that computes a tensor again which autograd saves; `None` if it must be kept."""
+        """Return a function that computes a saved tensor again, or `None` if the tensor must be kept."""
         if not _is_plain(tensor) or memory_key(tensor) in self._kept or _is_saved_by_custom_function():
             return None
         memory, layout = self._memory(tensor), _Layout.of(tensor)

@@ -103,7 +103,7 @@ def _host_words(request: Request, need: int) -> list[str]:
 
 def other_settings(request: Request) -> Iterator[Setting]:
     """Yield settings with which a plan fits: without one of the user's decisions, or with a disk tier."""
-    # No free decision makes the store smaller, so without room for it each search would be in vain.
+    # No decision of the planner makes the store smaller. So without room for the store no plan can fit.
     decisions = vars(request.fixed) if has_room_for_store(request) else {}
     for name, value in decisions.items():
         if value is not None:
@@ -131,8 +131,8 @@ def _without_decision(free: Request, name: str, plan: Plan) -> Setting:
         return _with_fewer_on_device(free)
     if name == "tier" and plan.on_device:
         return Setting("tier auto", free)
-    # A plan's values of these are not decisions: it has a policy for each stage, and slabs even if it
-    # reads in place.
+    # The plan's values of these cannot be written as settings: it has a policy for each stage, and a number
+    # of slabs even if it reads in place.
     if name in ("activations", "num_slabs"):
         return Setting(f"no {name}, so that the plan chooses", free)
     return Setting(f"{name} {getattr(plan, name)}", _with_fixed(free, name, getattr(plan, name)))

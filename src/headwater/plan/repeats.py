@@ -31,7 +31,7 @@ _FIRST, _LAST = 2, 2
 """How many of the equal stages run: the first ones with like inputs, and the last ones of the model."""
 _SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has. Their content is compared apart from the attributes of the class."""
+"""Attributes that every module has. `_module_key` compares them separately from the attributes of a class."""
 _KNOWN_PACKAGES = ("torch.nn.modules.", "headwater.models.")
 """Packages whose modules may be in a stage that is skipped. Costs of a user's own module are unknown."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -44,7 +44,8 @@ class Call:
     Attributes:
         inputs: leaves of the arguments.
         structure: structure of the arguments.
-        outputs: for each leaf of the output a tensor like it, the index of the input that it is, or a value.
+        outputs: for each leaf of the output, the description of a new tensor, the index of the input that is
+            returned, or a value.
         output_structure: structure of the output.
         modes: modes of torch that decide costs.
         uses: the stages that it used, as positions among the stages of its block.
@@ -115,7 +116,7 @@ class Repeats:
         )
 
     def members(self, stage: int) -> tuple[int, ...]:
-        """Return the parts of a divided block and the stage around them, or a single stage in a tuple."""
+        """Return the parts of a divided block and its own stage, or a single stage in a tuple."""
         return self._members.get(stage, (stage,))
 
     def refuse(self) -> None:
@@ -239,7 +240,7 @@ def _equal_stages(model: nn.Module, partition: Partition) -> list[list[int]]:
 
 
 def _members(partition: Partition) -> dict[int, tuple[int, ...]]:
-    """Return the stages of each divided block: the stage around its parts -> the parts, and itself."""
+    """Return the stages of each divided block: its own stage -> its parts, and its own stage."""
     members: dict[int, tuple[int, ...]] = {}
     for stage in partition.stages:
         if stage.part_of is not None:

@@ -1,4 +1,4 @@
-"""Searches the fastest plan within budgets, over tiers, slabs, activations and micro-batch sizes."""
+"""The search for the fastest plan within budgets: over tiers, slabs, activations and micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from headwater.optim.spec import UpdateKind
 
 _SLAB_CHOICES, _RUNGS = slice(0, 12, 4), 6
-"""Of plans that keep some stages in memory: the numbers of slabs that are tried, and the number of rungs."""
+"""For plans with some stages in memory: which numbers of slabs are tried, and how many rungs."""
 
 
 _FRUGAL_TIME = 1.03
-"""Time of a plan with less memory that is chosen for the disk tier, as a multiple of the shortest time."""
+"""With the disk tier, a plan may take this multiple of the shortest time if it needs less memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Request:
     Attributes:
         budgets: limits of the run.
         disk: folder of the disk tier, if there is one.
-        slack_bytes: host memory that a remedy adds to what is needed, since `base_bytes` differs a little
-            from one process to the next.
+        slack_bytes: host memory that a remedy adds to the bytes that are needed, because `base_bytes` differs
+            a little between processes.
         asked_host: host memory that the user allows; `None` if the user has set no limit.
         group: control groups around the process; a remedy may need larger ones.
         device_tier: False if no stage may be stored in device memory.
@@ -89,7 +89,7 @@ class Request:
     def may_use_device_tier(self) -> bool:
         """True if stages may be stored and updated in device memory.
 
-        Either one rank computes on an accelerator, or all ranks are on one host and do; see [Note: replicas].
+        The ranks are on one host, and all of them compute on an accelerator; see [Note: replicas].
         """
         one_host = not self.share.sums_stay and not self.share.store_ranks
         return self.device_tier and one_host and self.device != "cpu"
@@ -108,7 +108,7 @@ class Request:
 def best_plan(request: Request) -> Plan | None:
     """Return the fastest plan that fits, by nominal rates if none were measured; `None` if none fits.
 
-    If the user wants all weights on disk, a plan with fewer slabs that is hardly slower comes first.
+    If the user wants all weights on disk, a plan with fewer slabs is preferred if it is hardly slower.
     """
     best: Plan | None = None
     for size in micro_batch_sizes(request):
@@ -294,10 +294,10 @@ def _mixes(
 
     Args:
         predictor: of the trace.
-        frame: the tiers of stages that have no other place.
+        frame: a plan with the tiers of the stages that are not moved to memory.
         ladder: the activation policies.
         request: what to plan for.
-        smallest: yield the plans that exceed a single budget least, with the fewest slabs.
+        smallest: yield the plans that exceed the budget of one memory least, with the fewest slabs.
     """
     if frame.trace.inference:
         return

@@ -96,7 +96,7 @@ class StageCosts:
         """Make `stage` current when backward reaches one of these tensors."""
         for tensor in tensors:
             if tensor.requires_grad:
-                # Weak: Python's collector does not see what such a hook refers to.
+                # Weak: Python's garbage collector does not see the references of a tensor's hook.
                 tensor.register_hook(functools.partial(_set_current, weakref.ref(self), stage))
 
     def save(self, tensor: torch.Tensor, inputs: set[int]) -> None:

@@ -23,10 +23,10 @@ from headwater.plan.writes import changed_by
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 _KNOWN_BYTES = 1 << 20
-"""The most bytes of a tensor whose values a dry run computes."""
+"""A dry run computes the values of tensors of at most this size."""
 
 _OVERLAPS = 1
-"""What torch returns if elements of a tensor share memory. Such a tensor cannot be written to."""
+"""The number that torch returns if elements of a tensor share memory. Such a tensor cannot be written to."""
 
 
 def call_operator(
@@ -136,9 +136,9 @@ class Operators:
 
 @contextmanager
 def python_stand_ins() -> Iterator[None]:
-    """Inside the context, `torch.tensor` and `torch.distributions` accept fake tensors."""
+    """Enter a context in which `torch.tensor` and `torch.distributions` accept fake tensors."""
     checked = Distribution._validate_args
-    Distribution.set_default_validate_args(False)  # it asks whether all values are valid, and raises
+    Distribution.set_default_validate_args(False)  # the check would need real values
     try:
         with _NumbersFromTensors():
             yield

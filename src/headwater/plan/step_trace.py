@@ -95,12 +95,12 @@ class Trace:
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        """For each stage the divided block that it belongs to: the stage around it, or the stage itself."""
+        """For each part of a divided block, the block's own stage; for any other stage, the stage itself."""
         return tuple(stage.index if stage.part_of is None else stage.part_of for stage in self.stages)
 
     @cached_property
     def members(self) -> dict[int, tuple[int, ...]]:
-        """Divided block (the stage around its parts) -> its stages: the parts, and itself."""
+        """The own stage of each divided block -> all its stages: the parts, and the own stage."""
         parts = {stage.part_of for stage in self.stages if stage.part_of is not None}
         return {
             block: tuple(stage for stage, around in enumerate(self.blocks) if around == block)
@@ -108,7 +108,7 @@ class Trace:
         }
 
     def storing(self, optimizer_state: OptimizerState) -> Trace:
-        """Return this dry run for a store that keeps optimizer state so; see `ParamSpec.bf16_state`."""
+        """Return this trace with `ParamSpec.bf16_state` set if `optimizer_state` is `bf16`."""
         if optimizer_state == "exact":
             return self
 

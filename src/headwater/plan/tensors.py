@@ -127,7 +127,7 @@ class RealTensors:
 
 
 def with_real_tensors(run: Callable[[RealTensors], T]) -> T:
-    """Return the result of a dry run on the model's own tensors. A parameter that it writes is a copy."""
+    """Return the result of a dry run on the model's own tensors. It writes only to copies of parameters."""
     copied: set[str] = set()
     while True:
         tensors = RealTensors(copied)

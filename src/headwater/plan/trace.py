@@ -116,7 +116,7 @@ class _DryRun:
             self.model, self.partition, tensors, self.observer, repeats, inference=self.inference
         )
         casts = casts_of_gpu() if self.precision.mixed and self.device != "cpu" else nullcontext()
-        untouched = effects_undone(self.model)  # outermost: it reads states of random generators, tensors too
+        untouched = effects_undone(self.model)  # outermost: states of random generators are real tensors
         with untouched, compiler_off(), tensors.active(), casts, autocast(self.precision, "cpu"):
             recorder.run(self.batch, self.loss_function)
         return recorder

@@ -1,4 +1,4 @@
-"""Records a training step on fake tensors: calls of modules, operators, reads and writes of weights."""
+"""The recorder of a dry run: calls of modules, operators, and reads and writes of weights."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Inside the context, record the module calls and operators of a forward."""
+        """Enter a context that records the module calls and operators of a forward."""
         with ExitStack() as stack:
             for path, module in self._model.named_modules():
                 # Layers enclose hooks, so a hook that reads a weight is recorded with its module.
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _recording_backward(self) -> Iterator[None]:
-        """Inside the context, record the operators of a backward, which runs outside of autocast."""
+        """Enter a context that records the operators of a backward, which runs outside of autocast."""
         self._costs.in_backward = True
         with ExitStack() as stack:
             if self._repeats is not None:
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):
             yield
 
     def _recomputed(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module that backward calls again, as a checkpoint does: nothing may have been skipped."""
+        """Run a module that backward calls again, as a checkpoint does. Then no stage may be skipped."""
         # Only modules count: a layer's own backward may compute a function again, with gradients, and the
         # costs of this are among those that a skipped layer takes over.
         assert self._repeats is not None, "only a dry run that skips stages asks for this"
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         """Run a stage, or skip it if a call that costs the same has run; see [Note: repeated stages]."""
         inputs, structure = tree_flatten((args, kwargs))
         members = repeats.members(stage)
-        # Other hooks, as of a checkpoint, save a skipped call otherwise than the call itself.
+        # With other hooks, such as a checkpoint's, a skipped call would save other tensors than a real one.
         may_skip = torch._C._autograd._top_saved_tensors_default_hooks(False)[0] == self._pack
         repeated = repeats.call_like(stage, inputs, structure, may_skip=may_skip)
         if repeated is not None:

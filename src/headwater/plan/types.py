@@ -90,7 +90,8 @@ class StoreShare:
         state: share of everything else in the store.
         gradients: share of the sums that wait for the update, if these are not on the compute device.
         disk_ranks: ranks of this host that read or change data on its disk, each through separate buffers.
-        images: number of stages whose weights are in memory beside the slabs at once, when they are updated.
+        images: number of stages that are updated at the same time with their weights in memory, beside the
+            slabs.
         store_ranks: ranks of this host that do not compute.
         sums_stay: True if there are ranks on other hosts, with which sums of gradients are exchanged.
     """
@@ -144,7 +145,7 @@ Updates = Literal["on_fetch", "in_backward"]
 def shares_slabs(tier: Tier | None, device: str) -> bool:
     """True if the ranks of a host share slabs: on CPU, with weights on disk.
 
-    Weights in memory are copied by each rank for itself, and so are weights to an accelerator.
+    Otherwise each rank copies the weights to its own slabs.
     """
     return tier == "disk" and device == "cpu"
 
@@ -155,7 +156,7 @@ class Blocks:
 
     Attributes:
         compiled: True if blocks are compiled.
-        reason: why, if the choice was made by a measurement or for lack of one; empty if the user made it.
+        reason: the reason, if a measurement or the lack of one has decided; empty if the user has decided.
     """
 
     compiled: bool = False

@@ -114,10 +114,10 @@ class ParameterWrites(TorchFunctionMode):
 
 
 def changed_in_place(shape: Sequence[int]) -> StreamError:
-    """Return the error for a tensor of a shape that was changed in place after autograd saved it."""
+    """Return the error for a tensor of this shape that was changed in place after autograd saved it."""
     return StreamError(
         f"a tensor of shape {list(shape)} that backward needs was changed in place",
-        remedy="as in plain PyTorch: use the operator that gives a new tensor",
+        remedy="use the operator that returns a new tensor, as in plain PyTorch",
     )
 
 
