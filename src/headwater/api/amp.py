@@ -1,4 +1,4 @@
-"""Mixed precision in a user's loop: the half dtype, loss scaling, and the optimizer step around it."""
+"""Mixed precision in a user's loop: the 16-bit dtype, loss scaling, and optimizer steps with both."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class GradScaler:
         steps_per_increase: number of consecutive finite steps after which a dynamic scale is doubled.
         min_loss_scale: lower bound of a dynamic scale. A non-finite gradient at this scale is an error.
         max_loss_scale: upper bound of a dynamic scale.
-        overflow_tolerance: fraction of the steps since the last change of the scale that may be non-finite
-            before the scale is halved.
+        overflow_tolerance: a dynamic scale is halved only if more than this fraction of the steps since its
+            last change had a non-finite gradient.
         max_gradient_norm: clip the global 2-norm of the unscaled gradients to this in every step.
 
     Raises:
@@ -163,7 +163,7 @@ class GradScaler:
         """
         is_unscaled = id(optimizer) in self._found_finite
         applied = False
-        # After `unscale_` the result is known: a step that will be skipped need not begin.
+        # `unscale_` may have found a non-finite gradient already. Such a step need not begin.
         if self._found_finite.get(id(optimizer), True) or not self._scale.dynamic:
             applied = optimizers.step(
                 optimizer,

@@ -16,7 +16,7 @@ from headwater.core.errors import ConfigError
 
 
 def config_of(backend_type: str, options: Mapping[str, Any]) -> BackendConfig:
-    """Return the section of a params file that says the same as options of a script.
+    """Return the section of a params file that has the same meaning as the options of a script.
 
     Args:
         backend_type: see `headwater.backend`.

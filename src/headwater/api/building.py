@@ -76,7 +76,7 @@ class BuildInFiles(TorchFunctionMode):
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 # Not `truncate`: on a full disk the first write to a page without a block ends the process.
                 os.posix_fallocate(file.fileno(), 0, math.prod(shape) * dtype.itemsize)
-                # The data outlive the open file: the tensor keeps the mapping, and the mapping keeps them.
+                # The mapping keeps the data after the file is closed, and the tensor keeps the mapping.
                 pages = mmap.mmap(file.fileno(), 0)
         self._mappings.add(pages)
         return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -32,7 +32,7 @@ _SETS_OR_DISABLES_HOOKS = {
     saved_tensors_hooks.__enter__.__code__,
     inspect.unwrap(disable_saved_tensors_hooks).__code__,
 }
-"""The functions of torch that raise an error if hooks for saved tensors are set and disabled at once."""
+"""The functions of torch that raise an error if saved-tensor hooks are both set and disabled."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call of the model."""
@@ -100,9 +100,9 @@ def _no_transforms(model: nn.Module) -> StreamError:
 
 
 def _are_hooks_disabled(error: RuntimeError) -> bool:
-    """True if torch raised the error because `disable_saved_tensors_hooks` is around hooks, or in them."""
+    """True if torch raised the error because saved-tensor hooks are both set and disabled."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    # The text of the error does not tell: the user chooses it.
+    # The text of the error cannot be compared, because the user's code chooses it.
     return bool(frames) and frames[-1].f_code in _SETS_OR_DISABLES_HOOKS
 
 
@@ -144,10 +144,10 @@ def own_randomness(rank: int) -> Iterator[None]:
     Args:
         rank: this rank.
     """
-    # The seed alone would not do: a script may have drawn numbers since it set the seed.
+    # From the state, not the seed: a script may have drawn numbers since it set the seed.
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     with torch.random.fork_rng(devices=drawing_devices()):
-        # With a count: `fork_rng` restores the state, so every forward would draw the same numbers.
+        # The count is needed because `fork_rng` restores the state: every forward would draw equal numbers.
         torch.manual_seed(derive_seed(state, next(_forwards), rank))
         yield
 

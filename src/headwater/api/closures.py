@@ -79,7 +79,7 @@ class ClosureQueue:
 
     @property
     def is_running(self) -> bool:
-        """True while a closure runs. A closure that is called now is called from inside of it."""
+        """True while a closure runs. Then a new call comes from inside that closure."""
         return self._running
 
     def add(self, call: Call) -> None:

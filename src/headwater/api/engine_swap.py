@@ -106,7 +106,7 @@ class CurrentEngine:
 
         Args:
             updaters: the optimizer of each parameter.
-            names: the parameters that count; all of the store if not given.
+            names: the parameters that are compared; all parameters of the store if not given.
         """
         store, rule = self.present.store, updaters.rule
         specs = (spec for stage in store.stages for spec in stage.params)
@@ -125,9 +125,9 @@ class CurrentEngine:
     ) -> None:
         """Replace the engine by one with this plan and these optimizers. Weights and optimizer state stay.
 
-        The new engine uses the old store, if that is the store which its plan and optimizers need. Otherwise
-        the values move to a new store, and for this time both stores are in memory. If the new engine cannot
-        be built, the old store keeps the values, and the next call of the model makes a new plan.
+        The new engine uses the old store if its plan and optimizers need the same kind of store. Otherwise
+        the values move to a new store, and until then both stores are in memory. If the new engine cannot be
+        built, the old store keeps the values, and the next call of the model makes a new plan.
 
         Args:
             plan: the plan.
@@ -162,7 +162,7 @@ class CurrentEngine:
             take_from_first_host(engine.store, self.fabric)
 
     def _keeps_store(self, before: Engine, plan: Plan, updaters: Updaters) -> bool:
-        """True on every rank if the store of the old engine serves a plan and optimizers on every rank."""
+        """True if an engine with this plan and these optimizers can use the old store, on every rank."""
         keeps = StoreSettings.of(plan) == StoreSettings.of(before.plan) and self.updates_as(updaters)
         # Ranks build a store together, so all of them must build one.
         return all(self.fabric.gather_objects(keeps, bool))
@@ -204,12 +204,12 @@ class CurrentEngine:
         return value
 
     def _give_back(self, key: ParamKey, param: nn.Parameter) -> None:
-        """Copy value, gradient and optimizer state of a parameter that leaves the store out of the store."""
+        """Copy value, gradient and optimizer state from the store to a parameter that leaves the store."""
         store = self.present.store
         give_back(store, key, param, self.updaters.state_owner_of(store.spec(key).name))
 
     def give_states_back(self, names: Collection[str]) -> None:
-        """Copy optimizer state from the store to the optimizers. Called before others update the parameters.
+        """Copy optimizer state from the store to the optimizers, before other optimizers take over.
 
         Args:
             names: names of the parameters.

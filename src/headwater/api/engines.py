@@ -105,7 +105,7 @@ def build_engine(
 
 
 def advise_fast_products(device: str, precision: Precision, backend: BackendConfig) -> None:
-    """Log a warning, once, if `matmul: fast` would make a run in bf16 or fp16 several times as fast here.
+    """Log a warning, once, if `matmul: fast` would make a run in bf16 or fp16 several times faster here.
 
     Args:
         device: `cpu` or `cuda`.

@@ -37,7 +37,7 @@ _STATE, _CHECKSUMS, _SEAL, _VERSION = (
 _FORMAT_VERSION = "1"
 _CHECKSUM_DIGITS = 8
 _READ_AT_ONCE_BYTES = 1 << 16
-"""Tensors up to this many bytes are read at once. Optimizers change step counts in place: not lazy."""
+"""Tensors up to this size are not lazy: optimizers change step counts in place, which lazy ones forbid."""
 
 _LEGACY_PICKLE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The first bytes of a file in the old format of `torch.save`, before zip archives."""

@@ -49,7 +49,7 @@ class _MomentHome:
 
 
 class Moment:
-    """One optimizer state tensor of a parameter, wherever its values are now: in a store or in the optimizer.
+    """One optimizer state tensor of a parameter, whose values may be in a store or in the optimizer.
 
     Attributes:
         kept: the values, after another tensor has replaced this one in the state; `None` before.
@@ -60,7 +60,8 @@ class Moment:
     )
 
     def __init__(self, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> None:
-        # Strong references: while this lives, no other object can get the ids in its key in `_alive`.
+        # Strong references: while this object exists, no other object can get the ids that are its key in
+        # `_alive`.
         self._optimizer, self._param, self._name = optimizer, param, name
         self.kept: torch.Tensor | None = None
 
@@ -100,7 +101,7 @@ class Moment:
     def home(self) -> Any:
         if self.kept is not None:
             return KeptHome(self.kept, self._name)
-        # Asked at each use: the engine may have been released, or built again with another store.
+        # Looked up at each use: the engine may have been released, or built again with another store.
         scalars = stored_scalars(self._param, self._optimizer)
         if scalars is None:
             return KeptHome(self._plain(), self._name)

@@ -7,8 +7,8 @@ has. A state is either in the store, or in its `ParamState`. Some states do not 
 of another shape, or a state that lacks a moment. Such a state is taken out of the store. The next step puts
 it back or refuses it.
 
-A loop may also assign another mapping to `optimizer.state`. Nothing notices this at once. So every function
-that uses the state in a store looks first whether the mapping is still the installed one.
+A loop may also assign another mapping to `optimizer.state`, which no hook notices. So every function that
+uses the state in a store first checks that the mapping is still the installed one.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class OptimizerState(Dictionary):
     __copy__ = copy
 
     def __reduce__(self) -> Any:
-        # What torch's own state is: a pickle must load in a program without this package.
+        # The class of torch's own state: a pickle must load in a program without this package.
         return defaultdict, (dict, dict(self.items()))
 
 

@@ -1,4 +1,4 @@
-"""Makes torch's optimizers work with streamed parameters: the weight store runs steps and keeps state."""
+"""Hooks of torch's optimizers for streamed parameters: the weight store runs steps and keeps the state."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _options = ProcessValue(_StepOptions())
 """Options of the step that runs now. Global, because `optimizer.step()` has no arguments for them."""
 _adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _used: weakref.WeakKeyDictionary[Optimizer, list[ParameterAtRest]] = weakref.WeakKeyDictionary()
-"""Optimizer -> the parameters that its step, which runs now, has updated."""
+"""Optimizer -> the streamed parameters that its running step has updated so far."""
 
 
 def step(
@@ -96,7 +96,7 @@ def step(
     asked = _StepOptions(max_norm, max_value, loss_scale, skip_non_finite)
     stores = {id(home.store) for home in _homes(optimizer)}
     has_plain = any(not isinstance(param, ParameterAtRest) for param in params_of(optimizer))
-    # Clipping needs the norm of all gradients. A store knows only the norm of those that it holds.
+    # Clipping needs the norm of all gradients. A store knows only the norm of its own gradients.
     if len(stores) == 1 and not has_plain:
         with _options.replaced(asked):
             optimizer.step()

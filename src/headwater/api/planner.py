@@ -129,7 +129,7 @@ class Planner:
                 calibration=rates,
                 ranks=fabric.local_size,
                 share=_share(fabric),
-                device_tier=fabric.size == 1,  # a loop may change weights in another way on each rank
+                device_tier=fabric.size == 1,  # the user's loop may change the weights of one replica only
                 divided=lambda: map(_always, divided),
                 update_kind=updaters.update_kind_on(self.device),
             )

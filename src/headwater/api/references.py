@@ -38,7 +38,7 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     params = list(params)
     known = {id(param) for _, param in params}
     names = {address: name for name, param in params if (address := _address(param)) is not None}
-    # First without a collection, which takes long in a large program and is rarely needed.
+    # First without a garbage collection, which takes long in a large program and is rarely needed.
     if not _shared(names, known):
         return
     gc.collect()  # unreachable tensors need no warning
@@ -54,7 +54,7 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def warn_of_kept_views(params: Iterable[ParameterAtRest], number: int) -> None:
-    """Warn of views of parameters that a forward has made and that exist when an optimizer updates these.
+    """Warn of views of parameters that a forward made and that still exist after an optimizer's update.
 
     Args:
         params: the parameters that the optimizer has updated.

@@ -1,4 +1,4 @@
-"""Makes a new plan for a model in a user's loop: runs a dry run, plans, and builds an engine."""
+"""A new plan for a model in a user's loop: a dry run, the plan, and the engine for this plan."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class PrecisionWarning(UserWarning):
-    """Warns that weights change from bf16 or fp16 to fp32, because a call of the model was not autocast."""
+    """Warns that weights change from bf16 or fp16 to fp32, because a call was outside of autocast."""
 
 
 @final
 class Replanning:
-    """Makes plans that serve a call of a model, and moves the weights to an engine with the plan.
+    """Makes plans with which a call of a model can run, and moves the weights to an engine with the plan.
 
     Attributes:
         is_running: true during a dry run.
@@ -63,7 +63,7 @@ class Replanning:
     def plan(
         self, call: Call, precision: Precision | None, *, only_look: bool, in_fp32: bool = False
     ) -> None:
-        """Make a plan that serves a call of the model, and move the weights to a new engine.
+        """Make a plan with which a call of the model can run, and move the weights to a new engine.
 
         Args:
             call: the arguments of the call.
@@ -97,10 +97,10 @@ class Replanning:
             self.trained = target.trained
 
     def _prepare(self) -> None:
-        """Refuse memory that parameters share, and read what later reads would find changed."""
+        """Refuse parameters that share memory. Read lazy parameters that take their values from a store."""
         now, model = self._current, self._current.model
         refuse_shared_memory(model)
-        # Read now what reads from a store: later, parameters may not have their values when they are read.
+        # Read now: when these parameters are read later, the store may not have the values any more.
         settle_lazy_parameters(model, lambda param: values_of(param) is not None)
         if now.engine is None:
             now.fabric = current()
@@ -109,7 +109,7 @@ class Replanning:
             self._was_planned = True
 
     def _target(self, *, in_fp32: bool) -> _Target:
-        """Return the model and its optimizers as the next engine must serve them.
+        """Return the facts about the model and its optimizers on which the next engine depends.
 
         Call this before the dry run, which replaces forwards.
         """
@@ -146,7 +146,7 @@ class Replanning:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Inside the context, `is_running` is true."""
+        """Enter a context in which `is_running` is true."""
         self.is_running = True
         try:
             yield
@@ -156,7 +156,7 @@ class Replanning:
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """The model and its optimizers as the next engine must serve them.
+    """The facts about a model and its optimizers on which the next engine depends.
 
     Attributes:
         updaters: the optimizer of each parameter.

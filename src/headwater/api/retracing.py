@@ -68,7 +68,7 @@ def traces_of(
     model, engine = current.model, current.engine
     partition = find_stages(model, precision)
     if engine is not None:
-        engine.store.flush()  # no update must meet fake tensors
+        engine.store.flush()  # a pending update must not run among fake tensors
         in_fp32 = precision != engine.plan.precision
         partition = _with_masters_of(engine, partition, old_names, in_fp32=in_fp32)
     divided = engine is not None and current.structure.is_current and engine.plan.trace.members

@@ -49,7 +49,7 @@ class StreamedSteps:
             return
         engine.executor.reset()
         if not engine.store.roll_back():
-            logger.warning("the step had been used by a forward after optimizer.step(): it stays applied")
+            logger.warning("the step stays applied, because a forward has used its weights already")
         self._undo_buffers()
         self.end_step()
 

@@ -138,7 +138,7 @@ class StreamedModel:
         return self.precision is not None or serves_call(self.engine.plan.precision, self.engine.plan.device)
 
     def _plan(self, call: Call, *, only_look: bool, in_fp32: bool) -> Exception | None:
-        """Make a plan that serves a call. Return the error of a failed plan if the call can run without one.
+        """Make a plan for a call. Return the error of a failed plan if the call can run without a plan.
 
         Args:
             call: the arguments of the call.

@@ -67,7 +67,7 @@ def register(participant: Participant, *, undone_last: bool = False) -> None:
 
     Args:
         participant: the participant.
-        undone_last: undo a step of this participant after those of all that are registered already.
+        undone_last: undo this participant's part of a step after the parts of those registered before it.
     """
     if id(participant) in _participants:
         return

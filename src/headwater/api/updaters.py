@@ -1,4 +1,4 @@
-"""Which optimizer updates each streamed parameter."""
+"""The optimizer that updates each streamed parameter."""
 
 from __future__ import annotations
 

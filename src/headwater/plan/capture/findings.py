@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from headwater.plan.capture.place import Place, module_text
 
 WHOLE_FORWARD = "forward"
-"""The name that a finding has for its operator if no single operator is the reason."""
+"""The `operator` of a finding that no single operator has caused."""
 
 _SHOWN_NAMES = 3
 

@@ -32,10 +32,10 @@ class StageGraph:
     """One graph and the modules that share it.
 
     Attributes:
-        name: path of the first of them, with a number if that module has several graphs.
-        modules: their qualified names.
-        stages: indices of the stages whose weights they read.
-        kind: their class.
+        name: qualified name of the first module, with a number if that module has several graphs.
+        modules: qualified names of the modules.
+        stages: indices of the stages whose weights the modules read.
+        kind: the class of the modules.
         program: takes a dictionary of weights and buffers by their names in the module, and a list of the
             tensors among the arguments of the module's forward; returns the tensors in its result.
         text: the graph as Python; each operator has its module and its line in the source.

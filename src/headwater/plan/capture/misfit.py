@@ -24,7 +24,8 @@ def misfit(error: Exception, model: nn.Module, locator: Locator) -> ModelError |
     place = locator.find(reversed(frames))
     story = first_sentence(error)
     what = story if isinstance(error, RefusedCall) else f"{type(error).__name__}: {story}"
-    # Backward runs no code of the user, so its error has no place; any other one is a fault of this package.
+    # An error in backward has no place, because backward runs no code of the user. Any other error without a
+    # place is a fault of this package.
     if place is None and all(frame.f_code is not _BACKWARD for frame, _ in frames):
         return None
     if place is None:

@@ -41,7 +41,10 @@ class MovedActivations:
         self._out[stage, rank] = task
 
     def bring_back(self, stage: int, rank: int) -> list[int]:
-        """Add a task that brings back a stage's activations, if they are out; return what to wait for."""
+        """Add a task that brings back a stage's activations, and return it in a list.
+
+        The list is empty if the activations were not moved out.
+        """
         if (stage, rank) not in self._out:
             return []
         moved, host, after = self._bytes(stage), self._host, [self._out.pop((stage, rank))]

@@ -14,7 +14,7 @@ from headwater.plan.cluster.timeline import Kind, Timeline
 from headwater.plan.cluster.types import Network, Placement
 
 PIECE_BYTES = 8 << 20
-"""The most bytes that a switch receives before it forwards them."""
+"""Maximum bytes that a switch receives before it forwards them."""
 MOST_PIECES = 16
 """Maximum number of pieces into which a stage's transfer is divided in the simulation."""
 

@@ -1,4 +1,4 @@
-"""Plans and simulates the step of one number of CSXs."""
+"""The plan and the simulated step of one number of CSXs."""
 
 from __future__ import annotations
 

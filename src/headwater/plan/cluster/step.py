@@ -21,7 +21,7 @@ from headwater.plan.types import Phase, Plan
 from headwater.store.layout import MOST_UNFINISHED
 
 UPDATES_AHEAD = 4
-"""How many uses updates and broadcasts may be ahead of the computation."""
+"""Updates and broadcasts may be at most this many uses ahead of the computation."""
 
 
 @dataclasses.dataclass(frozen=True)

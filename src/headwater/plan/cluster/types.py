@@ -77,7 +77,7 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The network between hosts. Each host has one link, which sends and receives at this rate at once.
+    """The network between hosts. Each host has one link, which can send and receive at the same time.
 
     Attributes:
         bytes_per_s: rate of a link, each way.

@@ -92,7 +92,7 @@ class WeightsIn:
         return None if distance is None or distance > use else use - distance
 
     def _fetch(self, use: int, freed: list[list[int]]) -> list[list[int]]:
-        """Add the tasks that bring the weights of a use to the ranks; return by rank what to wait for."""
+        """Add the tasks that bring the weights of a use to the ranks; return by rank those to wait for."""
         stage = self._stage(use)
         everywhere = [task for tasks in freed for task in tasks]
         into_slab = self._is_first(use) and self._owners.needs_slab(stage)

@@ -2,7 +2,7 @@
 
 - `stages`: bytes of a stage's weights, masters, optimizer state and gradients. The other modules use them.
 - `slabs`: the memory into which weights are copied for the device.
-- `activations` and `gradients`: what a step holds at each use of a stage.
+- `activations` and `gradients`: the tensors that are in memory at each use of a stage.
 - `store`, `device`, `updates`: the weight store on the host and on the device, its buffers and workspaces.
 - `snapshots`: copies of stages for a checkpoint that is written during training.
 """

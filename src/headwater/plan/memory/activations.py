@@ -11,7 +11,7 @@ from headwater.plan.step_trace import StageCost, Trace
 from headwater.plan.types import Activations
 
 OFFLOAD_WINDOW_BYTES = 128 * MIB
-"""Bytes of activations that may be on their way to the disk at once; as many may be on their way back."""
+"""Maximum bytes of activations that are being moved out at a time; as many may be on their way back."""
 OFFLOAD_WRITERS, OFFLOAD_BLOCK_BYTES = 2, 16 * MIB
 """Number of threads that write activations, and the size of the buffer of each."""
 
@@ -65,10 +65,10 @@ def offloaded_bytes(cost: StageCost, policy: Activations) -> int:
 
 
 def recomputable(trace: Trace) -> list[bool]:
-    """Return for each stage if it can be recomputed: if it saves tensors, all within its own module.
+    """Return for each stage whether it can be recomputed.
 
-    A divided block is recomputed as a whole, or none of its stages is. Its weights may be read in all of its
-    modules.
+    The stage must save tensors, and only its own module may read its weights. A divided block is recomputed
+    as a whole or not at all; any module inside it may read its weights.
     """
     elsewhere = {
         stage

@@ -72,7 +72,7 @@ class GradientBytes:
             return buffers
         held = self.all_held(plan)
         if plan.updates_free_gradients:
-            # Beside those of the stages that wait, as many as may be on their way to their sums.
+            # Plus gradients that wait to be added to sums: at most as many bytes as the largest stage has.
             held = max(self._waiting_in_backward(plan)) + largest
         return int(self._share.gradients * held) + buffers
 

@@ -34,13 +34,13 @@ def pool_bytes(slab_sizes: tuple[int, ...], slabs: int) -> int:
 
 
 def minimum_slabs(trace: Trace, ranks: int = 1) -> int:
-    """Return the fewest slabs of a size class that hold all stages bound at once; at least two.
+    """Return the fewest slabs of a size class that hold all stages bound at the same time; at least two.
 
     Args:
         trace: the dry run.
         ranks: number of ranks that share the slabs; each may be at another place in the model.
     """
-    most = 2  # one that computes, and one that is fetched beside it
+    most = 2  # one for the stage that computes, and one for the next fetch
     for site in trace.sites:
         bound = {stage for module in _enclosing(site) for stage in trace.sites.get(module, ())}
         sizes = Counter(trace.stages[stage].slab_bytes for stage in bound)

@@ -13,7 +13,7 @@ from headwater.plan.types import Plan
 from headwater.store.layout import DEVICE_PIECE_ELEMENTS, GROUP_BYTES, PIECE_ELEMENTS
 
 _THREADS = 2
-"""Threads that save a stage at the same time: the one of the checkpoint, and one that is about to update."""
+"""Threads that save a stage at the same time: that of the checkpoint, and one that is about to update it."""
 
 
 @final

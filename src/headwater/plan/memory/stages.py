@@ -26,7 +26,7 @@ class StageBytes:
         gradient: gradients as autograd makes them, in wire precision.
         gradient_sum: gradients that wait for the update, if they are summed in fp32.
         trained: number of trained parameters.
-        moved: bytes that an update in host memory is predicted by: it reads and writes what is stored.
+        moved: bytes that an update in host memory reads and writes, by which its time is predicted.
     """
 
     slab: int
