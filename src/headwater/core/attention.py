@@ -27,7 +27,7 @@ AttentionKernel = Literal["auto", "torch"]
 _SIZE_UNIT, _LARGEST_SIZE = 16, 256
 _NEEDED_FEATURES = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
 _FASTER_FEATURES = frozenset({"amx_bf16", "amx_tile"})
-"""With these torch's own kernel multiplies tiles of matrices, which AVX-512 does not."""
+"""On processors with these features torch's own kernel is faster, because it multiplies tiles of matrices."""
 
 _OPERATORS = torch.library.Library("headwater", "DEF")
 _OPERATORS.define(
@@ -93,7 +93,7 @@ def attention_kernel_available() -> bool:
     return _library() is not None
 
 
-# As for `is_transformed`.
+# For the same reason as `is_transformed`.
 attention_kernel_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

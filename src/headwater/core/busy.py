@@ -1,4 +1,4 @@
-"""Sums of recorded work: how long each kind of work ran, and what the computing thread was bound by."""
+"""Sums of recorded work: how long each kind of work ran, and what limited the computing thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Durable files: written with a checksum for every chunk if wanted, which is compared on reading."""
+"""Durable files with an optional checksum for every chunk, which is compared when the chunk is read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CheckedFile:
     Args:
         path: where it is created; an existing file is replaced.
         num_bytes: its size; the space is reserved at once.
-        checksums: compute the checksum of each chunk. A format that has no place for them does without.
+        checksums: compute the checksum of each chunk; false for a format that cannot store them.
 
     Raises:
         DiskFullError: if there is too little space.
@@ -73,7 +73,7 @@ class CheckedFile:
         return self
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Write bytes at `offset`, perhaps after the return. Each byte of the file is written once.
+        """Write bytes at `offset`, perhaps on a thread after this call returns. Write each byte only once.
 
         Raises:
             StoreError: if this or an earlier write has failed.

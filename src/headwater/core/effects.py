@@ -1,4 +1,4 @@
-"""Undoes what a dry run has changed in Python objects that the user's functions and modules can reach."""
+"""Records of the Python objects that a model's functions and modules can reach, to undo changes to them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from headwater.core.containers import CONTAINERS, Items, has_items, items_of, re
 from headwater.core.random_states import DEFAULTS, GENERATORS, set_state, state_of
 
 _DEEPEST = 4
-"""The most references to follow from a function: to a cell, an object, its dictionary, a list in it."""
+"""Maximum references to follow from a function: to a cell, an object, its dictionary, a list in it."""
 
 _DEEPEST_IN_MODULE = 2
-"""The most references to follow from an attribute of a module: to an object, a list in it."""
+"""Maximum references to follow from an attribute of a module: to an object, a list in it."""
 
 _LARGEST = 1000
-"""The most items of a container whose items are visited. Larger containers are not looked into."""
+"""The items of larger containers are not visited."""
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _STATE_OF_TORCH = (

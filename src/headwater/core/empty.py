@@ -84,7 +84,8 @@ def settle_lazy_parameters(model: nn.Module, read_now: Callable[[Tensor], bool])
 
     Args:
         model: the model.
-        read_now: whether a parameter gets its values now; otherwise it becomes an empty one that knows them.
+        read_now: returns true if a parameter gets its values now. Otherwise it becomes an empty parameter
+            that records where its values are.
     """
     for param in [param for param in model.parameters() if isinstance(param, StoredTensor)]:
         lazy = LazyTensor(param.read_pieces, param.shape, param.dtype)

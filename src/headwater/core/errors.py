@@ -91,7 +91,7 @@ class DoesNotFitError(PlanError):
 
 
 class StoreError(HeadwaterError):
-    """The weight store cannot read or apply what was asked for, for example after a failed update."""
+    """The weight store cannot read a value or apply an update, for example after a failed update."""
 
 
 class DiskFullError(StoreError):

@@ -1,4 +1,4 @@
-"""Reads of whole tensors that continue with the tensor behind in the file before it is asked for."""
+"""Reads of whole tensors from a file, with read-ahead of the tensor that follows in the file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headwater.core.transfers import Read, read_ahead
 
 @final
 class FileOrder:
-    """Reads tensors of one file in pieces. If they are asked for in file order, the next one is read ahead.
+    """Reads tensors of one file in pieces. If they are requested in file order, the next one is read ahead.
 
-    A program that loads a state asks for one tensor after the other and says nothing of the next one. So a
-    file behaves like the disk's own read-ahead: after two tensors in file order, reading continues behind
-    the second. What is read ahead is dropped if another tensor is asked for.
+    A program that loads a state requests one tensor after another, and does not announce the next one. So
+    this class works like the read-ahead of a disk: after two requests in file order, it reads the tensor that
+    follows. These bytes are dropped if another tensor is requested instead.
 
     Args:
         file: the file.
@@ -33,7 +33,7 @@ class FileOrder:
         self._order = sorted(spans, key=lambda name: spans[name])
         self._number = {name: number for number, name in enumerate(self._order)}
         self._last: int | None = None
-        # At most one entry, which one thread takes out: the tensor whose first run comes next, and the reads.
+        # At most one entry: the tensor that is read ahead, and its reads. A thread that uses it removes it.
         self._ahead: dict[int, Iterator[torch.Tensor]] = {}
         self._of_other_process: dict[int, Iterator[torch.Tensor]] = {}
         self._process = os.getpid()
@@ -58,7 +58,7 @@ class FileOrder:
             names = self._order[number:] if continues else [name]
             reads = read_ahead(_reads(self._file, names, self._spans))
         yield from islice(reads, -(-self._spans[name][1] // CHUNK_BYTES))
-        # At last: after a part of a tensor, nothing is known of the next one.
+        # Set only now: if the caller stops inside this tensor, the next one cannot be predicted.
         self._last = number
         if continues and number + 1 < len(self._order):
             self._ahead[number + 1] = reads

@@ -22,7 +22,7 @@ _WRONG_KIND = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EL
 _MAKE_WAY = "move it away, or name another folder"
 _MAKE_WRITABLE = "give this user the right to write there, or name another folder"
 _AROUND = 100
-"""Characters of a long line that an error shows on each side of the place that it is about."""
+"""Characters of a long line that an error shows on each side of the fault."""
 _OTHER_DISK = "check the disk and how it is mounted, or name a folder on another disk"
 
 
@@ -80,7 +80,7 @@ def _obstacle(path: Path) -> tuple[Path, str] | None:
 
 
 def unencodable(error: UnicodeEncodeError) -> ConfigError:
-    """Return the error for a text, usually the name of a file, that the encoding of files does not have."""
+    """Return the error for a text, usually a file's name, that the encoding of files cannot represent."""
     encoding = sys.getfilesystemencoding()
     found = _around(error.object, error.start)
     if encoding == "utf-8":
@@ -89,7 +89,7 @@ def unencodable(error: UnicodeEncodeError) -> ConfigError:
             remedy="rename the file, or correct the text",
         )
     return ConfigError(
-        f"expected text that the encoding {encoding} has, got {found!a}",
+        f"expected text that the encoding {encoding} can represent, got {found!a}",
         where="locale of this process (LC_ALL, LC_CTYPE, LANG)",
         remedy="set PYTHONUTF8=1, or a locale in UTF-8, for example LC_ALL=C.UTF-8",
     )

@@ -23,10 +23,10 @@ _DETACH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 class StoredTensor(Tensor):
     """A tensor without memory: its values are read each time an operation needs them.
 
-    Shape, dtype, `detach`, `requires_grad_` and the like read nothing. Every other operation reads the values
-    again and returns plain tensors; so do `clone`, `copy.deepcopy` and pickling. After a call of `data_ptr`
-    or `untyped_storage` the tensor keeps its values in memory. `LazyTensor` is a stored tensor that
-    cannot be written; those of the engine write to the weight store.
+    Shape, dtype, `detach`, `requires_grad_` and similar functions read no values. Every other operation reads
+    the values again and returns plain tensors; so do `clone`, `copy.deepcopy` and pickling. After a call of
+    `data_ptr` or `untyped_storage` the tensor keeps its values in memory. A `LazyTensor` is a stored tensor
+    that cannot be changed. Changes of the engine's stored tensors are written to the weight store.
 
     Args:
         read_pieces: reads the values. Lazy tensors with equal `read_pieces` are the same weights (tied).
@@ -123,7 +123,7 @@ class LazyTensor(StoredTensor):
     raise an error. See `StoredTensor`.
     """
 
-    # Every operation ends in __torch_dispatch__; the layer above it has nothing to add.
+    # Every operation reaches __torch_dispatch__, so this layer above it would only cost time.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Wraps the calls of a module in functions of this project.
+"""Wrappers around the calls of a module.
 
 [Note: layers, not hooks]
 Hooks of torch would do most of this, but models see them: `nn.TransformerEncoderLayer` takes its fast path

@@ -75,7 +75,7 @@ class _Language:
     flags: tuple[str, ...]
 
 
-# In C the compiler may not choose which products and sums to contract to one rounding, and so the bits.
+# The compiler must not choose which products and sums are rounded together: that would change the bits.
 _KERNEL_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off")
 _LANGUAGES = {
     ".c": _Language("C", "CC", ("cc", "gcc", "clang"), _KERNEL_FLAGS),
@@ -177,8 +177,8 @@ class _Build:
     def name(self) -> str:
         """Return the name of the library's file, which has a hash of everything on which results depend.
 
-        The compiler counts only if the user chooses one. So a run that continues finds its library although
-        the compiler was updated or removed since.
+        The compiler is part of the hash only if the user has chosen it. So a resumed run finds its library
+        even if the compiler was updated or removed since.
 
         Raises:
             RunError: if the source cannot be read.
@@ -297,7 +297,7 @@ def _processor() -> bytes:
 
 
 def _processor_facts() -> Iterator[tuple[str, str]]:
-    """Yield what Linux tells about the first processor, by name. Other systems tell nothing."""
+    """Yield (name, value) of the facts that Linux reports about the first processor; else nothing."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(errors="replace").partition("\n\n")[0].splitlines():

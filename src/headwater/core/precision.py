@@ -25,7 +25,7 @@ class Precision:
     """Precision of a run. Masters are always fp32; norms, softmax and loss are computed in fp32.
 
     Attributes:
-        name: `fp32`, `bf16` or `fp16`: the dtype in which weights travel and matrix products run.
+        name: `fp32`, `bf16` or `fp16`: the dtype in which weights are sent and matrix products are computed.
         loss_scale: factor on the loss before backward: a number, or `"dynamic"` (fp16).
     """
 
@@ -55,7 +55,7 @@ def usable_precision(precision: Precision, device: str) -> Precision:
     """
     if device == "cpu" or precision.name != "bf16":
         return precision
-    # A simulated cluster has GPUs that this machine has not.
+    # Without CUDA this is a plan for other GPUs than this machine has, for example a simulated cluster's.
     if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
         return precision
     _warn_of_fp32(torch.cuda.get_device_name())

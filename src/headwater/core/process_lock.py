@@ -1,4 +1,4 @@
-"""A lock of one process, which its forks find free."""
+"""A lock that is free in a forked process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import final
 
 @final
 class ProcessLock:
-    """A lock that is free in a fork, also if a thread of the parent holds it.
+    """A lock that is free in a forked process, even if a thread of the parent holds it.
 
-    That thread does not exist in the fork, so there a plain lock would never be released. What the lock
-    protects must have no half-done state in memory: a fork begins it again.
+    That thread does not exist in the fork, so a plain lock would never be released there. The work under the
+    lock must be such that a fork can begin it again, whatever the parent's thread had done.
     """
 
     def __init__(self) -> None:

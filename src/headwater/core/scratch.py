@@ -29,7 +29,7 @@ def open_unnamed(folder: Path, *, direct: bool = False) -> tuple[int, bool]:
     """Create a file that has no name. Return its descriptor, and true if it bypasses the page cache.
 
     Args:
-        folder: on whose file system the file lies.
+        folder: a folder of the file system that holds the file.
         direct: bypass the page cache (O_DIRECT) where the file system can.
 
     Raises:
@@ -56,7 +56,7 @@ def _open_unnamed(folder: Path, flags: int) -> int:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of what later runs can use again; `None` for a user without a home."""
+    """Return the folder for files that later runs use again; `None` for a user without a home."""
     try:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:

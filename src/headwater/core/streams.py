@@ -3,7 +3,7 @@
 [Note: order of copies]
 A call that queues work returns before the work is done. So two pieces of work on the same memory need an
 order: both are in one stream, or one stream waits for an event of the other, or a thread waits for the event
-before it queues the second. Nothing else orders them. The device double of the tests checks every copy.
+before it queues the second. Nothing else orders them. A test double of the device checks every copy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lets a loss use values of the whole batch, while each of several ranks computes a part of the batch.
+"""Values of the whole batch for a loss, while each of several ranks computes a part of the batch.
 
 [Note: the whole batch]
 A loss that is not a mean over samples needs more than its rank's part: a sum over all samples, or all samples

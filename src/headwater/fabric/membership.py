@@ -63,7 +63,7 @@ def alone(place: str) -> Iterator[None]:
         yield
         return
     token, group = _alone_in.set(place), torch.distributed.GroupMember.WORLD
-    # The attribute that every function of `torch.distributed` looks at.
+    # Every function of `torch.distributed` reads this attribute.
     torch.distributed.GroupMember.WORLD = None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Builds a manifest for KubeRay: a Ray cluster of pods that runs one command and is deleted after it."""
+"""A manifest for KubeRay: a Ray cluster of pods that runs one command and is deleted after it."""
 
 from __future__ import annotations
 

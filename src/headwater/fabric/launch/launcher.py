@@ -1,4 +1,4 @@
-"""Starts several ranks on this machine, each a process with the same command, and reports how they end.
+"""The launcher: it starts several ranks on this machine as processes, and reports how they end.
 
 Nothing here imports torch: the launcher runs as long as its ranks, and torch would take 170 MiB more.
 """

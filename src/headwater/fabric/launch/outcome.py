@@ -1,4 +1,4 @@
-"""Finds which of several failed ranks caused the failure, and how their command reports it."""
+"""The rank that caused the failure of several ranks, and the report of the failure."""
 
 from __future__ import annotations
 
