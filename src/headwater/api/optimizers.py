@@ -96,7 +96,7 @@ def step(
     asked = _StepOptions(max_norm, max_value, loss_scale, skip_non_finite)
     stores = {id(home.store) for home in _homes(optimizer)}
     has_plain = any(not isinstance(param, ParameterAtRest) for param in params_of(optimizer))
-    # Clipping needs the norm of all gradients. A store knows only the norm of its own gradients.
+    # Clipping needs the norm of all gradients. A store knows only the norm of the gradients that it holds.
     if len(stores) == 1 and not has_plain:
         with _options.replaced(asked):
             optimizer.step()

@@ -34,7 +34,7 @@ def write_tensors(tensors: Mapping[str, Tensor], files: Mapping[str, TensorFileW
     in pieces only.
 
     Args:
-        tensors: by name in the file.
+        tensors: the tensors, by their names in the files.
         files: the open file of each tensor, by name.
 
     Raises:

@@ -55,7 +55,7 @@ def fused_attention(
     Args:
         query: queries, [batch, heads, queries, size].
         key: keys, [batch, heads or fewer, keys, size]; groups of adjacent heads share keys.
-        value: values, likewise.
+        value: values, [batch, heads or fewer, keys, size].
         causal: query i sees the keys up to key i.
         scale: factor on the product of query and key; 1 / √size if not given.
         kernel: see `AttentionKernel`.

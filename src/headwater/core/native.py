@@ -159,7 +159,7 @@ class _Build:
 
     Attributes:
         source: the source.
-        language: of the source.
+        language: the language of the source.
         further: further flags of the compiler.
         openmp: path of the OpenMP library.
     """
@@ -361,9 +361,9 @@ def _store(library: bytes, name: str, directory: int, path: Path) -> None:
 
     Args:
         library: its bytes.
-        name: of the file.
+        name: the name of the file.
         directory: descriptor of the folder.
-        path: of the folder, for an error.
+        path: the path of the folder, for an error.
 
     Raises:
         RunError: if the library cannot be written.

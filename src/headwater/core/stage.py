@@ -53,7 +53,8 @@ class ParamSpec:
         aliases: further qualified names of the same tensor.
         bf16_state: fp32 optimizer state of the parameter's shape is stored in bf16, which is not exact.
         sparse_gradient: its gradients are sparse tensors, with values for some of its rows.
-        strides: of a dense tensor that is not row-major (transposed, channels_last); otherwise `None`.
+        strides: the strides of a dense tensor that is not row-major (transposed, channels_last);
+            otherwise `None`.
     """
 
     name: str

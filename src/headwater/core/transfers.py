@@ -204,7 +204,7 @@ def read_pages(path: str, offset: int, pages: torch.Tensor, needed: int) -> bool
 
     Args:
         path: the file.
-        offset: of the first page.
+        offset: offset of the first page in the file.
         pages: page-aligned memory for the pages.
         needed: the number of bytes that the file must have; behind them it may end.
     """

@@ -45,7 +45,7 @@ def introduce(
     """Authenticate a connection that this rank opened.
 
     Args:
-        connection: to the other end.
+        connection: the connection to the other end.
         secret: the secret of the run.
         purpose: name of the connection; see `Switchboard.connect`.
         own: number of this rank.
@@ -79,7 +79,7 @@ def examine(connection: socket.socket, secret: bytes, own: int, within_s: float)
     """Authenticate a connection that another process opened.
 
     Args:
-        connection: to the other process.
+        connection: the connection to the other process.
         secret: the secret of the run.
         own: number of this rank.
         within_s: seconds that the handshake may take.

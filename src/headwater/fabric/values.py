@@ -30,7 +30,7 @@ def exchange_values(mesh: Mesh, values: Sequence[Value], kind: Any) -> list[Valu
 
     Args:
         mesh: the members.
-        values: by member.
+        values: the value for each member.
         kind: the type of the values.
     """
     return [decode(message, kind) for message in mesh.exchange([encode(value, kind) for value in values])]

@@ -162,7 +162,7 @@ def _operator(name: str) -> OpOverload:
 
 
 def _kernel(operator: OpOverload, policy: str | None, key: DispatchKey) -> Kernel:
-    """Return the kernel of an operator, which casts its inputs by a policy. `None` is no cast."""
+    """Return the kernel of an operator, which casts its inputs by a policy. `None` means without casts."""
     autocasts = DispatchKeySet(key).add(DispatchKey.AutocastCPU)
     below = torch._C._dispatch_keyset_full_after(DispatchKey.AutocastCPU)
     cast = _CASTS.get(policy or "")

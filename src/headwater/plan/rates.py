@@ -24,7 +24,7 @@ class Calibration:
             (`ADAMW_BYTES` each).
         link_bytes_per_s: pinned host memory to the device; `None` on CPU.
         disk_read_bytes_per_s: from the folder of the disk tier; `None` if no folder was given.
-        disk_write_bytes_per_s: to that folder.
+        disk_write_bytes_per_s: to the same folder.
         fp32_attention_flops_per_s: torch's fused attention, forward and backward; that of matrix products if
             `None`.
         kernel_attention_flops_per_s: the package's kernel of attention in bf16 (`core.attention`), forward

@@ -293,7 +293,7 @@ def _mixes(
     plans fit, so no plan gets slower.
 
     Args:
-        predictor: of the trace.
+        predictor: the predictor of the trace.
         frame: a plan with the tiers of the stages that are not moved to memory.
         ladder: the activation policies.
         request: what to plan for.

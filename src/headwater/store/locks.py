@@ -18,7 +18,7 @@ class StageLocks:
     """One lock per stage. A thread that holds a lock may take it again.
 
     Args:
-        names: of the stages, for errors.
+        names: the names of the stages, for errors.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

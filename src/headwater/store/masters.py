@@ -67,7 +67,7 @@ def round_to_wire(master: torch.Tensor, wire: torch.Tensor, bits: torch.Tensor |
 
     Args:
         master: 1-D.
-        wire: of the same length; overwritten.
+        wire: the wire values, of the same length; overwritten.
         bits: see `make_bits`; allocated if not given.
     """
     if (master.dtype, wire.dtype) != (torch.float32, torch.bfloat16):

@@ -36,7 +36,7 @@ class AdamPiece(ctypes.Structure):
         master: lower halves of the masters; 0 if the wire image is the master.
         gradient: fp32 or bf16.
         mean: first moments, fp32 or bf16.
-        square: second moments, likewise.
+        square: second moments, fp32 or bf16.
         numel: number of elements.
         mean_place: place of the first element of `mean` in the table of random numbers.
         square_place: the same for `square`.

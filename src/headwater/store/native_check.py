@@ -109,7 +109,7 @@ def _updated(
 
     Args:
         spec: the optimizer.
-        sizes: of the parameters of the stage.
+        sizes: the sizes of the parameters of the stage.
         update: returns an implementation of updates.
     """
     rule = UpdateRule(spec)

@@ -86,13 +86,13 @@ class Ownership:
     [Note: replicas] in `store/device.py`.
 
     Attributes:
-        layouts: of the stages.
+        layouts: the layouts of the stages.
         rank: this rank.
-        host: its host.
+        host: the host of this rank.
         replicated: the stages that have a replica on every rank.
 
     Args:
-        layouts: of the stages.
+        layouts: the layouts of the stages.
         rank: this rank.
         placement: which ranks update.
         hosts: the host of each rank.

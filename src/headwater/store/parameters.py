@@ -178,7 +178,7 @@ class Parameters:
 
         Args:
             key: the parameter.
-            value: of the shape of the master or the state; converted to its dtype.
+            value: the new values, in the shape of the master or the state; converted to its dtype.
             state: name of the state tensor; the master if not given.
         """
         stage, param = key

@@ -25,7 +25,7 @@ class StageJob:
         layout: the layout of the stage.
         rules: how its parameters are updated.
         image: its wire image, which the update changes.
-        gradients: on the same device, one per parameter.
+        gradients: one per parameter, on the device of `image`.
         scalars: the optimizer scalars of each parameter before the update.
         pending: the update of each parameter.
         progress: the pieces that are done; changed.

@@ -95,7 +95,7 @@ class UpdateRule(UpdateRules):
 
         Args:
             options: arguments that differ from the spec's.
-            device: of the tensors that are updated.
+            device: the device of the tensors that are updated.
         """
         return {**self._of_this_thread(device)[1], **options}
 
@@ -113,7 +113,7 @@ class UpdateRule(UpdateRules):
 
         Args:
             masters: values; whole parameters, or any runs of them where the rule is elementwise.
-            gradients: of the same shapes and dtypes; either all or none need plain kernels.
+            gradients: tensors of the same shapes and dtypes; either all or none need plain kernels.
             states: the tensors of `state_layout` of each; their values before the first update are ignored.
             scalars: the scalars of each, from its last update; `None` before the first.
             options: optimizer arguments that differ from the spec's, such as the current `lr`.

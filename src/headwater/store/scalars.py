@@ -18,7 +18,7 @@ _SCALARS_BY_KEY = dict[ParamKey, dict[str, torch.Tensor | bool | int | float | s
 
 @final
 class OptimizerScalars:
-    """The optimizer scalars (step counts and the like) of the parameters that this rank updates.
+    """The optimizer scalars (such as step counts) of the parameters that this rank updates.
 
     Attributes:
         by_stage: by stage and parameter, the scalars after the last applied update.

@@ -144,8 +144,8 @@ class SavedCheckpoint:
         """Return the saved weights, compared with the names, shapes and dtypes of a model. Reads no values.
 
         Args:
-            stages: of the model.
-            buffers: of the model.
+            stages: the stages of the model.
+            buffers: the buffers of the model.
             strict: refuse missing and unknown parameters.
 
         Raises:
@@ -246,9 +246,9 @@ def match_weights(
     """Return weights in files, compared with the names and shapes of a model. Reads no values.
 
     Args:
-        stages: of the model.
+        stages: the stages of the model.
         source: see `load_weights`.
-        buffers: of the model.
+        buffers: the buffers of the model.
         strict: refuse missing and unknown parameters.
         names: returns the names of a parameter in the files.
 
@@ -329,7 +329,7 @@ def _fill(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _
             try:
                 _fill_stage(store, stage, weights, states, values)
             except CorruptError as error:
-                # The damaged bytes are in the store's own files, so this is no error of the checkpoint.
+                # The damaged bytes are in the store's own files: the checkpoint is not at fault.
                 raise StoreError(error.what, where=error.where, remedy=error.remedy) from error
     _raise_failure(store.fabric, values.failure)
 

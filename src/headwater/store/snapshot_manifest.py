@@ -41,7 +41,7 @@ class ParamEntry:
 
     Attributes:
         name: qualified name.
-        dtype: of its master.
+        dtype: the dtype of its master.
         shape: its shape.
         states: optimizer state tensors, by name.
         scalars: its optimizer scalars; `None` if it was never updated.

@@ -59,7 +59,7 @@ class StageAccess:
     """Gives a thread access to a stage, under the stage's lock and with its pending update applied.
 
     Attributes:
-        locks: of the stages. "To hold a stage" is to hold its lock.
+        locks: the locks of the stages. "To hold a stage" is to hold its lock.
         before_update: called with (stage, number of the commit) just before a commit's update or
             `Parameters.change` changes the stage, by the thread that holds the stage. Snapshots set it.
 

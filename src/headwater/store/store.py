@@ -187,7 +187,7 @@ class WeightStore:
         Args:
             stage: the stage.
             param: index of the parameter in the stage.
-            gradient: on `gradient_device`, in the parameter's shape.
+            gradient: the gradient, on `gradient_device`, in the parameter's shape.
             last: true if no further micro-batch of the step is expected.
             norm: the 2-norm of `gradient`, if it was measured on the device; in host memory.
 
@@ -215,7 +215,7 @@ class WeightStore:
         Args:
             stage: the stage.
             param: index of the parameter in the stage.
-            gradient: on any device, in the parameter's shape.
+            gradient: the new sum, on any device, in the parameter's shape.
 
         Raises:
             StreamError: for gradients of several ranks in `train_step`, or a sparse one that cannot be kept.

@@ -81,7 +81,7 @@ class Part:
     """The update of one parameter in one commit.
 
     Attributes:
-        number: of the commit.
+        number: the number of the commit.
         update: the step.
         factor: see `Update.factor`.
     """
@@ -130,7 +130,7 @@ class Pending:
     """The pending update of one stage: committed, not yet applied.
 
     Attributes:
-        number: of the commit; the last one if several commits have parts.
+        number: the number of the commit; that of the last one if several commits have parts.
         parts: the update of each parameter, by index. Other parameters of the stage keep their gradients.
     """
 

@@ -64,7 +64,7 @@ class Updater:
             layout: the layout of the stage.
             image: its wire image; changed in place. The optimizer runs on its device.
             groups: the groups with the pieces that this rank owns, and their bytes; changed in place.
-            gradients: on the same device, one per parameter; each is set to `None` when its parameter is
+            gradients: one per parameter, on the same device; each is set to `None` when its parameter is
                 updated.
             scalars: the optimizer scalars of each parameter, from which each of its pieces starts.
             pending: the update of each parameter.

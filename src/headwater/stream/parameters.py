@@ -194,7 +194,7 @@ class ConsumedGradient(torch.Tensor):
             if is_metadata(func) or func in _WITHOUT_VALUES:
                 return func(*args, **(kwargs or {}))
             consumed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ConsumedGradient)]
-            # `model.cpu()` and the like convert each gradient and assign the result to `grad.data`.
+            # `model.cpu()` and similar methods convert each gradient and assign the result to `grad.data`.
             if func in _CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
                 return args[0]
             if func == DATA.__set__ and len(consumed) == 2 and consumed[0].home == consumed[1].home:

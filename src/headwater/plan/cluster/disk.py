@@ -1,4 +1,4 @@
-"""A disk as a resource, which serves reads and writes one after the other."""
+"""A disk as a resource, which executes reads and writes one after the other."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class HostAssembly:
     Args:
         stages: the stages.
         fabric: the ranks of all hosts.
-        sums: of this host.
+        sums: the sums of this host.
     """
 
     def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, sums: RankSums) -> None:
@@ -46,7 +46,7 @@ class HostAssembly:
 
         Args:
             key: the parameter.
-            generation: of its sum.
+            generation: the generation of its sum.
             put_back: writes the copy that has replaced the sum, if there is one.
         """
         is_first = key not in self._new
@@ -66,7 +66,7 @@ class HostAssembly:
 
         Args:
             key: the parameter.
-            generations: of the sums.
+            generations: the generation of each sum.
             has_here: true if a rank of this host has added to a sum; blocks until all of them have.
         """
         if key in self._new:

@@ -42,7 +42,7 @@ class Exchange:
         """Replace the sums in this host's ranges by the totals over all hosts.
 
         Args:
-            runs: by host, the same on every host.
+            runs: the ranges of each host, the same on every host.
         """
         parts = self._pieces(runs, self._wire_dtypes)
         started = [self._start_reducing(part) for part in parts[:1]]
@@ -55,7 +55,7 @@ class Exchange:
         """Copy the sums in each host's ranges to all other hosts.
 
         Args:
-            runs: by host, the same on every host.
+            runs: the ranges of each host, the same on every host.
         """
         for part in self._pieces(runs, self._dtypes):
             own = self._packed(part[self._link.host], self._dtypes)

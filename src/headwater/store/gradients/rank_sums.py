@@ -21,7 +21,7 @@ class Beginning(NamedTuple):
     """The generation of a gradient sum when this rank submits an addition to it, and how to prepare the sum.
 
     Attributes:
-        generation: of the sum. The first addition of a generation replaces what is there.
+        generation: the generation of the sum. The first addition of a generation replaces the old content.
         prepare: run by the first rank of the host at the beginning of its turn.
     """
 

@@ -16,12 +16,12 @@ class SumSizes:
     """The dtype and the number of elements of each gradient sum. Each trainable parameter has one flat sum.
 
     Attributes:
-        dtypes: of the sums.
+        dtypes: the dtypes of the sums.
         largest_gradient_bytes: the most that one stage's gradients of a micro-batch take.
 
     Args:
         stages: the stages.
-        dtype: of the sums; `None` for the dtype in which the gradient arrives.
+        dtype: the dtype of the sums; `None` for the dtype in which the gradient arrives.
     """
 
     def __init__(self, stages: Sequence[StageSpec], dtype: torch.dtype | None) -> None:

@@ -29,7 +29,7 @@ class GradientStorage(abc.ABC):
     """Storage of gradient sums that ranks share. While a caller uses a sum, no other rank may use that sum.
 
     Attributes:
-        sizes: of the sums.
+        sizes: the sizes of the sums.
     """
 
     sizes: SumSizes
@@ -53,7 +53,7 @@ class GradientStorage(abc.ABC):
 
         Args:
             key: the parameter.
-            values: of any shape; converted to the dtype of the sum.
+            values: the new values, of any shape; converted to the dtype of the sum.
             start: the first element that is replaced.
         """
 
@@ -93,7 +93,7 @@ class MemoryStorage(GradientStorage):
     """Gradient sums in memory that the ranks of a host share.
 
     Args:
-        sizes: of the sums.
+        sizes: the sizes of the sums.
         fabric: the ranks.
         page_lock: locks the pages of the sums; returns a function that unlocks them.
     """
@@ -135,7 +135,7 @@ class DiskStorage(GradientStorage):
 
     Args:
         stages: the stages.
-        sizes: of the sums.
+        sizes: the sizes of the sums.
         fabric: the ranks; the first one of the host creates the files.
         folder: where the files are created.
         verify: compare all that is read with checksums of what was written.
