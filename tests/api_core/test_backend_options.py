@@ -18,7 +18,7 @@ from headwater.utils import CSConfig
 @pytest.mark.parametrize(
     ("options", "what", "where", "remedy"),
     [
-        ({"host_memory": "8 gigs"}, "'8 gigs' is not a size in bytes", "option host_memory", "8GiB"),
+        ({"host_memory": "8 gigs"}, "expected a size in bytes, got '8 gigs'", "option host_memory", "8GiB"),
         ({"tier": "disc"}, "'disc'", "option tier", "write 'disk'"),
         ({"tier": "disk"}, "tier is disk, but no disk folder is given", "backend", "change tier"),
         ({"num_slabs": -2}, "num_slabs", "option num_slabs", "1"),

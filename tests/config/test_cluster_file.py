@@ -75,7 +75,7 @@ def test_rates_are_converted_to_bytes_per_second(text, rate):
 
 @pytest.mark.parametrize("text", ["fast", "50 GB", "-1 GB/s", "10 XB/s", float("inf"), True])
 def test_text_that_is_not_a_rate_is_refused(text):
-    with pytest.raises(ConfigError, match="is not a rate"):
+    with pytest.raises(ConfigError, match="expected a rate"):
         parse_rate(text)
 
 
@@ -87,7 +87,7 @@ def test_text_that_is_not_a_rate_is_refused(text):
         (("host", "memroy"), {}, "unknown key 'memroy'"),
         (("host", "ranks"), None, "the key 'ranks' is missing"),
         (("host", "memory", "size"), "big", "not a size in bytes"),
-        (("host", "memory", "bytes_per_s"), "24 GiB", "'24 GiB' is not a rate"),
+        (("host", "memory", "bytes_per_s"), "24 GiB", "expected a rate, got '24 GiB'"),
         (("host", "flops_per_s", "bf16"), 0.0, "expected bf16 to be a number > 0"),
         (("host", "flops_per_s"), {"fp32": 1e9, "fp16": 1e9}, "the key 'bf16' is missing"),
         (("network", "latency_s"), -1.0, "expected latency_s to be a number >= 0"),

@@ -48,7 +48,7 @@ def test_parse(text, count):
     ],
 )
 def test_invalid_sizes_are_refused(text):
-    with pytest.raises(ConfigError, match="is not a size in bytes") as caught:
+    with pytest.raises(ConfigError, match="expected a size in bytes") as caught:
         parse_bytes(text)
     assert "8GiB" in caught.value.remedy
 

@@ -176,7 +176,7 @@ def test_a_folder_that_does_not_exist_is_made(tmp_path):
     ("module", "words", "error"),
     [
         ("large", ["--shapes", "111M,13B"], "found '13B'; did you mean '1.3B'"),
-        ("large", ["--memory", "much"], "'much' is not a size in bytes"),
+        ("large", ["--memory", "much"], "expected a size in bytes, got 'much'"),
         ("tiers", ["--shares", "0.5", "2"], "expected a number from 0 to 1, found '2'"),
         ("ranks", ["--rounds", "0"], "expected a whole number of at least 1, found '0'"),
         ("speed", ["--layers", "-1"], "expected a whole number of at least 1, found '-1'"),

@@ -129,7 +129,7 @@ def test_non_finite_loss_names_step_and_first_stage(setting, tmp_path):
         with pytest.raises(NonFiniteError) as caught:
             engine.train_step(job.batches(0), job.update(31))
     assert "step 31" in str(caught.value)
-    assert "'3' first" in str(caught.value)
+    assert "'3', the first" in str(caught.value)
     assert caught.value.remedy
 
 
@@ -137,7 +137,7 @@ def test_non_finite_loss_names_step_and_first_stage(setting, tmp_path):
 def test_non_finite_gradient_names_step_and_first_stage(setting, tmp_path):
     _, error = train_with_fault(setting, tmp_path, "nan in backward", NonFiniteError)
     assert "gradient of step 17" in str(error)
-    assert "'2' first" in str(error)
+    assert "'2', the first" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["inf in forward", "nan in backward"])

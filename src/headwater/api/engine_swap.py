@@ -86,7 +86,7 @@ class CurrentEngine:
         if self.engine is None or not self.engine.executor.is_idle:
             return False
         if self.structure.is_current:
-            # It is detached if its successor could not be built.
+            # The engine is detached if its successor could not be built.
             return bool(self.engine.departed) or self.engine.is_detached
         return not has_lent_parameters(self.model)
 

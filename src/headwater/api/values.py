@@ -60,7 +60,7 @@ class TracedValue(torch.Tensor):
             _warn_once(func.__name__)
         elif func not in _UNTRACED:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        # Both are plain tensors: their results belong to the caller, and reading them never warns.
+        # `value` makes plain tensors: the results belong to the caller, and reading them never warns.
         value = _read if func in _READS else untraced
         return func(*map_tensors(value, args), **map_tensors(value, kwargs))
 

@@ -34,7 +34,9 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.name not in _WIRE:
-            raise ConfigError(f"unknown precision {self.name!r}", remedy="write fp32, bf16 or fp16")
+            raise ConfigError(
+                f"expected fp32, bf16 or fp16 as precision, got {self.name!r}", remedy="write one of these"
+            )
 
     @property
     def wire_dtype(self) -> torch.dtype:

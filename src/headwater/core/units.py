@@ -27,7 +27,9 @@ def parse_bytes(text: str | int | float) -> int:
         return int(text)
     match = re.fullmatch(r"\s*(\d{1,24}(?:\.\d{1,24})?)\s*([a-zA-Z]*)\s*", str(text))
     if match is None or match[2].lower() not in _FACTORS:
-        raise ConfigError(f"{text!r} is not a size in bytes", remedy="write for example 8GiB, 500MB or 4096")
+        raise ConfigError(
+            f"expected a size in bytes, got {text!r}", remedy="write for example 8GiB, 500MB or 4096"
+        )
     return round(float(match[1]) * _FACTORS[match[2].lower()])
 
 
@@ -41,7 +43,7 @@ def parse_rate(text: str | int | float) -> float:
         return float(text)
     match = re.fullmatch(r"\s*(\d{1,24}(?:\.\d{1,24})?)\s*([kKMGTP]?)(i?)(bit|b|B)(?:/s|ps)\s*", str(text))
     if match is None:
-        raise ConfigError(f"{text!r} is not a rate", remedy="write for example 50 GB/s or 100 Gbit/s")
+        raise ConfigError(f"expected a rate, got {text!r}", remedy="write for example 50 GB/s or 100 Gbit/s")
     factor = (1024.0 if match[3] else 1000.0) ** " KMGTP".index(match[2].upper() or " ")
     return float(match[1]) * factor / (1.0 if match[4] == "B" else 8.0)
 

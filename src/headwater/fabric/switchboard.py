@@ -192,7 +192,7 @@ class Switchboard:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._changed:
-            # It is set under the lock, so a handshake that ends later sees it and closes its own connection.
+            # Set under the lock, so that a handshake that ends later sees it and closes its own connection.
             self._is_closed = True
             for connection, _ in self._arrived.values():
                 connection.close()

@@ -166,8 +166,8 @@ class Parameters:
         short = next((param for (param, _), count in missing.items() if count), None)
         if short is not None:
             raise StoreError(
-                f"rank {self._ownership.rank} reads {self._spec((stage, short)).name}, but only other ranks "
-                "hold all of it",
+                f"rank {self._ownership.rank} cannot read all of {self._spec((stage, short)).name}: other "
+                "ranks hold a part of it",
                 remedy="save a checkpoint, and read the parameter from it",
             )
 

@@ -266,7 +266,7 @@ class StageAccess:
 
     def _catch_up_ahead(self, stage: int) -> None:
         with torch.no_grad(), self.locks.whole(stage):
-            # It does nothing if another thread has applied the update since the list was made.
+            # Does nothing if another thread has applied the update since the list was made.
             self._update(stage)
 
     def _catch_up(self, stage: int, buffer: torch.Tensor | None, up_to: int | None = None) -> bool:
@@ -335,5 +335,5 @@ class StageAccess:
         # First: its thread uses the propagation.
         self._ahead.shutdown(wait=True, cancel_futures=True)
         self._propagation.close()
-        # It frees memory of the calling thread: the thread that trains also updates stages on the device.
+        # This frees memory of the calling thread: the thread that trains also updates stages on the device.
         self._stage_update.close()

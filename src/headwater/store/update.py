@@ -71,7 +71,7 @@ def non_finite_error(stages: Sequence[StageSpec], first: int | None, update: Upd
     """
     return NonFiniteError(
         f"the gradient of step {update.step} is not finite",
-        where=f"stage {stages[first].name!r} first in backward" if first is not None else None,
+        where=None if first is None else f"stage {stages[first].name!r}, the first one in backward",
         remedy=f"lower the learning rate, clip gradients, or look at the data of this step{NOT_APPLIED}",
     )
 

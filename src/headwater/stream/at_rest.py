@@ -83,7 +83,7 @@ class AtRest:
         raise StreamError(
             "another library would share the memory of a tensor whose values are in the weight store",
             where=self.home.spec.name,
-            remedy="give it a copy: tensor.clone()",
+            remedy="pass a copy to it: tensor.clone()",
         )
 
     def share_memory_(self) -> torch.Tensor:

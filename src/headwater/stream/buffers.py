@@ -28,7 +28,7 @@ class Buffers:
             if buffer.is_meta:
                 raise StreamError(
                     f"buffer {name!r} is on the meta device and has no values",
-                    remedy="make it on the cpu, or register it in the forward",
+                    remedy="create it on the CPU, or register it in the forward",
                 )
             self._set(name, moved.setdefault(id(buffer), buffer.to(device)))
 

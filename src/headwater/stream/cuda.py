@@ -28,7 +28,9 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise PlanError("there is no CUDA device here", where="device", remedy="use device cpu")
+            raise PlanError(
+                "expected a GPU, but torch finds no CUDA device", where="device", remedy="use device cpu"
+            )
         # cuBLAS reads this variable at its first use. With other workspaces the order of its sums may vary.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # torch reads this variable at its first allocation. Segments that can grow avoid fragmentation.

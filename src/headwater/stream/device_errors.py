@@ -52,7 +52,7 @@ def translated(error: RuntimeError) -> HeadwaterError | None:
         )
     if _WORKSPACE in text:
         return StreamError(
-            "matrix products of this GPU are not deterministic with its present workspaces",
+            "matrix products on this GPU are not deterministic with the present workspaces of cuBLAS",
             where=f"the environment variable {_WORKSPACE}",
             remedy=f"set {_WORKSPACE}=:4096:8 before the run, or write matmul: fast",
         )

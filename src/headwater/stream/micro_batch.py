@@ -139,7 +139,7 @@ class MicroBatches:
             )
         raise NonFiniteError(
             f"the loss of step {update.step} is {value}",
-            where=f"stage {first!r} first" if first else IN_LOSS,
+            where=f"stage {first!r}, the first with such an output" if first else IN_LOSS,
             remedy=f"lower the learning rate, clip gradients, or look at the data of this step{NOT_APPLIED}",
         )
 

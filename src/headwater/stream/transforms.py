@@ -31,7 +31,7 @@ def refuse_first_call() -> None:
     if in_derivative():
         raise StreamError(
             "expected the first call of the model outside of torch.func, which hides tensors from the plan",
-            remedy="call the model once with an ordinary batch of this size before",
+            remedy="first call the model once outside of torch.func, with a batch of this size",
         )
 
 

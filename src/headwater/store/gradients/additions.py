@@ -76,7 +76,8 @@ class LaterAdditions(Additions):
 
     def abandon(self) -> None:
         while self._waiting:
-            # It runs although its sum is not used: it waits for a copy, whose memory must live until then.
+            # The addition runs although its sum is not used, because the memory of its copy must live until
+            # the copy is done.
             with contextlib.suppress(Exception):
                 self._run_first()
 
