@@ -10,7 +10,7 @@ from headwater.core.units import format_bytes, format_duration
 from headwater.plan.types import Blocks
 
 LEAST_GAIN = 0.02
-"""Blocks stay eager if compilation saves less than this fraction of their time: eager results are exact."""
+"""Blocks stay eager if compilation, which changes the bits of results, saves less of their time than this."""
 MOST_GAIN = 0.2
 """Compilation rarely saves more than this fraction of a step. A run for which that is too little to pay for
 the compilation is not measured."""
