@@ -238,7 +238,7 @@ class TensorFile:
     def read_pieces(self, name: str) -> Iterator[torch.Tensor]:
         """Yield tensor `name` in order, in 1-D pieces of up to `CHUNK_BYTES`, each valid until the next.
 
-        Tensors that are asked for in file order are read ahead; see `FileOrder`.
+        Tensors that are requested in file order are read ahead; see `FileOrder`.
         """
         place = self.places[name]
         if place.num_bytes < _LARGE_BYTES:

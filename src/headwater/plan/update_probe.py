@@ -13,7 +13,7 @@ from headwater.store.update import Part, Pending, Progress, Update
 from headwater.store.updater import Updater
 
 _WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""The dtypes of the wire image, and so the ways to store a master, that the kernel of updates knows."""
+"""The wire dtypes that the kernel of updates supports. They decide how masters are stored."""
 
 
 class StageOfAllKinds:

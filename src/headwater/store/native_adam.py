@@ -10,7 +10,7 @@ from headwater.store.layout import Encoding
 from headwater.store.rounding import TABLE_ELEMENTS, random_numbers
 
 ENCODINGS = {Encoding.SAME: 0, Encoding.SPLIT: 1}
-"""The numbers of the ways to store a master, as the kernel knows them."""
+"""Way to store a master -> its number in the kernel."""
 
 
 class AdamSettings(ctypes.Structure):

@@ -13,7 +13,7 @@ _COMPUTE: Work = (COMPUTE, "")
 
 
 class BackwardWatch:
-    """A watch that knows if autograd runs a backward, and calls a function when the backward ends.
+    """A detector of backwards: it says whether one runs, and calls a function when it ends.
 
     The user may call `backward` on any tensor, and autograd does not announce it. So the first hook or fetch
     inside a backward calls `notice`.

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Trains one model by weight streaming: weights stay in the store and come to the device by stage.
+    """Trains one model by weight streaming: weights stay in the store, and are copied to the device by stage.
 
     Args:
         model: any module; parameters may be on the meta device if `initial` is given. The engine owns its
@@ -191,7 +191,7 @@ class Engine:
             # A retry must not add to the gradients of the step that failed. Before the context below: some of
             # them may still be on their way from the device.
             self.store.begin_step()
-        # Outermost: it sees errors of a GPU as errors of this package.
+        # Outermost, so that errors of a GPU reach it as errors of this package.
         with nullcontext() if early is None else early.step(update), _errors(self.plan.device):
             return self._step.run(micro_batches, update, before_commit, shares)
 

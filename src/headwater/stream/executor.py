@@ -249,7 +249,7 @@ class Executor:
         try:
             self._gradients.close()
         finally:
-            # Last: no hook asks for weights any more.
+            # Last: no hook requests weights any more.
             self._weights.close()
 
     @property

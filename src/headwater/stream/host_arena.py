@@ -48,7 +48,7 @@ class HostArena:
     def lend(self, num_bytes: int) -> torch.Tensor:
         """Return page-locked memory with undefined values.
 
-        The memory comes back when the last view of the tensor is gone. No copy may be under way then.
+        The memory returns to the arena when the tensor's last view is freed. No copy may be running then.
 
         Args:
             num_bytes: size of the memory.
@@ -110,10 +110,10 @@ class HostArena:
                 self._returned.popleft().unlock()
 
     def close(self) -> None:
-        """Unlock the memory. Memory that is still lent is unlocked when it comes back."""
+        """Unlock the memory. Memory that is still lent is unlocked when it is freed."""
         with self._lock:
             self._sort_returned()
-            # Before the loop: a block that comes back now is unlocked by the thread that drops it.
+            # Before the loop: a block that is freed from now on is unlocked by the thread that frees it.
             self._closed = True
             while self._idle:
                 self._unlock_one(next(iter(self._idle)))

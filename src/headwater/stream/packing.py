@@ -26,7 +26,7 @@ class Packing:
     Args:
         handle_of: returns the handle of a weight; `None` for other tensors.
         resolve: returns the weight of a handle.
-        plan: decides the policy for the activations of each stage, and tells which stages are divided.
+        plan: has the activation policy of each stage, and the divided blocks.
         offload: offloads activations; `None` if the plan offloads none.
         in_checkpoints: replace weights also inside checkpoints that this project makes. Otherwise these save
             frozen parameters themselves; see [Note: parameters that autograd saves].

@@ -224,7 +224,7 @@ class SlabWeights(WeightsInSlabs):
 
         If the fetch failed, raise; the next use fetches again.
         """
-        assert slab.ready is not None, "a resident stage has been asked for"
+        assert slab.ready is not None, "the fetch of a resident stage was started"
         # The slab has undefined bytes: it must not count as current.
         if slab.ready.exception() is not None:
             slab.version = NO_VERSION

@@ -158,7 +158,7 @@ class GradientBytes:
         """Return the bytes of gradients in host memory during each use, if updates run in backward.
 
         An update frees the gradients of a stage while the backward continues. Beside the gradients that
-        arrive, those of the last complete stage wait for the backward to come to another stage. If a thread
+        arrive, those of the last complete stage wait until the backward reaches another stage. If a thread
         updates, those of the stages before it may wait too (`MOST_UNFINISHED` in `store/in_backward.py`).
         """
         trace = self._trace
