@@ -113,7 +113,7 @@ def test_a_note_lists_paths_that_the_image_must_contain(write, data):
         ("--name=" + 48 * "a", "is not a valid name"),
         ("--volume=/data", "expected CLAIM=PATH, got '/data'"),
         ("--volume=shared=data", "expected CLAIM=PATH, got 'shared=data'"),
-        ("--memory=much", "'much' is not a size"),
+        ("--memory=much", "expected a size in bytes, got 'much'"),
         ("--memory=64", "expected at least 1 GiB of memory per rank, got 64 B for 4 ranks"),
         ("--ranks_per_node=3", "8 ranks cannot be divided equally into nodes of 3"),
         ("--retries=-1", "--retries >= 0, got -1"),

@@ -86,7 +86,7 @@ def test_text_that_is_not_a_rate_is_refused(text):
         (("hosts",), 2.5, "expected hosts to be an integer"),
         (("host", "memroy"), {}, "unknown key 'memroy'"),
         (("host", "ranks"), None, "the key 'ranks' is missing"),
-        (("host", "memory", "size"), "big", "not a size in bytes"),
+        (("host", "memory", "size"), "big", "expected a size in bytes"),
         (("host", "memory", "bytes_per_s"), "24 GiB", "expected a rate, got '24 GiB'"),
         (("host", "flops_per_s", "bf16"), 0.0, "expected bf16 to be a number > 0"),
         (("host", "flops_per_s"), {"fp32": 1e9, "fp16": 1e9}, "the key 'bf16' is missing"),

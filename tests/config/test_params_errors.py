@@ -62,7 +62,7 @@ CASES = [
     ("name: gpt2", "name: gtp2", "trainer.init.model.name", "unknown model 'gtp2'", "write 'gpt2'; available: bert"),
     ("name: gpt2", "vocab_size: 3\n      vocab_size: 4", "", "the key vocab_size occurs twice", "remove one"),
     ("      name: gpt2\n", "", "trainer.init.model.name", "the key 'name' of the model is missing", "gpt2"),
-    ("micro_batch_size: 2", "device_memory: lots", "trainer.init.backend.device_memory", "not a size", "write for example"),
+    ("micro_batch_size: 2", "device_memory: lots", "trainer.init.backend.device_memory", "expected a size in bytes", "write for example"),
     ("micro_batch_size: 2", "tier: disk", "trainer.init.backend", "tier is disk, but no disk folder is given", "change tier"),
     ("micro_batch_size: 2", "disk: /tmp", "trainer.init.backend.disk", "expected disk to be a mapping of keys, got '/tmp'",
      "mapping"),
