@@ -63,7 +63,10 @@ def test_a_value_of_the_wrong_type(headwater, params):
         ),
         (["fit", "PARAMS", "--on_interrupt", "detatch"], ["got 'detatch'", "did you mean detach"]),
         (["fit"], ["PARAMS", "headwater fit --help"]),
-        (["plan", "PARAMS", "--host_memory", "-5GiB"], ["expected a size in bytes, got '-5GiB'", "write for example 8GiB"]),
+        (
+            ["plan", "PARAMS", "--host_memory", "-5GiB"],
+            ["expected a size in bytes, got '-5GiB'", "write for example 8GiB"],
+        ),
         (["fit", "PARAMS", "--num_steps", "-5"], ["num_steps", "-5"]),
         (["fit", "gpt/tinny"], ["there is no params file 'gpt/tinny'", "gpt/tiny"]),
         (["generate", "--prmpt", "x"], ["unknown option --prmpt", "did you mean --prompt"]),

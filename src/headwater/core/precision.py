@@ -35,7 +35,7 @@ class Precision:
     def __post_init__(self) -> None:
         if self.name not in _WIRE:
             raise ConfigError(
-                f"expected fp32, bf16 or fp16 as precision, got {self.name!r}", remedy="write one of these"
+                f"expected a known precision, got {self.name!r}", remedy="write fp32, bf16 or fp16"
             )
 
     @property
