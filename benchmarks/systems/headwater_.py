@@ -148,7 +148,7 @@ def _described(plan: Plan) -> MeasuredPlan:
     assert predicted is not None, "make_plan predicts"
     return {
         "flops_per_step": plan.num_micro_batches
-        * sum(cost.flops + cost.backward_flops for cost in plan.trace.costs),
+        * sum(cost.forward.flops + cost.backward.flops for cost in plan.trace.costs),
         "tier": plan.tier,
         "stages_in_memory": len(plan.trace.stages) - len(plan.on_disk),
         "in_place": plan.in_place,

@@ -4,7 +4,7 @@ import functools
 
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.plan.step_trace import StageCost, Trace
+from headwater.plan.step_trace import PhaseCost, StageCost, Trace
 
 
 def gpt_trace(
@@ -24,8 +24,8 @@ def gpt_trace(
     def cost(index, flops, saved, wide=1):
         edge = tokens * hidden * wire.itemsize
         return StageCost(
-            flops=flops,
-            backward_flops=2 * flops,
+            PhaseCost(flops),
+            PhaseCost(2 * flops),
             saved_bytes=saved,
             input_bytes=edge if index else 0,
             output_bytes=edge,

@@ -90,8 +90,8 @@ def test_blocks_of_a_decoder_count_their_attention():
     batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "attention_mask": torch.ones(3, 16)}
     costs = trace_step(build_model(config, device="meta").train(), batch).costs
     product = 2 * 3 * 4 * (16 * 17 // 2) * 8
-    blocks = [cost for cost in costs if cost.attention_flops]
-    assert [cost.attention_flops for cost in blocks] == [2 * product] * 2
-    assert [cost.backward_attention_flops for cost in blocks] == [5 * product] * 2
+    blocks = [cost for cost in costs if cost.forward.attention_flops]
+    assert [cost.forward.attention_flops for cost in blocks] == [2 * product] * 2
+    assert [cost.backward.attention_flops for cost in blocks] == [5 * product] * 2
     products = 2 * 3 * 16 * 12 * 32**2
-    assert [cost.flops for cost in blocks] == [products + 2 * product] * 2
+    assert [cost.forward.flops for cost in blocks] == [products + 2 * product] * 2

@@ -54,6 +54,25 @@ def numel(trace):
     return sum(stage.numel for stage in trace.stages)
 
 
+def with_phases(trace, change):
+    """Return a dry run with other costs of operators.
+
+    Args:
+        trace: the dry run.
+        change: FLOPs of a stage's forward -> the changed fields of its forward, and those of its backward.
+    """
+
+    def changed(cost):
+        forward, backward = change(cost.forward.flops)
+        return dataclasses.replace(
+            cost,
+            forward=dataclasses.replace(cost.forward, **forward),
+            backward=dataclasses.replace(cost.backward, **backward),
+        )
+
+    return dataclasses.replace(trace, costs=tuple(map(changed, trace.costs)))
+
+
 def test_updates_in_backward_run_beside_the_backward():
     """On a GPU the host updates beside the first forward, or beside the backward, which is longer."""
     trace = gpt_trace()
@@ -118,23 +137,23 @@ def test_recomputing_trades_bytes_for_time():
     kept, recomputed = predict(make(trace)), predict(make(trace, activations=blocks))
     saved = trace.costs[1].saved_bytes
     assert kept.host_parts["activations"] - recomputed.host_parts["activations"] >= 10 * saved
-    again = sum(cost.flops for cost in trace.costs[1:]) / RATES.bf16_flops_per_s
+    again = sum(cost.forward.flops for cost in trace.costs[1:]) / RATES.bf16_flops_per_s
     assert recomputed.step_s - kept.step_s == pytest.approx(again)
 
 
 def test_new_pages_take_time_where_the_allocator_returns_pages():
     trace = gpt_trace()
-    costs = tuple(dataclasses.replace(cost, new_bytes=300, backward_new_bytes=500) for cost in trace.costs)
-    large = dataclasses.replace(trace, costs=costs)
+    large = with_phases(trace, lambda flops: ({"new_bytes": 300}, {"new_bytes": 500}))
     rates = dataclasses.replace(RATES, new_bytes_per_s=100.0)
-    again = (Activations.RECOMPUTE,) * len(costs)
+    count = len(trace.costs)
+    again = (Activations.RECOMPUTE,) * count
 
     def added(plan, rates):
         return predict(dataclasses.replace(plan, trace=large), rates).step_s - predict(plan, rates).step_s
 
     near_budget = make(trace, budget=Resources(host_memory=1), prediction=predict(make(trace)))
-    assert added(near_budget, rates) == pytest.approx(8 * len(costs))
-    assert added(make(trace, activations=again), rates) == pytest.approx(11 * len(costs))
+    assert added(near_budget, rates) == pytest.approx(8 * count)
+    assert added(make(trace, activations=again), rates) == pytest.approx(11 * count)
     assert added(make(trace), rates) == 0  # pages are kept
     assert added(make(trace, activations=again, device="cuda"), rates) == 0
     assert added(near_budget, RATES) == 0  # not measured
@@ -142,9 +161,8 @@ def test_new_pages_take_time_where_the_allocator_returns_pages():
 
 def test_calls_of_operators_take_time_on_a_cpu():
     trace = gpt_trace()
-    costs = tuple(dataclasses.replace(cost, operators=7, backward_operators=11) for cost in trace.costs)
-    many = dataclasses.replace(trace, costs=costs)
-    for device, calls in (("cpu", 18 * len(costs)), ("cuda", 0)):
+    many = with_phases(trace, lambda flops: ({"operators": 7}, {"operators": 11}))
+    for device, calls in (("cpu", 18 * len(trace.costs)), ("cuda", 0)):
         step_s = [predict(make(each, device=device)).step_parts["compute"] for each in (trace, many)]
         assert step_s[1] - step_s[0] == pytest.approx(calls * OPERATOR_S)
 
@@ -207,28 +225,23 @@ def test_only_tensors_saved_within_one_module_can_be_recomputed():
 
 
 def test_attention_has_its_own_rate():
-    trace = gpt_trace()
-    costs = [
-        dataclasses.replace(cost, attention_flops=cost.flops // 2, backward_attention_flops=cost.flops // 4)
-        for cost in trace.costs
-    ]
-    trace = dataclasses.replace(trace, costs=tuple(costs))
+    trace = with_phases(
+        gpt_trace(), lambda flops: ({"attention_flops": flops // 2}, {"attention_flops": flops // 4})
+    )
     slow = dataclasses.replace(RATES, bf16_attention_flops_per_s=RATES.bf16_flops_per_s / 10)
-    extra = sum(9 * (cost.flops // 2 + cost.flops // 4) for cost in costs) / RATES.bf16_flops_per_s
+    forwards = [cost.forward.flops for cost in trace.costs]
+    extra = sum(9 * (flops // 2 + flops // 4) for flops in forwards) / RATES.bf16_flops_per_s
     seconds = [predict(make(trace), rates).step_parts["compute"] for rates in (RATES, slow)]
     assert seconds[1] - seconds[0] == pytest.approx(extra)
 
 
 def test_the_kernel_of_attention_has_its_own_rate_or_that_of_torchs_attention():
-    trace = gpt_trace()
-    costs = tuple(
-        dataclasses.replace(
-            cost, kernel_attention_flops=cost.flops // 2, backward_kernel_attention_flops=cost.flops // 4
-        )
-        for cost in trace.costs
+    trace = with_phases(
+        gpt_trace(),
+        lambda flops: ({"kernel_attention_flops": flops // 2}, {"kernel_attention_flops": flops // 4}),
     )
-    trace, rate = dataclasses.replace(trace, costs=costs), RATES.bf16_flops_per_s
-    flops = sum(cost.flops // 2 + cost.flops // 4 for cost in costs)
+    rate = RATES.bf16_flops_per_s
+    flops = sum(cost.forward.flops // 2 + cost.forward.flops // 4 for cost in trace.costs)
     slow = dataclasses.replace(RATES, bf16_attention_flops_per_s=rate / 10)
     known = dataclasses.replace(slow, kernel_attention_flops_per_s=rate / 2)
     seconds = [predict(make(trace), rates).step_parts["compute"] for rates in (RATES, slow, known)]

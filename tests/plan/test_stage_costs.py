@@ -19,8 +19,8 @@ def test_operators_count_for_the_current_stage():
     assert costs.add(MM, (left, right), {}, left @ right) == 2 * 3 * 4 * 5
     costs.in_backward = True
     costs.add(MM, (left, right), {}, left @ right)
-    assert (cost_of(costs, 1).flops, cost_of(costs, 1).backward_flops) == (120, 120)
-    assert cost_of(costs, 0).flops == 0
+    assert (cost_of(costs, 1).forward.flops, cost_of(costs, 1).backward.flops) == (120, 120)
+    assert cost_of(costs, 0).forward.flops == 0
 
 
 def test_large_new_tensors_count_once_and_results_in_arguments_do_not():
@@ -34,8 +34,8 @@ def test_large_new_tensors_count_once_and_results_in_arguments_do_not():
     costs.in_backward = True
     costs.add(add, (large, large), {}, large + large)
     cost = cost_of(costs)
-    assert (cost.new_bytes, cost.backward_new_bytes) == (large.nbytes, large.nbytes)
-    assert (cost.operators, cost.backward_operators) == (5, 1)
+    assert (cost.forward.new_bytes, cost.backward.new_bytes) == (large.nbytes, large.nbytes)
+    assert (cost.forward.operators, cost.backward.operators) == (5, 1)
 
 
 def test_transient_bytes_are_those_of_the_largest_result_and_not_of_views():

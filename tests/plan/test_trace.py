@@ -44,8 +44,8 @@ def test_flops_of_a_gpt_equal_the_formula(layers, hidden, batch):
     tokens = batch * length
     products = 2 * tokens * (12 * layers * hidden**2 + vocabulary * hidden)
     attention = 4 * layers * batch * length**2 * hidden
-    forward = sum(cost.flops for cost in trace.costs)
-    backward = sum(cost.backward_flops for cost in trace.costs)
+    forward = sum(cost.forward.flops for cost in trace.costs)
+    backward = sum(cost.backward.flops for cost in trace.costs)
     assert forward == pytest.approx(products + attention, rel=0.01)
     assert backward == pytest.approx(2 * forward, rel=0.01)
 
@@ -66,14 +66,16 @@ def test_flops_of_a_product_with_addition_are_counted():
     model, hidden = Classifier(64, 1000), torch.zeros(128, 64)
     trace = trace_step(model, hidden, Precision(), loss_function=lambda model, x: model(x))
     logits = gradient_of_weight = 2 * 128 * 64 * 1000
-    assert sum(cost.flops + cost.backward_flops for cost in trace.costs) == logits + gradient_of_weight
+    assert (
+        sum(cost.forward.flops + cost.backward.flops for cost in trace.costs) == logits + gradient_of_weight
+    )
 
 
 def test_flops_and_bytes_are_assigned_to_their_stage():
     trace = trace_gpt()
     blocks = [cost for stage, cost in zip(trace.stages, trace.costs, strict=True) if ".h." in stage.name]
-    assert len({(cost.flops, cost.saved_bytes, cost.output_bytes) for cost in blocks}) == 1
-    assert blocks[0].flops > 0
+    assert len({(cost.forward.flops, cost.saved_bytes, cost.output_bytes) for cost in blocks}) == 1
+    assert blocks[0].forward.flops > 0
     hidden_bytes = 2 * 128 * 256
     assert hidden_bytes * 2 <= blocks[0].output_bytes <= hidden_bytes * 4 + 2 * 256 * 4
     assert blocks[0].input_bytes > 0
@@ -107,13 +109,13 @@ def test_costs_around_a_shared_layer_belong_to_the_block():
     trace = trace_step(SharesALayer(), torch.zeros(8, 64), loss_function=mean)
     costs = {stage.name: cost for stage, cost in zip(trace.stages, trace.costs, strict=True)}
     product = 2 * 8 * 64 * 64
-    assert costs["shared"].flops == 3 * product
-    assert costs["shared"].backward_flops == 2 * 3 * product
+    assert costs["shared"].forward.flops == 3 * product
+    assert costs["shared"].backward.flops == 2 * 3 * product
     for number in range(3):
         block = costs[f"blocks.{number}"]
-        assert block.flops == 5 * product
+        assert block.forward.flops == 5 * product
         # The first one's input needs no gradient.
-        assert block.backward_flops == (10 if number else 9) * product
+        assert block.backward.flops == (10 if number else 9) * product
         assert block.saved_bytes == 8 * 64 * 4
     assert costs["shared"].input_bytes == 3 * 8 * 64 * 4
 
@@ -195,7 +197,7 @@ def test_saved_bytes_of_a_block_are_its_storages_also_if_views_share_one(samples
 def test_new_bytes_are_those_of_the_large_tensors_that_torch_allocates():
     layers = [nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512), nn.ReLU(inplace=True)]
     model, x = nn.Sequential(*layers), torch.randn(1024, 512)
-    cost = [cost for cost in trace_step(model, x, loss_function=mean).costs if cost.flops]
+    cost = [cost for cost in trace_step(model, x, loss_function=mean).costs if cost.forward.flops]
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
         mean(model, x).backward()
@@ -203,7 +205,7 @@ def test_new_bytes_are_those_of_the_large_tensors_that_torch_allocates():
     allocated = sum(
         event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() >= 1 << 20
     )
-    counted = sum(each.new_bytes + each.backward_new_bytes for each in cost)
+    counted = sum(each.forward.new_bytes + each.backward.new_bytes for each in cost)
     assert counted == pytest.approx(allocated, rel=0.05)
 
 
@@ -313,7 +315,7 @@ def test_results_that_depend_on_data():
 
     trace = trace_step(Routed(), torch.zeros(5, 4), loss_function=mean)
     assert trace.uses == (0, 1, 2)
-    assert trace.costs[0].flops == 2 * 5 * 4 * 4, "every row is taken to be selected"
+    assert trace.costs[0].forward.flops == 2 * 5 * 4 * 4, "every row is taken to be selected"
 
 
 class Images(nn.Module):
@@ -341,7 +343,7 @@ def test_integers_of_the_batch_have_their_values_in_the_dry_run(token, uses):
     batch = (torch.zeros(10, 4), torch.tensor([[1, 6], [2, 2]]), torch.tensor([token, token]))
     trace = trace_step(Images(), batch, loss_function=lambda model, batch: model(*batch))
     assert trace.uses == uses
-    assert [cost.flops for cost in trace.costs[:2]] == [2 * 2 * 4 * 4, 2 * 6 * 4 * 4]
+    assert [cost.forward.flops for cost in trace.costs[:2]] == [2 * 2 * 4 * 4, 2 * 6 * 4 * 4]
 
 
 def test_writing_unknown_numbers_makes_a_known_tensor_unknown():
@@ -359,7 +361,9 @@ def test_writing_unknown_numbers_makes_a_known_tensor_unknown():
             return self.layers[0](x[rows]).sum() + self.layers[1](x[noise]).sum()
 
     trace = trace_step(Marks(), torch.ones(5, 4), loss_function=mean)
-    assert [cost.flops for cost in trace.costs] == [2 * 5 * 4 * 4, 2 * 3 * 4 * 4], "all may be selected"
+    assert [cost.forward.flops for cost in trace.costs] == [2 * 5 * 4 * 4, 2 * 3 * 4 * 4], (
+        "all may be selected"
+    )
 
 
 def test_the_batch_is_not_written_to():
@@ -401,7 +405,7 @@ def test_values_of_weights_may_decide_shapes():
     trace = trace_step(model, x, loss_function=mean)
     assert [stage.name for stage in trace.stages][:2] == ["gate", "experts.0"]
     rows = model.gate(x).argmax(-1).bincount(minlength=2).tolist()
-    assert [cost.flops for cost in trace.costs[1:3]] == [2 * 4 * 4 * count for count in rows]
+    assert [cost.forward.flops for cost in trace.costs[1:3]] == [2 * 4 * 4 * count for count in rows]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(param.grad is None for param in model.parameters())
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -410,10 +414,10 @@ def test_values_of_weights_may_decide_shapes():
 def test_values_of_a_batch_on_a_gpu_are_known_in_the_dry_run():
     torch.manual_seed(0)
     model, x = Routed(), torch.randn(7, 4)
-    wanted = [cost.flops for cost in trace_step(model, x, loss_function=mean).costs]
+    wanted = [cost.forward.flops for cost in trace_step(model, x, loss_function=mean).costs]
     with fake_cuda():
         found = trace_step(model, OnFakeCuda(x), loss_function=mean)
-    assert [cost.flops for cost in found.costs] == wanted
+    assert [cost.forward.flops for cost in found.costs] == wanted
 
 
 class Cut(nn.Module):
@@ -431,7 +435,7 @@ class Cut(nn.Module):
 def test_integers_of_a_batch_on_a_gpu_decide_shapes():
     with fake_cuda():
         trace = trace_step(Cut(), OnFakeCuda(torch.tensor([2, 3])), loss_function=mean)
-    assert [cost.flops for cost in trace.costs] == [2 * 3 * 4 * 4]
+    assert [cost.forward.flops for cost in trace.costs] == [2 * 3 * 4 * 4]
 
 
 def test_shapes_that_depend_on_weights_need_their_values():

@@ -53,7 +53,7 @@ def tokens(step, index):
 def plan_of(precision, micro_batches, net=Net):
     """Return a plan with weights in place in memory; each stage is read in the module of its name."""
     stages = find_stages(net(), precision).stages
-    nothing = StageCost(flops=0, saved_bytes=1, input_bytes=0, output_bytes=0, transient_bytes=0)
+    nothing = StageCost(saved_bytes=1)
     trace = Trace(
         stages,
         uses=tuple(range(len(stages))),

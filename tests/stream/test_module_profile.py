@@ -189,11 +189,11 @@ def test_the_table_of_stages_lists_their_computation_updates_and_transfers(tmp_p
         assert stage.weight_bytes >= parts[stage.name].slab_bytes
         assert stage.disk_bytes >= 2 * parts[stage.name].slab_bytes
         assert stage.gradient_bytes > 0
-        assert stage.flops >= 2 * (cost.flops + cost.backward_flops)
+        assert stage.flops >= 2 * (cost.forward.flops + cost.backward.flops)
     from_host = (Activations.RECOMPUTE_FROM_HOST,) * len(profile.plan.activations)
     recomputed = stage_flops(dataclasses.replace(profile.plan, activations=from_host), 1)
     for name, cost in zip(parts, profile.plan.trace.costs, strict=True):
-        assert recomputed[name] == (2 * cost.flops, 2 * (cost.backward_flops + cost.flops))
+        assert recomputed[name] == (2 * cost.forward.flops, 2 * (cost.backward.flops + cost.forward.flops))
     computed = sum(stage.compute_s for stage in summary.stages)
     assert computed <= sum(row.seconds for row in summary.modules) + 1e-9
     assert summary.busy.busy_s["wait"] == pytest.approx(sum(stage.wait_s for stage in summary.stages))

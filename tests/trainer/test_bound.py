@@ -6,7 +6,7 @@ import logging
 import pytest
 from test_callbacks import PLAN, step
 
-from headwater.plan.step_trace import StageCost, Trace
+from headwater.plan.step_trace import PhaseCost, StageCost, Trace
 from headwater.plan.types import Activations, Prediction, Resources
 from headwater.trainer.bound import BoundSummary, best_advice, summary
 from headwater.trainer.callback import FitStart
@@ -20,8 +20,7 @@ ON_DISK = dataclasses.replace(
 
 
 def recomputing(policy):
-    cost = StageCost(flops=100, saved_bytes=1 << 30, input_bytes=0, output_bytes=0, transient_bytes=0,
-                     backward_flops=200)  # fmt: skip
+    cost = StageCost(PhaseCost(100), PhaseCost(200), saved_bytes=1 << 30)
     trace = Trace((), (), (cost,), {}, 1)
     return dataclasses.replace(PLAN, trace=trace, activations=(policy,))
 

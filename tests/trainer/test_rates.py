@@ -10,7 +10,7 @@ from rich.console import Console
 from test_callbacks import PLAN, step
 
 from headwater.config import load_params, shipped_params
-from headwater.plan.step_trace import StageCost, Trace
+from headwater.plan.step_trace import PhaseCost, StageCost, Trace
 from headwater.trainer.callback import FitStart
 from headwater.trainer.history import History, read_history
 from headwater.trainer.logs import make_callbacks
@@ -19,7 +19,7 @@ from headwater.trainer.rates import FlopUtilization, PerformanceFile, RateProfil
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.tensorboard import TensorBoard
 
-COST = StageCost(100, 0, 0, 0, 0, backward_flops=200)
+COST = StageCost(PhaseCost(100), PhaseCost(200))
 WITH_FLOPS = dataclasses.replace(PLAN, trace=Trace((), (), (COST, COST), {}, 1), num_micro_batches=4)
 
 OLDER = """

@@ -85,8 +85,8 @@ def test_the_key_attention_chooses_the_kernel_and_the_plan_reports_it(kernel, wa
     init = tiny(f"trainer.init.backend.attention={kernel}", *bf16).init
     trainable = zoo_trainable(init)
     plan = plan_run(init, trainable, Workload(4, optimizer_of(init, trainable), 2))
-    assert any(cost.backward_kernel_attention_flops for cost in plan.trace.costs) == wanted
-    assert any(cost.backward_attention_flops for cost in plan.trace.costs) != wanted
+    assert any(cost.backward.kernel_attention_flops for cost in plan.trace.costs) == wanted
+    assert any(cost.backward.attention_flops for cost in plan.trace.costs) != wanted
     console = Console(file=io.StringIO(), record=True)
     console.print(render_plan(plan))
     assert ("kernel of this package" in console.export_text()) == wanted

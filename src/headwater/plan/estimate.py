@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection
+from typing import Any
 
 from headwater.plan.options import TraceFor
-from headwater.plan.step_trace import StageCost, Trace
+from headwater.plan.step_trace import Trace
 
-_COUNTS = [field.name for field in dataclasses.fields(StageCost) if field.name != "recomputable"]
 _SMALLER, _LARGER = 2, 4
 
 
@@ -37,11 +37,12 @@ def estimated_traces(trace_for: TraceFor, *, made: Collection[int] = ()) -> Trac
     return estimate
 
 
-def _at(size: int, smaller: StageCost, larger: StageCost) -> StageCost:
-    pairs = {name: (getattr(smaller, name), getattr(larger, name)) for name in _COUNTS}
-    # Not below 0: more samples may need less scratch memory, if torch takes another kernel.
-    grown = {
-        name: max(0, first + (size - _SMALLER) * (second - first) // (_LARGER - _SMALLER))
-        for name, (first, second) in pairs.items()
-    }
+def _at(size: int, smaller: Any, larger: Any) -> Any:
+    """Return a cost, or one of its numbers, for `size` samples, given those of two and four samples."""
+    if isinstance(smaller, bool):
+        return smaller
+    if isinstance(smaller, int):
+        # Not below 0: more samples may need less scratch memory, if torch takes another kernel.
+        return max(0, smaller + (size - _SMALLER) * (larger - smaller) // (_LARGER - _SMALLER))
+    grown = {name: _at(size, count, getattr(larger, name)) for name, count in vars(smaller).items()}
     return dataclasses.replace(smaller, **grown)

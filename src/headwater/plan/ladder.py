@@ -67,7 +67,7 @@ def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
 
     def flops_per_byte(block: int) -> float:
         whole = [costs[stage] for stage in members.get(block, (block,))]
-        return sum(cost.flops for cost in whole) / sum(cost.saved_bytes for cost in whole)
+        return sum(cost.forward.flops for cost in whole) / sum(cost.saved_bytes for cost in whole)
 
     for block in sorted({blocks[stage] for stage in worth}, key=lambda block: (flops_per_byte(block), block)):
         for stage in members.get(block, (block,)):

@@ -11,6 +11,7 @@ from headwater.plan.belady import simulate, slab_capacity, slab_positions
 from headwater.plan.footprint import Footprint
 from headwater.plan.memory.stages import StageBytes
 from headwater.plan.rates import ADAMW_BYTES, Calibration
+from headwater.plan.step_trace import PhaseCost
 from headwater.plan.types import Activations, Plan, Prediction
 
 NOMINAL = Calibration(
@@ -90,8 +91,9 @@ class Predictor:
         kernel_per_s = self._rates.kernel_attention_flops_per_s or attention_per_s
         saved_bytes_per_s = self._rates.saved_bytes_per_s(name)
 
-        def flops_s(flops: int, attention: int, kernel: int) -> float:
-            products = flops - attention - kernel
+        def flops_s(phase: PhaseCost) -> float:
+            attention, kernel = phase.attention_flops, phase.kernel_attention_flops
+            products = phase.flops - attention - kernel
             return products / products_per_s + attention / attention_per_s + kernel / kernel_per_s
 
         new_bytes_per_s = self._rates.new_bytes_per_s if plan.returns_pages else None
@@ -104,13 +106,10 @@ class Predictor:
         costs = zip(trace.costs, plan.activations, self.footprint.stages, strict=True)
         for cost, policy, held in costs:
             others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
-            forward = flops_s(cost.flops, cost.attention_flops, cost.kernel_attention_flops)
-            forward += _FORWARD_SHARE * others + system_s(cost.operators, cost.new_bytes)
-            backward = flops_s(
-                cost.backward_flops, cost.backward_attention_flops, cost.backward_kernel_attention_flops
-            )
-            backward += (1 - _FORWARD_SHARE) * others
-            backward += system_s(cost.backward_operators, cost.backward_new_bytes)
+            forward = flops_s(cost.forward)
+            forward += _FORWARD_SHARE * others + system_s(cost.forward.operators, cost.forward.new_bytes)
+            backward = flops_s(cost.backward) + (1 - _FORWARD_SHARE) * others
+            backward += system_s(cost.backward.operators, cost.backward.new_bytes)
             backward += forward if policy.is_recomputed else 0.0
             if policy is Activations.SELECTIVE:
                 backward += _FORWARD_SHARE * cost.again_bytes / saved_bytes_per_s

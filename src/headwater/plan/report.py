@@ -161,7 +161,7 @@ def _stage_table(plan: Plan) -> Table:
             str(group.count),
             format_count(group.stage.numel),
             format_bytes(group.stage.slab_bytes),
-            format_count(group.cost.flops),
+            format_count(group.cost.forward.flops),
             format_bytes(group.cost.saved_bytes),
             group.policy.value,
         )
@@ -171,7 +171,7 @@ def _stage_table(plan: Plan) -> Table:
         str(len(stages)),
         format_count(sum(stage.numel for stage in stages)),
         format_bytes(sum(stage.slab_bytes for stage in stages)),
-        format_count(sum(cost.flops for cost in costs)),
+        format_count(sum(cost.forward.flops for cost in costs)),
         format_bytes(sum(cost.saved_bytes for cost in costs)),
         "",
         style="bold",

@@ -18,26 +18,6 @@ from headwater.plan.recipes import Recipes
 from headwater.plan.step_trace import StageCost
 
 
-@dataclasses.dataclass
-class _Cost:
-    flops: int = 0
-    backward_flops: int = 0
-    saved_bytes: int = 0
-    input_bytes: int = 0
-    output_bytes: int = 0
-    transient_bytes: int = 0
-    attention_flops: int = 0
-    backward_attention_flops: int = 0
-    kernel_attention_flops: int = 0
-    backward_kernel_attention_flops: int = 0
-    cheap_bytes: int = 0
-    again_bytes: int = 0
-    new_bytes: int = 0
-    backward_new_bytes: int = 0
-    operators: int = 0
-    backward_operators: int = 0
-
-
 @final
 class StageCosts:
     """The costs of every stage. The cost of an operator is added to the current stage.
@@ -55,7 +35,7 @@ class StageCosts:
         self.current = 0
         self.in_backward = False
         self._inference = inference
-        self._costs = [_Cost() for _ in range(num_stages)]
+        self._costs = [StageCost() for _ in range(num_stages)]
         self._alive = AliveTensors()
         self._not_saved: set[int] = set()
         self._state: set[int] = set()
@@ -127,21 +107,14 @@ class StageCosts:
         cost = self._costs[self.current]
         cost.transient_bytes = max(cost.transient_bytes, self._bytes_beside(func, args, out))
         flops = operator_flops(func, args, kwargs, out)
-        new_bytes = _new_bytes(func, (args, kwargs), out)
-        if self.in_backward:
-            cost.backward_new_bytes += new_bytes
-            cost.backward_operators += 1
-            cost.backward_flops += flops.whole
-            cost.backward_attention_flops += flops.attention
-            cost.backward_kernel_attention_flops += flops.kernel_attention
-        else:
-            if self._depth:
-                self._recipes.note(func, args, kwargs, out)
-            cost.new_bytes += new_bytes
-            cost.operators += 1
-            cost.flops += flops.whole
-            cost.attention_flops += flops.attention
-            cost.kernel_attention_flops += flops.kernel_attention
+        if self._depth and not self.in_backward:
+            self._recipes.note(func, args, kwargs, out)
+        phase = cost.backward if self.in_backward else cost.forward
+        phase.flops += flops.whole
+        phase.attention_flops += flops.attention
+        phase.kernel_attention_flops += flops.kernel_attention
+        phase.new_bytes += _new_bytes(func, (args, kwargs), out)
+        phase.operators += 1
         return flops.whole
 
     def take_over(self, stage: int, original: int) -> None:
@@ -155,7 +128,7 @@ class StageCosts:
             stage: its index.
             recomputable: True if its forward can run again.
         """
-        return StageCost(**dataclasses.asdict(self._costs[stage]), recomputable=recomputable)
+        return dataclasses.replace(self._costs[stage], recomputable=recomputable)
 
     def _bytes_beside(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
         """Return the bytes of temporary tensors while this operator runs.

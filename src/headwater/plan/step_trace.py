@@ -8,50 +8,53 @@ from functools import cached_property
 from headwater.core.stage import OptimizerState, StageSpec
 
 
-@dataclasses.dataclass(frozen=True)
-class StageCost:
-    """Cost of one forward of one micro-batch through a stage, summed over the stage's uses.
+@dataclasses.dataclass
+class PhaseCost:
+    """Cost of the operators of a stage in forward, or in backward without recomputation.
 
     Attributes:
-        flops: floating-point operations of the forward (matrix products, attention, convolutions).
+        flops: floating-point operations (matrix products, attention, convolutions).
+        attention_flops: the part of `flops` in torch's fused attention, which has a separate rate.
+        kernel_attention_flops: the part of `flops` in the package's kernel of attention.
+        new_bytes: bytes of the large tensors that the operators allocate. An allocator that returns pages
+            gets new ones for each of them.
+        operators: number of operators, views included.
+    """
+
+    flops: int = 0
+    attention_flops: int = 0
+    kernel_attention_flops: int = 0
+    new_bytes: int = 0
+    # Not compared: calls between stages count for either of them, and a dry run may skip equal parts.
+    operators: int = dataclasses.field(default=0, compare=False)
+
+
+@dataclasses.dataclass
+class StageCost:
+    """Cost of one micro-batch in a stage, summed over the stage's uses. A dry run adds it up.
+
+    Attributes:
+        forward: the operators of the forward.
+        backward: the operators of the backward.
         saved_bytes: bytes that autograd keeps for the backward, without weights and stage inputs.
         input_bytes: bytes of the tensors that enter the stage, and are kept if it is recomputed.
         output_bytes: bytes of the tensors that leave it.
         transient_bytes: largest bytes of short-lived tensors alive at once within one operator call; in
             inference, largest bytes of all activations alive at once.
-        recomputable: True if the stage has a separate module whose forward can run again.
-        backward_flops: floating-point operations of the backward, recomputation not counted.
-        attention_flops: the part of `flops` in torch's fused attention, which has a separate rate.
-        backward_attention_flops: the part of `backward_flops` in torch's fused attention.
-        kernel_attention_flops: the part of `flops` in the package's kernel of attention.
-        backward_kernel_attention_flops: the part of `backward_flops` in that kernel.
         cheap_bytes: the part of `saved_bytes` that cheap operators can compute again from the rest.
         again_bytes: bytes of all values that these operators compute.
-        new_bytes: bytes of the large tensors that the operators of the forward allocate. An allocator that
-            returns pages gets new ones for each of them.
-        backward_new_bytes: those of the backward, recomputation not counted.
-        operators: number of operators of the forward, views included.
-        backward_operators: those of the backward, recomputation not counted.
+        recomputable: True if the stage has a separate module whose forward can run again.
     """
 
-    flops: int
-    saved_bytes: int
-    input_bytes: int
-    output_bytes: int
-    transient_bytes: int
-    recomputable: bool = True
-    backward_flops: int = 0
-    attention_flops: int = 0
-    backward_attention_flops: int = 0
-    kernel_attention_flops: int = 0
-    backward_kernel_attention_flops: int = 0
+    forward: PhaseCost = dataclasses.field(default_factory=PhaseCost)
+    backward: PhaseCost = dataclasses.field(default_factory=PhaseCost)
+    saved_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    transient_bytes: int = 0
     cheap_bytes: int = 0
     again_bytes: int = 0
-    new_bytes: int = 0
-    backward_new_bytes: int = 0
-    # Not compared: calls between stages count for either of them, and a dry run may skip equal parts.
-    operators: int = dataclasses.field(default=0, compare=False)
-    backward_operators: int = dataclasses.field(default=0, compare=False)
+    recomputable: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

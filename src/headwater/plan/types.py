@@ -287,7 +287,7 @@ class Plan:
     def uses_attention_kernel(self) -> bool:
         """True if the package's kernel computes attention; see `core.attention`."""
         # Dry runs are on fake tensors of the CPU, whatever the device of the plan is.
-        return self.device == "cpu" and any(cost.kernel_attention_flops for cost in self.trace.costs)
+        return self.device == "cpu" and any(cost.forward.kernel_attention_flops for cost in self.trace.costs)
 
     @property
     def folder(self) -> Path:

@@ -117,8 +117,8 @@ def _work(plan: Plan) -> list[tuple[float, float]]:
     found = []
     for cost, policy in zip(plan.trace.costs, plan.activations, strict=True):
         others = 8.0 * (cost.saved_bytes + cost.transient_bytes)
-        forward = cost.flops + others / 3
-        backward = cost.backward_flops + 2 * others / 3
+        forward = cost.forward.flops + others / 3
+        backward = cost.backward.flops + 2 * others / 3
         found.append((forward, backward + (forward if policy.is_recomputed else 0.0)))
     return found
 

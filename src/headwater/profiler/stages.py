@@ -87,6 +87,6 @@ def stage_flops(plan: Plan, num_steps: int) -> dict[str, tuple[int, int]]:
     """
     count, found = plan.num_micro_batches * num_steps, dict[str, tuple[int, int]]()
     for stage, cost, policy in zip(plan.trace.stages, plan.trace.costs, plan.activations, strict=True):
-        again = cost.flops if policy.is_recomputed else 0
-        found[stage.name] = (count * cost.flops, count * (cost.backward_flops + again))
+        again = cost.forward.flops if policy.is_recomputed else 0
+        found[stage.name] = (count * cost.forward.flops, count * (cost.backward.flops + again))
     return found

@@ -104,10 +104,10 @@ def _tier_advice(share: float, plan: Plan) -> Advice | None:
 def _activation_advice(share: float, plan: Plan) -> Advice | None:
     """Return the advice to keep activations that are recomputed, if only memory prevents this."""
     costs = list(zip(plan.trace.costs, plan.activations, strict=True))
-    again = sum(cost.flops for cost, policy in costs if policy.is_recomputed)
+    again = sum(cost.forward.flops for cost, policy in costs if policy.is_recomputed)
     if not again:
         return None
-    whole = sum(cost.flops + cost.backward_flops for cost, _ in costs) + again
+    whole = sum(cost.forward.flops + cost.backward.flops for cost, _ in costs) + again
     more = sum(cost.saved_bytes for cost, policy in costs if policy.is_recomputed)
     which = "host_memory" if plan.device == "cpu" else "device_memory"
     text = f"{format_bytes(more)} more {which} would keep the activations that are recomputed now"

@@ -151,7 +151,7 @@ class PerformanceFile(Callback):
 
 def model_flops(plan: Plan) -> int:
     """Return the FLOPs of forward and backward of one step on one rank, without recomputed forwards."""
-    flops = sum(cost.flops + cost.backward_flops for cost in plan.trace.costs)
+    flops = sum(cost.forward.flops + cost.backward.flops for cost in plan.trace.costs)
     return plan.num_micro_batches * flops
 
 

@@ -118,7 +118,7 @@ class _Replay:
 
     def _read_in_place(self, stage: int, rank: int, arrived: list[int]) -> list[int]:
         """Add the reads of weights in place. The ranks of a host share the rate of its memory."""
-        if self._plan.device != "cpu" or not self._plan.trace.costs[stage].flops:
+        if self._plan.device != "cpu" or not self._plan.trace.costs[stage].forward.flops:
             return []
         after = [*arrived, *self._weights.last_use(rank)]
         slab = self._footprint.stages[stage].slab
