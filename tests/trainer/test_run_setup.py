@@ -12,6 +12,8 @@ from headwater.core.errors import CheckpointError, ConfigError, RunError
 from headwater.fabric.fabric import ALONE
 from headwater.models.registry import build_model
 from headwater.optim.loss_scale import LossScale
+from headwater.plan import machine
+from headwater.plan.cgroups import Level
 from headwater.plan.report import render_plan
 from headwater.plan.types import Activations
 from headwater.trainer.callback import Callback
@@ -77,6 +79,15 @@ def test_plan_follows_the_params():
     assert (plan.slabs, plan.in_place, plan.num_micro_batches) == (2, False, 2)
     assert Activations.RECOMPUTE in plan.activations
     assert plan.budget is not None and plan.budget.host_memory == 4 << 30
+
+
+def test_a_budget_beyond_the_machine_is_noted_even_if_a_control_group_lowers_it(monkeypatch, caplog):
+    monkeypatch.setattr(machine, "memory_levels", lambda: [Level(8 << 30, 0, 0)])
+    init = tiny("host_memory=4096GiB").init
+    trainable = zoo_trainable(init)
+    plan = plan_run(init, trainable, Workload(4, optimizer_of(init, trainable), 2))
+    assert plan.budget is not None and plan.budget.host_memory < 8 << 30
+    assert "host_memory is 4.00 TiB, but this machine has" in caplog.text
 
 
 @pytest.mark.parametrize(("kernel", "wanted"), [("auto", attention_kernel_available()), ("torch", False)])

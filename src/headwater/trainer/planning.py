@@ -177,8 +177,7 @@ def plan_run(
                 share=share,
             )
         )
-    assert plan.budget is not None, "a new plan has budgets"
-    for note in budget_notes(plan.budget, plan.device):
+    for note in budget_notes(request.resources, plan.device):
         logger.warning("%s", note)
     advise_fast_products(plan.device, plan.precision, init.backend)
     return dataclasses.replace(plan, placement=placement)
