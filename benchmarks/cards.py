@@ -17,12 +17,12 @@ from headwater.core.precision import Precision
 from headwater.core.units import GIB
 from headwater.optim import OptimizerSpec
 from headwater.plan.estimate import estimated_traces
-from headwater.plan.options import Fixed, TraceFor, optimizer_state_bytes
+from headwater.plan.options import Fixed, PlanRequest, TraceFor, optimizer_state_bytes
 from headwater.plan.rates import Calibration
-from headwater.plan.search import Request, best_plan
+from headwater.plan.search import LimitedRequest, best_plan
 from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Budgets, Plan
+from headwater.plan.types import Budgets, Plan, Resources
 from headwater.trainer.zoo_job import zoo_trainable
 
 USABLE = 0.9
@@ -172,20 +172,18 @@ def _with_bf16_base(trace: Trace) -> Trace:
 def plan_on(card: Card, host: Host, trace_for: TraceFor, *, batch_size: int, fixed: Fixed) -> Plan | None:
     """Return the plan of a step with AdamW on a machine with a card; `None` if none fits."""
     sizes = (card.memory, host.memory, host.disk)
-    return best_plan(
-        Request(
-            trace_for=trace_for,
-            batch_size=batch_size,
-            precision=BF16,
-            optimizer_state_bytes=optimizer_state_bytes(OptimizerSpec("AdamW", {"lr": 1e-4})),
-            budgets=Budgets(*(int(USABLE * size * GIB) for size in sizes)),
-            disk=Path("disk") if host.disk else None,
-            device="cuda",
-            calibration=host.rates(card),
-            fixed=fixed,
-            base_bytes=HOST_BASE,
-        )
+    asked = PlanRequest(
+        trace_for,
+        batch_size=batch_size,
+        precision=BF16,
+        optimizer_state_bytes=optimizer_state_bytes(OptimizerSpec("AdamW", {"lr": 1e-4})),
+        resources=Resources(disk=Path("disk") if host.disk else None),
+        device="cuda",
+        calibration=host.rates(card),
+        fixed=fixed,
+        base_bytes=HOST_BASE,
     )
+    return best_plan(LimitedRequest(asked, Budgets(*(int(USABLE * size * GIB) for size in sizes))))
 
 
 def small_cards() -> Iterable[Row]:

@@ -19,11 +19,11 @@ from headwater.config import load_params, shipped_params
 from headwater.core.precision import Precision
 from headwater.core.units import GIB
 from headwater.optim import OptimizerSpec
-from headwater.plan.options import Fixed, optimizer_state_bytes
-from headwater.plan.search import Request, best_plan
+from headwater.plan.options import Fixed, PlanRequest, optimizer_state_bytes
+from headwater.plan.search import LimitedRequest, best_plan
 from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Budgets, Plan
+from headwater.plan.types import Budgets, Plan, Resources
 from headwater.trainer.zoo_job import zoo_trainable
 
 SEQUENCE_LENGTH = 2048
@@ -65,21 +65,20 @@ class Machine:
         """The device that computes."""
         return "cuda" if self.device else "cpu"
 
-    def request(self, trace: Trace) -> Request:
+    def request(self, trace: Trace) -> LimitedRequest:
         """Return the request to plan a step of a model on this machine."""
         sizes = (self.device or 1 << 20, self.host, self.disk)
-        return Request(
+        asked = PlanRequest(
             trace_for=lambda size: trace,
             batch_size=BATCH_SIZE,
             precision=Precision("bf16"),
             optimizer_state_bytes=optimizer_state_bytes(OptimizerSpec("AdamW", {"lr": 1e-4})),
-            budgets=Budgets(*(int(USABLE * size * GIB) for size in sizes)),
-            disk=Path("disk") if self.disk else None,
+            resources=Resources(disk=Path("disk") if self.disk else None),
             device=self.kind,
-            calibration=None,
             fixed=Fixed(micro_batch_size=1),
             base_bytes=HOST_BASE[self.kind],
         )
+        return LimitedRequest(asked, Budgets(*(int(USABLE * size * GIB) for size in sizes)))
 
 
 MACHINES = [

@@ -14,8 +14,8 @@ from headwater.core.units import GIB, KIB, MIB, TIB
 from headwater.plan.budget import make_plan
 from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.predict import NOMINAL
-from headwater.plan.refusal import UNLIMITED, _least, enough, other_settings
-from headwater.plan.search import Request, best_plan, candidates, fits, micro_batch_sizes, usage
+from headwater.plan.refusal import _least, enough, other_settings
+from headwater.plan.search import LimitedRequest, best_plan, candidates, fits, usage
 from headwater.plan.types import Activations, Budgets, Resources, StoreShare
 
 SMALL = {"fp32": gpt(precision="fp32"), "bf16": gpt(), "fp16": gpt(precision="fp16", tied=False)}
@@ -28,23 +28,23 @@ fixed_choices = st.builds(
     activations=st.sampled_from([None, None, Activations.KEEP, Activations.RECOMPUTE]),
     micro_batch_size=st.sampled_from([None, None, 2]),
 )
-requests = st.builds(
-    Request,
+plan_requests = st.builds(
+    PlanRequest,
     trace_for=st.sampled_from(sorted(SMALL)).map(SMALL.__getitem__),
     batch_size=st.sampled_from([2, 4, 6]),
     precision=st.just(Precision()),
     optimizer_state_bytes=st.sampled_from([0, 4, 8]),
-    budgets=st.builds(Budgets, sizes, sizes, sizes),
-    disk=st.sampled_from([None, Path("tier")]),
+    resources=st.builds(Resources, disk=st.sampled_from([None, Path("tier")])),
     device=st.sampled_from(["cpu", "cuda"]),
     calibration=st.sampled_from([None, dataclasses.replace(NOMINAL, link_bytes_per_s=1e8)]),
     fixed=fixed_choices,
     base_bytes=st.just(100 * KIB),
-).map(lambda request: dataclasses.replace(request, precision=precision_of(request)))
+).map(lambda asked: dataclasses.replace(asked, precision=precision_of(asked)))
+requests = st.builds(LimitedRequest, plan_requests, st.builds(Budgets, sizes, sizes, sizes))
 
 
-def precision_of(request):
-    dtype = request.trace_for(1).stages[0].params[0].wire_dtype
+def precision_of(asked):
+    dtype = asked.trace_for(1).stages[0].params[0].wire_dtype
     return next(p for p in map(Precision, ("fp32", "bf16", "fp16")) if p.wire_dtype == dtype)
 
 
@@ -59,10 +59,11 @@ def test_plans_stay_within_budgets_and_keep_fixed_decisions(request):
     plan = best_plan(request)
     assume(plan is not None)
     assert fits(plan, request)
-    assert plan.micro_batch_size * plan.num_micro_batches == request.batch_size
-    wanted = (request.fixed.tier, request.fixed.num_slabs, request.fixed.micro_batch_size, None)
+    asked = request.asked
+    assert plan.micro_batch_size * plan.num_micro_batches == asked.batch_size
+    wanted = (asked.fixed.tier, asked.fixed.num_slabs, asked.fixed.micro_batch_size, None)
     assert all(want in (None, got) for want, got in zip(wanted, with_fixed(plan), strict=True))
-    assert request.disk is not None or (plan.tier, plan.gradient_tier) == ("memory", "memory")
+    assert asked.resources.disk is not None or (plan.tier, plan.gradient_tier) == ("memory", "memory")
     assert plan.trace.micro_batch_size == plan.micro_batch_size
 
 
@@ -70,7 +71,7 @@ def test_plans_stay_within_budgets_and_keep_fixed_decisions(request):
 @given(requests)
 def test_no_policy_that_a_refusal_leaves_out_needs_less_of_a_budget(request):
     assume(best_plan(request) is None)
-    for size in micro_batch_sizes(request):
+    for size in request.asked.micro_batch_sizes():
         every = [usage(plan) for plan in candidates(request, size, smallest=True)]
         few = [usage(plan) for plan in candidates(request, size, smallest=True, every_policy=False)]
         assert len(few) <= len(every)
@@ -282,19 +283,8 @@ def test_contradictions_are_refused_with_a_remedy(fixed, word):
 
 @pytest.mark.parametrize(("batch_size", "sizes"), [(1, [1]), (12, [12, 6, 3, 1]), (15, [15, 5, 1])])
 def test_micro_batch_sizes_halve_at_least(batch_size, sizes):
-    request = Request(
-        trace_for=gpt(),
-        batch_size=batch_size,
-        precision=Precision("bf16"),
-        optimizer_state_bytes=8,
-        budgets=Budgets(UNLIMITED, UNLIMITED, UNLIMITED),
-        disk=None,
-        device="cpu",
-        calibration=None,
-        fixed=Fixed(),
-        base_bytes=0,
-    )
-    assert micro_batch_sizes(request) == sizes
+    asked = PlanRequest(gpt(), resources=Resources(), **ARGUMENTS | {"batch_size": batch_size})
+    assert asked.micro_batch_sizes() == sizes
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -26,7 +26,7 @@ from headwater.core.errors import ConfigError, DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.plan.cluster.parts import mean_parts
 from headwater.plan.cluster.types import Accelerator, place
-from headwater.plan.search import Fixed
+from headwater.plan.options import Fixed
 from headwater.plan.types import Activations
 
 BATCH = 16

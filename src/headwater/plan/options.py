@@ -13,6 +13,7 @@ from headwater.core.errors import ConfigError
 from headwater.core.precision import Precision
 from headwater.core.stage import OptimizerState, ParamSpec
 from headwater.optim.spec import OptimizerSpec, UpdateKind
+from headwater.plan.memory.slabs import minimum_slabs
 from headwater.plan.rates import Calibration
 from headwater.plan.step_trace import Trace
 from headwater.plan.types import (
@@ -22,6 +23,7 @@ from headwater.plan.types import (
     StoreShare,
     Tier,
     Updates,
+    shares_slabs,
 )
 from headwater.store.layout import stored_dtype
 from headwater.store.rule import UpdateRule
@@ -117,6 +119,35 @@ class PlanRequest:
     divided: DividedTraces = not_divided
     device_tier: bool = True
     update_kind: UpdateKind = "fused"
+
+    @property
+    def may_use_device_tier(self) -> bool:
+        """True if stages may be stored and updated in device memory.
+
+        The ranks are on one host, and all of them compute on an accelerator; see [Note: replicas].
+        """
+        one_host = not self.share.sums_stay and not self.share.store_ranks
+        return self.device_tier and one_host and self.device != "cpu"
+
+    @property
+    def chooses_device_tier(self) -> bool:
+        """True if the plan decides how many stages are in device memory, since the user has not."""
+        return self.may_use_device_tier and self.fixed.tier is None and self.fixed.stages_on_device is None
+
+    def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
+        """Return the fewest slabs of a size class with which a step can run."""
+        sharers = self.ranks - self.share.store_ranks if shares_slabs(tier, self.device) else 1
+        return minimum_slabs(trace, sharers)
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Return the sizes to try: divisors of the batch size, each at most half of the one before."""
+        if self.fixed.micro_batch_size is not None:
+            return [self.fixed.micro_batch_size]
+        sizes = [self.batch_size]
+        while sizes[-1] > 1:
+            halved = range(sizes[-1] // 2, 0, -1)
+            sizes.append(next(size for size in halved if self.batch_size % size == 0))
+        return sizes
 
 
 class DiskOptions(Protocol):

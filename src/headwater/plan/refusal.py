@@ -11,14 +11,7 @@ from typing import Any
 
 from headwater.core.errors import DoesNotFitError
 from headwater.core.units import GIB, MIB, format_bytes, parse_bytes
-from headwater.plan.search import (
-    Request,
-    best_plan,
-    candidates,
-    has_room_for_store,
-    micro_batch_sizes,
-    usage,
-)
+from headwater.plan.search import LimitedRequest, best_plan, candidates, has_room_for_store, usage
 from headwater.plan.types import Budgets, Plan
 
 UNLIMITED = 1 << 62
@@ -37,10 +30,10 @@ class Setting:
     """
 
     text: str
-    request: Request
+    request: LimitedRequest
 
 
-def refusal(request: Request) -> DoesNotFitError:
+def refusal(request: LimitedRequest) -> DoesNotFitError:
     """Return the error if no plan fits: which budgets are too small, and which settings would fit."""
     larger = enough(request)
     stories = [_story(request.budgets, setting.request.budgets) for setting in larger]
@@ -52,9 +45,9 @@ def refusal(request: Request) -> DoesNotFitError:
     )
 
 
-def _largest_stage(request: Request) -> str | None:
+def _largest_stage(request: LimitedRequest) -> str | None:
     """Return the name and the size of the largest stage if it takes a large part of a budget, else `None`."""
-    stages = request.trace_for(micro_batch_sizes(request)[-1]).stages
+    stages = request.asked.trace_for(request.asked.micro_batch_sizes()[-1]).stages
     largest = max(stages, key=lambda stage: stage.slab_bytes)
     if largest.slab_bytes * _LARGE_SHARE < min(request.budgets):
         return None
@@ -69,7 +62,7 @@ def _story(budgets: Budgets, needed: Budgets) -> str:
     )
 
 
-def enough(request: Request) -> list[Setting]:
+def enough(request: LimitedRequest) -> list[Setting]:
     """Return all ways to make a plan fit by raising the fewest budgets, each as little as possible."""
     needs = _needs(request)
     for count in range(1, len(Budgets._fields) + 1):
@@ -83,7 +76,7 @@ def enough(request: Request) -> list[Setting]:
     raise AssertionError("every model fits without limits")
 
 
-def _raised(request: Request, least: dict[str, int]) -> Setting:
+def _raised(request: LimitedRequest, least: dict[str, int]) -> Setting:
     slack = {"host_memory": request.slack_bytes}
     texts = {name: _rounded_up(used + slack.get(name, 0)) for name, used in least.items()}
     raised = _with_budgets(request, {name: parse_bytes(text) for name, text in texts.items()})
@@ -92,31 +85,32 @@ def _raised(request: Request, least: dict[str, int]) -> Setting:
     return Setting(" and ".join((*host, *words)), raised)
 
 
-def _host_words(request: Request, need: int) -> list[str]:
+def _host_words(request: LimitedRequest, need: int) -> list[str]:
     """Return, as text, the limits to raise for `need` bytes of host memory: control group, budget or both."""
-    limit = request.group.limit_for(need)
+    limit, asked = request.group.limit_for(need), request.asked.resources.host_memory
     words = [] if limit is None else [f"the memory limit of the control group {_rounded_up(limit)}"]
-    if limit is None or (request.asked_host is not None and request.asked_host < need):
+    if limit is None or (asked is not None and asked < need):
         words.append(f"host_memory {_rounded_up(need)}")
     return words
 
 
-def other_settings(request: Request) -> Iterator[Setting]:
+def other_settings(request: LimitedRequest) -> Iterator[Setting]:
     """Yield settings with which a plan fits: without one of the user's decisions, or with a disk tier."""
     # No decision of the planner makes the store smaller. So without room for the store no plan can fit.
-    decisions = vars(request.fixed) if has_room_for_store(request) else {}
+    decisions = vars(request.asked.fixed) if has_room_for_store(request) else {}
     for name, value in decisions.items():
         if value is not None:
             free = _with_fixed(request, name, None)
             plan = best_plan(free)
             if plan is not None:
                 yield _without_decision(free, name, plan)
-    if request.disk is None:
+    resources = request.asked.resources
+    if resources.disk is None:
         unlimited = _with_budgets(request, {"disk_bytes": UNLIMITED})
-        yield _and_disk(dataclasses.replace(unlimited, disk=Path()))
+        yield _and_disk(unlimited.asking(resources=dataclasses.replace(resources, disk=Path())))
 
 
-def _and_disk(with_disk: Request) -> Setting:
+def _and_disk(with_disk: LimitedRequest) -> Setting:
     """Return the setting that adds a disk tier, and raises budgets if the disk tier is not enough."""
     used = _least(_needs(with_disk), with_disk.budgets, ("disk_bytes",))
     if used is not None:
@@ -125,7 +119,7 @@ def _and_disk(with_disk: Request) -> Setting:
     return Setting(f"{larger.text} and disk", larger.request)
 
 
-def _without_decision(free: Request, name: str, plan: Plan) -> Setting:
+def _without_decision(free: LimitedRequest, name: str, plan: Plan) -> Setting:
     """Return the setting that replaces the user's value of a decision by the plan's, or leaves it out."""
     if name == "stages_on_device":
         return _with_fewer_on_device(free)
@@ -138,13 +132,13 @@ def _without_decision(free: Request, name: str, plan: Plan) -> Setting:
     return Setting(f"{name} {getattr(plan, name)}", _with_fixed(free, name, getattr(plan, name)))
 
 
-def _with_fewer_on_device(free: Request) -> Setting:
+def _with_fewer_on_device(free: LimitedRequest) -> Setting:
     """Return the setting with the most stages in device memory for which a plan fits.
 
     Args:
         free: the request without a number of stages in device memory. A plan fits it.
     """
-    fewest, most = 0, len(free.trace_for(micro_batch_sizes(free)[-1]).stages)
+    fewest, most = 0, len(free.asked.trace_for(free.asked.micro_batch_sizes()[-1]).stages)
     while fewest < most:
         middle = (fewest + most + 1) // 2  # rounded up: the range also shrinks if the middle fits
         if best_plan(_with_fixed(free, "stages_on_device", middle)) is None:
@@ -154,13 +148,13 @@ def _with_fewer_on_device(free: Request) -> Setting:
     return Setting(f"stages_on_device {fewest}", _with_fixed(free, "stages_on_device", fewest))
 
 
-def _needs(request: Request) -> list[Budgets]:
+def _needs(request: LimitedRequest) -> list[Budgets]:
     """Return the bytes that the smallest plans need, whether or not they fit the budgets.
 
     A smaller micro-batch has smaller activations, but several micro-batches may need wider gradients. So the
     smallest plan has either the smallest micro-batch or the whole batch.
     """
-    sizes = micro_batch_sizes(request)
+    sizes = request.asked.micro_batch_sizes()
     return [
         usage(plan)
         for size in dict.fromkeys((sizes[-1], sizes[0]))
@@ -178,12 +172,12 @@ def _least(needs: list[Budgets], budgets: Budgets, names: tuple[str, ...]) -> di
     return dict(zip(names, least, strict=True))
 
 
-def _with_budgets(request: Request, budgets: dict[str, int]) -> Request:
+def _with_budgets(request: LimitedRequest, budgets: dict[str, int]) -> LimitedRequest:
     return dataclasses.replace(request, budgets=request.budgets._replace(**budgets))
 
 
-def _with_fixed(request: Request, name: str, value: Any) -> Request:
-    return dataclasses.replace(request, fixed=dataclasses.replace(request.fixed, **{name: value}))
+def _with_fixed(request: LimitedRequest, name: str, value: Any) -> LimitedRequest:
+    return request.asking(fixed=dataclasses.replace(request.asked.fixed, **{name: value}))
 
 
 def _rounded_up(num_bytes: int) -> str:

@@ -6,14 +6,11 @@ import dataclasses
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from headwater.core.precision import Precision
 from headwater.plan.footprint import Footprint
 from headwater.plan.ladder import Rung, activation_ladder
-from headwater.plan.machine import NO_GROUP, GroupMemory
-from headwater.plan.memory.slabs import minimum_slabs
+from headwater.plan.machine import NO_GROUP, WORKER_BYTES, GroupMemory
 from headwater.plan.memory.stages import counted_bytes, stages_of
 from headwater.plan.mixes import (
     filled_device,
@@ -22,23 +19,10 @@ from headwater.plan.mixes import (
     smallest_in_memory,
     smallest_on_device,
 )
-from headwater.plan.options import Fixed, TraceFor
+from headwater.plan.options import PlanRequest
 from headwater.plan.predict import Predictor
-from headwater.plan.rates import Calibration
 from headwater.plan.step_trace import Trace
-from headwater.plan.types import (
-    WHOLE_STORE,
-    Activations,
-    Budgets,
-    Plan,
-    Prediction,
-    StoreShare,
-    Tier,
-    shares_slabs,
-)
-
-if TYPE_CHECKING:
-    from headwater.optim.spec import UpdateKind
+from headwater.plan.types import Activations, Budgets, Plan, Prediction, Tier
 
 _SLAB_CHOICES, _RUNGS = slice(0, 12, 4), 6
 """For plans with some stages in memory: which numbers of slabs are tried, and how many rungs."""
@@ -49,69 +33,36 @@ _FRUGAL_TIME = 1.03
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """Everything that a plan depends on: a `PlanRequest`, with limits of the machine where none were set.
+class LimitedRequest:
+    """A request for a plan, with limits of the machine where the user has set none.
 
     Attributes:
+        asked: the request.
         budgets: limits of the run.
-        disk: folder of the disk tier, if there is one.
-        slack_bytes: host memory that a remedy adds to the bytes that are needed, because `base_bytes` differs
-            a little between processes.
-        asked_host: host memory that the user allows; `None` if the user has set no limit.
+        slack_bytes: host memory that a remedy adds to the bytes that are needed, because `asked.base_bytes`
+            differs a little between processes.
         group: control groups around the process; a remedy may need larger ones.
-        device_tier: False if no stage may be stored in device memory.
-        update_kind: how the optimizer updates on the device.
         ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`.
     """
 
-    trace_for: TraceFor
-    batch_size: int
-    precision: Precision
-    optimizer_state_bytes: int
+    asked: PlanRequest
     budgets: Budgets
-    disk: Path | None
-    device: str
-    calibration: Calibration | None
-    fixed: Fixed
-    base_bytes: int
-    checkpoints: bool = True
-    share: StoreShare = WHOLE_STORE
-    ranks: int = 1
-    worker_bytes: int = 0
     slack_bytes: int = 0
-    asked_host: int | None = None
     group: GroupMemory = NO_GROUP
-    device_tier: bool = True
-    update_kind: UpdateKind = "fused"
     ranges: bool = False
 
-    @property
-    def may_use_device_tier(self) -> bool:
-        """True if stages may be stored and updated in device memory.
-
-        The ranks are on one host, and all of them compute on an accelerator; see [Note: replicas].
-        """
-        one_host = not self.share.sums_stay and not self.share.store_ranks
-        return self.device_tier and one_host and self.device != "cpu"
-
-    @property
-    def chooses_device_tier(self) -> bool:
-        """True if the plan decides how many stages are in device memory, since the user has not."""
-        return self.may_use_device_tier and self.fixed.tier is None and self.fixed.stages_on_device is None
-
-    def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
-        """Return the fewest slabs of a size class with which a step can run."""
-        sharers = self.ranks - self.share.store_ranks if shares_slabs(tier, self.device) else 1
-        return minimum_slabs(trace, sharers)
+    def asking(self, **changes: Any) -> LimitedRequest:
+        """Return this request with other fields of `asked`."""
+        return dataclasses.replace(self, asked=dataclasses.replace(self.asked, **changes))
 
 
-def best_plan(request: Request) -> Plan | None:
+def best_plan(request: LimitedRequest) -> Plan | None:
     """Return the fastest plan that fits, by nominal rates if none were measured; `None` if none fits.
 
     If the user wants all weights on disk, a plan with fewer slabs is preferred if it is hardly slower.
     """
     best: Plan | None = None
-    for size in micro_batch_sizes(request):
+    for size in request.asked.micro_batch_sizes():
         for plan in candidates(request, size):
             if fits(plan, request) and (best is None or _rank(plan) < _rank(best)):
                 best = plan
@@ -120,7 +71,7 @@ def best_plan(request: Request) -> Plan | None:
     return None if best is None else _frugal(best, request)
 
 
-def _frugal(best: Plan, request: Request) -> Plan:
+def _frugal(best: Plan, request: LimitedRequest) -> Plan:
     """Return the plan with the fewest slabs among those that take at most 3 % longer than `best`.
 
     Only for a CPU whose rates were measured, and if the user has asked for the disk tier without a limit of
@@ -128,8 +79,9 @@ def _frugal(best: Plan, request: Request) -> Plan:
     where `best` has them: a step that moves them writes more to the disk, and its allocator returns pages,
     which takes time that is not predicted.
     """
-    asked = request.fixed.tier == "disk" and request.asked_host is None
-    if not asked or request.calibration is None or request.device != "cpu":
+    asked = request.asked
+    saves_memory = asked.fixed.tier == "disk" and asked.resources.host_memory is None
+    if not saves_memory or asked.calibration is None or asked.device != "cpu":
         return best
     # The micro-batch size stays: with another one, gradients would be summed in another order.
     size, limit = best.micro_batch_size, _FRUGAL_TIME * _seconds(best)
@@ -159,34 +111,23 @@ def usage(plan: Plan) -> Budgets:
     return Budgets(prediction.device_bytes, prediction.host_bytes, prediction.disk_bytes)
 
 
-def fits(plan: Plan, request: Request) -> bool:
+def fits(plan: Plan, request: LimitedRequest) -> bool:
     """True if every predicted peak is within its budget."""
     return all(used <= limit for used, limit in zip(usage(plan), request.budgets, strict=True))
 
 
-def has_room_for_store(request: Request) -> bool:
+def has_room_for_store(request: LimitedRequest) -> bool:
     """True if all budgets together have room for the weight store, whatever the tiers of its stages."""
-    trace = request.trace_for(micro_batch_sizes(request)[-1])
-    stored = counted_bytes(stages_of(trace, request.optimizer_state_bytes), request.share)
-    budgets = request.budgets
-    on_disk = budgets.disk_bytes if request.disk is not None else 0
-    on_device = budgets.device_memory if request.may_use_device_tier else 0
+    asked, budgets = request.asked, request.budgets
+    trace = asked.trace_for(asked.micro_batch_sizes()[-1])
+    stored = counted_bytes(stages_of(trace, asked.optimizer_state_bytes), asked.share)
+    on_disk = budgets.disk_bytes if asked.resources.disk is not None else 0
+    on_device = budgets.device_memory if asked.may_use_device_tier else 0
     return stored <= budgets.host_memory + on_disk + on_device
 
 
-def micro_batch_sizes(request: Request) -> list[int]:
-    """Return the sizes to try: divisors of the batch size, each at most half of the one before."""
-    if request.fixed.micro_batch_size is not None:
-        return [request.fixed.micro_batch_size]
-    sizes = [request.batch_size]
-    while sizes[-1] > 1:
-        halved = range(sizes[-1] // 2, 0, -1)
-        sizes.append(next(size for size in halved if request.batch_size % size == 0))
-    return sizes
-
-
 def candidates(
-    request: Request, size: int, *, smallest: bool = False, every_policy: bool = True
+    request: LimitedRequest, size: int, *, smallest: bool = False, every_policy: bool = True
 ) -> Iterator[Plan]:
     """Yield plans with a given micro-batch size and their predictions, even if they do not fit.
 
@@ -197,83 +138,84 @@ def candidates(
             the budgets. The smallest plans are among these, and those that exceed the fewest budgets.
         every_policy: False to leave out the activation policies for which there is a smaller plan.
     """
-    trace = request.trace_for(size)
-    footprint = _footprint(trace, request)
-    predictor = Predictor(footprint, request.calibration)
+    asked = request.asked
+    trace = asked.trace_for(size)
+    footprint = _footprint(trace, asked)
+    predictor = Predictor(footprint, asked.calibration)
+    budgets = request.budgets
     for frame in _frames(request, footprint, size):
         ladder = activation_ladder(
             footprint,
             frame,
-            fixed=None if trace.inference else request.fixed.activations,
+            fixed=None if trace.inference else asked.fixed.activations,
             smallest=not every_policy,
         )
-        for slabs in _slab_counts(request, frame)[: 1 if smallest else None]:
+        for slabs in _slab_counts(asked, frame)[: 1 if smallest else None]:
             with_slabs = dataclasses.replace(frame, slabs=slabs)
-            steps = range(len(ladder)) if smallest else _promising(footprint, with_slabs, ladder, request)
+            steps = range(len(ladder)) if smallest else _promising(footprint, with_slabs, ladder, budgets)
             for step in steps:
                 plan = dataclasses.replace(with_slabs, activations=ladder[step].activations)
                 yield dataclasses.replace(plan, prediction=predictor.predict(plan))
         yield from _mixes(predictor, frame, ladder, request, smallest=smallest)
 
 
-def _footprint(trace: Trace, request: Request) -> Footprint:
-    share = request.share
-    if request.fixed.updates == "in_backward" and not trace.inference:
+def _footprint(trace: Trace, asked: PlanRequest) -> Footprint:
+    share = asked.share
+    if asked.fixed.updates == "in_backward" and not trace.inference:
         # An update in backward has no slab: a stage on disk is read for it, and again for the next forward.
         share = dataclasses.replace(share, images=share.images + 1)
     return Footprint(
         trace,
-        optimizer_state_bytes=request.optimizer_state_bytes,
-        update_kind=request.update_kind,
-        base_bytes=request.base_bytes,
-        checkpoints=request.checkpoints,
+        optimizer_state_bytes=asked.optimizer_state_bytes,
+        update_kind=asked.update_kind,
+        base_bytes=asked.base_bytes or 0,
+        checkpoints=asked.checkpoints,
         share=share,
-        ranks=request.ranks,
-        worker_bytes=request.worker_bytes,
+        ranks=asked.ranks,
+        worker_bytes=asked.data_workers * WORKER_BYTES,
     )
 
 
-def _frames(request: Request, footprint: Footprint, size: int) -> Iterator[Plan]:
+def _frames(request: LimitedRequest, footprint: Footprint, size: int) -> Iterator[Plan]:
     """Yield plans that differ in their tiers. Slabs and activations are not decided yet."""
-    tiers: tuple[Tier, ...] = ("memory", "disk") if request.disk else ("memory",)
-    trace = footprint.trace
+    asked, fixed, trace = request.asked, request.asked.fixed, footprint.trace
+    disk = asked.resources.disk
+    tiers: tuple[Tier, ...] = ("memory", "disk") if disk else ("memory",)
     keep = (Activations.KEEP,) * len(trace.stages)
     order = first_to_memory(footprint)
-    on_device = order[: request.fixed.stages_on_device or 0]
+    on_device = order[: fixed.stages_on_device or 0]
     # At least one stage stays on disk: otherwise this would be the memory tier.
     most = max(len(trace.stages) - len(on_device) - 1, 0)
-    in_memory = [stage for stage in order if stage not in on_device][
-        : min(request.fixed.stages_in_memory or 0, most)
-    ]
-    gradient_tiers = (request.fixed.gradient_tier,) if request.fixed.gradient_tier else tiers
-    for tier in (request.fixed.tier,) if request.fixed.tier else tiers:
+    in_memory = [stage for stage in order if stage not in on_device][: min(fixed.stages_in_memory or 0, most)]
+    gradient_tiers = (fixed.gradient_tier,) if fixed.gradient_tier else tiers
+    for tier in (fixed.tier,) if fixed.tier else tiers:
         for gradient_tier in ("memory",) if trace.inference else gradient_tiers:
             yield Plan(
                 trace=trace,
-                precision=request.precision,
-                device=request.device,
+                precision=asked.precision,
+                device=asked.device,
                 tier=tier,
-                in_place=request.device == "cpu" and tier == "memory" and request.fixed.num_slabs is None,
+                in_place=asked.device == "cpu" and tier == "memory" and fixed.num_slabs is None,
                 slabs=len(trace.stages),
                 activations=keep,
                 micro_batch_size=size,
-                num_micro_batches=request.batch_size // size,
+                num_micro_batches=asked.batch_size // size,
                 gradient_tier=gradient_tier,
-                disk=request.disk,
+                disk=disk,
                 in_memory=tuple(sorted(in_memory)) if tier == "disk" else (),
                 on_device=tuple(sorted(on_device)),
-                updates="on_fetch" if trace.inference else request.fixed.updates,
+                updates="on_fetch" if trace.inference else fixed.updates,
                 ranges=request.ranges,
             )
 
 
-def _slab_counts(request: Request, frame: Plan) -> Sequence[int]:
+def _slab_counts(asked: PlanRequest, frame: Plan) -> Sequence[int]:
     """Return the numbers of slabs to try, each about a tenth more than the last, up to one for each stage."""
     if frame.in_place:
         return (frame.slabs,)
-    least = request.minimum_slabs(frame.trace, frame.tier)
-    if request.fixed.num_slabs is not None:
-        return (request.fixed.num_slabs,) if request.fixed.num_slabs >= least else ()
+    least = asked.minimum_slabs(frame.trace, frame.tier)
+    if asked.fixed.num_slabs is not None:
+        return (asked.fixed.num_slabs,) if asked.fixed.num_slabs >= least else ()
     most = max(Counter(stage.slab_bytes for stage in frame.trace.stages).values())
     counts = [least]
     while counts[-1] < most:
@@ -283,7 +225,7 @@ def _slab_counts(request: Request, frame: Plan) -> Sequence[int]:
 
 
 def _mixes(
-    predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: Request, *, smallest: bool
+    predictor: Predictor, frame: Plan, ladder: Sequence[Rung], request: LimitedRequest, *, smallest: bool
 ) -> Iterator[Plan]:
     """Yield plans with some stages in device memory, in host memory and on disk.
 
@@ -302,30 +244,30 @@ def _mixes(
     if frame.trace.inference:
         return
     fill: list[Callable[[Footprint, Plan, Budgets], list[Plan]]] = []
-    if frame.tier == "disk" and request.fixed.tier is None:
+    if frame.tier == "disk" and request.asked.fixed.tier is None:
         fill.append(smallest_in_memory if smallest else filled_memory)
-    if request.chooses_device_tier:
+    if request.asked.chooses_device_tier:
         fill.append(smallest_on_device if smallest else filled_device)
-    for plan in _some_choices(frame, ladder, request, fewest=smallest):
+    for plan in _some_choices(frame, ladder, request.asked, fewest=smallest):
         for mix in (mix for filled in fill for mix in filled(predictor.footprint, plan, request.budgets)):
             if mix != plan:  # `candidates` yields the plan itself
                 yield dataclasses.replace(mix, prediction=predictor.predict(mix))
 
 
-def _some_choices(frame: Plan, ladder: Sequence[Rung], request: Request, *, fewest: bool) -> Iterator[Plan]:
+def _some_choices(frame: Plan, ladder: Sequence[Rung], asked: PlanRequest, *, fewest: bool) -> Iterator[Plan]:
     """Yield plans with some of the numbers of slabs, or the fewest, and some of the activation policies."""
-    for slabs in _slab_counts(request, frame)[slice(1) if fewest else _SLAB_CHOICES]:
+    for slabs in _slab_counts(asked, frame)[slice(1) if fewest else _SLAB_CHOICES]:
         # The last rung needs the least memory, and the stride may skip it.
         for rung in [*ladder[:: -(-len(ladder) // _RUNGS)], ladder[-1]]:
             yield dataclasses.replace(frame, slabs=slabs, activations=rung.activations)
 
 
-def _promising(footprint: Footprint, frame: Plan, ladder: Sequence[Rung], request: Request) -> list[int]:
+def _promising(footprint: Footprint, frame: Plan, ladder: Sequence[Rung], budgets: Budgets) -> list[int]:
     """Return the indices of the rungs that may be best: the first rung that fits, and the last one."""
     memory = footprint.memory(dataclasses.replace(frame, activations=ladder[0].activations))
-    used, limit = memory.device, request.budgets.device_memory
-    if request.device == "cpu":
-        used, limit = memory.host, request.budgets.host_memory
+    used, limit = memory.device, budgets.device_memory
+    if frame.device == "cpu":
+        used, limit = memory.host, budgets.host_memory
     room = limit - sum(used.values()) + ladder[0].peak_bytes
     first = bisect_left(ladder, -room, key=lambda rung: -rung.peak_bytes)
     return sorted({min(first, len(ladder) - 1), len(ladder) - 1})
