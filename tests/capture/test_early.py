@@ -4,7 +4,6 @@ import inspect
 import json
 import sys
 import types
-from pathlib import Path
 
 import capture_models
 import pytest
@@ -14,7 +13,8 @@ from rich.console import Console
 from torch import nn
 
 import headwater
-from headwater.api.early import EarlyOptions, check, compile_only, validate_only
+from headwater.api.early import compile_only, validate_only
+from headwater.api.planner import Planner
 from headwater.config import load_params, shipped_params
 from headwater.core.errors import ConfigError, ModelError
 from headwater.core.precision import Precision
@@ -306,13 +306,25 @@ def test_the_plan_follows_the_decisions_of_the_backend(tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["slabs"] == 3
 
 
-def test_check_follows_the_options_of_the_backend(tmp_path):
-    model, args = nn.Linear(8, 4), (torch.zeros(2, 8),)
-    assert check(model, args, {}, EarlyOptions()) is None
-    valid = check(model, args, {}, EarlyOptions(validate_only=True, precision=Precision("bf16")))
-    assert valid.record.precision == Precision("bf16")
-    compiled = check(
-        model, args, {}, EarlyOptions(compile_only=True, compile_dir=str(tmp_path), resources=AMPLE)
-    )
-    assert compiled.compile_dir == Path(tmp_path)
+class InHalfPrecision(nn.Linear):
+    def forward(self, x):
+        output = super().forward(x)
+        assert output.dtype == torch.bfloat16
+        return output
+
+
+def test_the_options_of_a_backend_decide_if_the_first_call_ends_the_script(tmp_path, capsys):
+    model, call, bf16 = nn.Linear(8, 4), ((torch.zeros(2, 8),), {}), Precision("bf16")
+    Planner(headwater.backend("CSX", compile_dir=tmp_path)).stop_early(model, call, bf16)
+    assert not capsys.readouterr().out
+    options = {"validate_only": True, "compile_dir": tmp_path}
+    with pytest.raises(SystemExit):
+        Planner(headwater.backend("CSX", **options)).stop_early(InHalfPrecision(8, 4), call, bf16)
+    assert "valid: forward, loss and backward" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
+        Planner(headwater.backend("CSX", compile_only=True, **options)).stop_early(
+            nn.Linear(8, 4), call, bf16
+        )
+    assert json.loads((tmp_path / "operators.json").read_text())["precision"] == "bf16"
     assert (tmp_path / "graphs" / "model.py").is_file()

@@ -35,29 +35,6 @@ ASSUMED_OPTIMIZER = OptimizerSpec("AdamW")
 """The optimizer for which a plan is made if no optimizer is given."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EarlyOptions:
-    """The options of a backend that compiles or validates a model instead of training it.
-
-    Attributes:
-        compile_only: write a report of the model into `compile_dir`.
-        validate_only: check that the model can be trained.
-        compile_dir: folder for the report.
-        precision: precision of the run; fp32 if not given.
-        device: `cpu` or `cuda`.
-        resources: resource limits of the run; the free resources of the machine if not given.
-        fixed: decisions that the planner must keep.
-    """
-
-    compile_only: bool = False
-    validate_only: bool = False
-    compile_dir: str | Path = "compile"
-    precision: Precision | None = None
-    device: str = "cpu"
-    resources: Resources | None = None
-    fixed: Fixed = NOT_FIXED
-
-
 def validate_only(
     model: nn.Module,
     args: Any,
@@ -151,38 +128,6 @@ def compile_only(
     files = write_compile_dir(folder, record, captured, decided or str(refusal))
     mlir = MISSING if lowering is None else "MLIR: graphs/*.mlir"
     return CompileReport(record, captured, decided, refusal, mlir, tuple(files), folder)
-
-
-def check(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: EarlyOptions
-) -> CompileReport | ValidateReport | None:
-    """Compile or validate a model, as `options` say, at its first forward. Return a report, or `None`.
-
-    The user's loss is not known at that time; a loss is computed from the model's output.
-
-    Args:
-        model: the model; it must not be streamed yet.
-        args: positional arguments of the forward.
-        kwargs: keyword arguments of the forward.
-        options: the options of the backend; compilation validates too.
-
-    Returns:
-        The report; `None` if the options ask for neither.
-    """
-    if options.compile_only:
-        return compile_only(
-            model,
-            args,
-            kwargs,
-            precision=options.precision,
-            compile_dir=options.compile_dir,
-            device=options.device,
-            resources=options.resources,
-            fixed=options.fixed,
-        )
-    if options.validate_only:
-        return validate_only(model, args, kwargs, precision=options.precision)
-    return None
 
 
 def _loss_of(loss_function: LossFunction | None) -> LossFunction:

@@ -13,7 +13,8 @@ from torch import nn
 
 from headwater.api.backend import Backend
 from headwater.api.calls import Call
-from headwater.api.early import EarlyOptions, check
+from headwater.api.early import compile_only, validate_only
+from headwater.api.early_reports import CompileReport, ValidateReport
 from headwater.api.engines import advise_fast_products, disk_folder
 from headwater.core.patience import noticed
 from headwater.core.precision import Precision
@@ -69,21 +70,24 @@ class Planner:
             SystemExit: after the report, with status 0.
         """
         backend = self._backend
-        if not (backend.compile_only or backend.validate_only):
-            return
-        options = EarlyOptions(
-            compile_only=backend.compile_only,
-            validate_only=backend.validate_only,
-            compile_dir=backend.compile_dir,
-            precision=precision,
-            device=self.device,
-            resources=resources_of(backend.config),
-            fixed=fixed_by(backend.config),
-        )
+        report: CompileReport | ValidateReport
         # On stderr: a model of thousands of layers takes minutes, and a silent program seems to hang.
-        with noticed("checking the model" if backend.validate_only else "planning the steps"):
-            report = check(model, *call, options)
-        assert report is not None, "this method is called only with compile_only or validate_only"
+        if backend.compile_only:  # which checks the model too
+            with noticed("planning the steps"):
+                report = compile_only(
+                    model,
+                    *call,
+                    precision=precision,
+                    compile_dir=backend.compile_dir,
+                    device=self.device,
+                    resources=resources_of(backend.config),
+                    fixed=fixed_by(backend.config),
+                )
+        elif backend.validate_only:
+            with noticed("checking the model"):
+                report = validate_only(model, *call, precision=precision)
+        else:
+            return
         Console().print(report.render())
         raise SystemExit(0)
 
