@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+
 import torch
 from torch import Tensor
 
@@ -145,6 +147,31 @@ class _AtKMetric(_WeightedMean):
         super().__init__(name)
         self.k = k
 
+    def update(self, labels: Tensor, predictions: Tensor, weights: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            labels: class of each sample [batch], or several classes [batch, num_labels]; negative: no class.
+            predictions: scores of all classes, [batch, num_classes].
+            weights: weight of each sample, [batch]; samples with weight 0 are ignored.
+
+        Raises:
+            DataError: if the shapes do not match.
+        """
+        labels = labels.reshape(len(labels), -1)
+        hits = self._hits(labels, predictions)
+        self._add_hits(hits, labels, weights_like(hits.any(1), weights))
+
+    @abc.abstractmethod
+    def _add_hits(self, hits: Tensor, labels: Tensor, weights: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            hits: True for a label among the top k classes of its sample, [batch, num_labels].
+            labels: [batch, num_labels].
+            weights: [batch].
+        """
+
     def _hits(self, labels: Tensor, predictions: Tensor) -> Tensor:
         """Return a mask [batch, num_labels], True for a label among the top k classes of its sample."""
         if predictions.dim() != 2 or labels.dim() != 2 or len(labels) != len(predictions):
@@ -166,20 +193,8 @@ class PrecisionAtKMetric(_AtKMetric):
         name: name in reports; by default the name of the class.
     """
 
-    def update(self, labels: Tensor, predictions: Tensor, weights: Tensor | None = None) -> None:
-        """Add a batch.
-
-        Args:
-            labels: class of each sample [batch], or several classes [batch, num_labels]; negative: no class.
-            predictions: scores of all classes, [batch, num_classes].
-            weights: weight of each sample, [batch]; samples with weight 0 are ignored.
-
-        Raises:
-            DataError: if the shapes do not match.
-        """
-        labels = labels.reshape(len(labels), -1)
-        hits = self._hits(labels, predictions).sum(1)
-        self._add(hits / self.k, weights_like(hits, weights))
+    def _add_hits(self, hits: Tensor, labels: Tensor, weights: Tensor) -> None:
+        self._add(hits.sum(1) / self.k, weights)
 
 
 class RecallAtKMetric(_AtKMetric):
@@ -190,17 +205,5 @@ class RecallAtKMetric(_AtKMetric):
         name: name in reports; by default the name of the class.
     """
 
-    def update(self, labels: Tensor, predictions: Tensor, weights: Tensor | None = None) -> None:
-        """Add a batch.
-
-        Args:
-            labels: class of each sample [batch], or several classes [batch, num_labels]; negative: no class.
-            predictions: scores of all classes, [batch, num_classes].
-            weights: weight of each sample, [batch]; samples with weight 0 are ignored.
-
-        Raises:
-            DataError: if the shapes do not match.
-        """
-        labels = labels.reshape(len(labels), -1)
-        hits = self._hits(labels, predictions)
-        self._add(hits, weights_like(labels[:, 0], weights).unsqueeze(1) * (labels >= 0))
+    def _add_hits(self, hits: Tensor, labels: Tensor, weights: Tensor) -> None:
+        self._add(hits, weights.unsqueeze(1) * (labels >= 0))
