@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from headwater.core.module_calls import surround
+from headwater.core.module_calls import replace_forward, surround
 
 
 def layer_of(name, events):
@@ -62,3 +62,16 @@ def test_a_copy_of_a_module_has_no_layers():
     surround(module, layer_of("a", events))
     copy.deepcopy(module)(1)
     assert events == []
+
+
+def test_a_replaced_forward_is_restored_unless_the_user_has_replaced_it_again():
+    module, x = nn.Identity(), torch.tensor(1)
+    restore = replace_forward(module, lambda x: x + 1)
+    assert module(x).item() == 2
+    inner = replace_forward(module, lambda x: x + 2)
+    restore()  # nothing happens: another forward is there
+    assert module(x).item() == 3
+    inner()
+    assert module(x).item() == 2
+    restore()
+    assert "forward" not in vars(module)

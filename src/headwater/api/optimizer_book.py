@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from headwater.api.updaters import Updaters, state_tensors
+from headwater.api.updaters import Updaters
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamKey
+from headwater.optim.probe import state_tensors
 from headwater.stream.parameters import ParameterAtRest
 
 if TYPE_CHECKING:

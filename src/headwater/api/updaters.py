@@ -15,6 +15,7 @@ from torch import nn
 from headwater.api.registry import is_state_replaced
 from headwater.core.errors import ConfigError
 from headwater.core.stage import OptimizerState, ParamSpec
+from headwater.optim.probe import state_tensors
 from headwater.optim.spec import NO_UPDATES, OptimizerSpec, UpdateKind, group_options, state_signature
 from headwater.plan.options import optimizer_state_bytes
 from headwater.store.rule import SeveralRules, UpdateRule
@@ -198,11 +199,6 @@ def _groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Options, list[nn
     """Yield the options and the parameters of each group."""
     for group in optimizer.param_groups:
         yield group_options(optimizer, group), group["params"]
-
-
-def state_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of an optimizer's state that are not scalars."""
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
 
 
 class _Fitting:

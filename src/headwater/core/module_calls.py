@@ -49,6 +49,30 @@ def surround(
     return lambda: own.remove(layer)
 
 
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Replace the forward of a module, inside its hooks.
+
+    Args:
+        module: stays the same object.
+        forward: the new forward.
+
+    Returns:
+        A function that restores the original forward, unless the user has replaced the new one.
+    """
+    before = vars(module).get("forward")
+
+    def restore() -> None:
+        if vars(module).get("forward") is not forward:
+            return
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    module.forward = forward
+    return restore
+
+
 def cannot_be_copied(module: nn.Module | None) -> StreamError:
     """Return the error for a copy or a pickle of a compiled module."""
     return StreamError(

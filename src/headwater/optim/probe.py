@@ -101,11 +101,11 @@ def _train_singly(
             master.grad = gradient
             optimizer.step()
             states[index] = _copied(optimizer.state.pop(master, {}))
-        shapes.append({key: tuple(value.shape) for key, value in tensors_of(states[0]).items()})
+        shapes.append({key: tuple(value.shape) for key, value in state_tensors(states[0]).items()})
     return values, states, shapes
 
 
-def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def state_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of an optimizer state that the weight store keeps: all but single numbers."""
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
 

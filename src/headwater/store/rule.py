@@ -11,7 +11,7 @@ import torch
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
-from headwater.optim.probe import STATE_REMEDY, tensors_of
+from headwater.optim.probe import STATE_REMEDY, state_tensors
 from headwater.optim.spec import OptimizerSpec, numbers, state_signature
 from headwater.store.layout import PIECE_ELEMENTS, Scalars, StageLayout, StateLayout, StateTensor
 from headwater.store.rules import UpdateRules
@@ -71,7 +71,7 @@ class UpdateRule(UpdateRules):
             optimizer.step()
         return {
             name: StateTensor(value.dtype, None if value.shape == probe.shape else tuple(value.shape))
-            for name, value in tensors_of(optimizer.state[probe]).items()
+            for name, value in state_tensors(optimizer.state[probe]).items()
         }
 
     def _of_this_thread(self, device: torch.device) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
@@ -165,7 +165,7 @@ class UpdateRule(UpdateRules):
         Raises:
             StreamError: if it has other tensors.
         """
-        found = tensors_of(state)
+        found = state_tensors(state)
         if found.keys() != own.keys():
             raise self._changed_state(found, own)
         for name, value in own.items():

@@ -14,6 +14,7 @@ from torch import nn
 
 from headwater.core.errors import HeadwaterError, ModelError
 from headwater.core.files import disk_errors
+from headwater.core.module_calls import replace_forward
 from headwater.core.scratch import private_folder
 from headwater.core.stage import StageSpec
 from headwater.plan.compilation import repeated_stages
@@ -59,7 +60,6 @@ def compile_stages(model: nn.Module, stages: Sequence[StageSpec]) -> Callable[[]
 
 def compile_forward(module: nn.Module, name: str) -> Callable[[], None]:
     """Replace the forward of a module by a compiled one. Return a function that restores the original."""
-    before = vars(module).get("forward")
     forward = module.forward
     # `forward`, not the module: the hooks that bind weights must stay outside of the graph.
     compiled = torch.compile(forward, dynamic=False)
@@ -76,16 +76,7 @@ def compile_forward(module: nn.Module, name: str) -> Callable[[], None]:
         except TorchDynamoException as error:
             raise _cannot_compile(name, error) from error
 
-    def restore() -> None:
-        if vars(module).get("forward") is not compiled_forward:
-            return  # the user has replaced it
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    module.forward = compiled_forward
-    return restore
+    return replace_forward(module, compiled_forward)
 
 
 def _cannot_compile(name: str, error: Exception) -> HeadwaterError:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwater.core.copies import apart
 from headwater.core.errors import StreamError
+from headwater.core.module_calls import replace_forward
 from headwater.core.uncompiled import CompilerOffWarning, uncompiled
 from headwater.stream.forward_state import ForwardState
 from headwater.stream.saved_tensors import own_checkpoints
@@ -79,7 +80,6 @@ def _recompute_forward(
         A function that restores the original forward.
     """
     forward = module.forward
-    before = vars(module).get("forward")
     own = list(map(id, module.parameters()))
 
     def bound_forward(*args: Any, **kwargs: Any) -> Any:
@@ -103,17 +103,13 @@ def _recompute_forward(
         state, weights = ForwardState(module), _UnchangedWeights(module, versions)
         return _RepeatedCall(bound_forward, args, kwargs, state, weights).run()
 
+    restore = replace_forward(module, checkpointed)
+
     def unwrap() -> None:
         nonlocal is_wrapped
         is_wrapped = False
-        if vars(module).get("forward") is not checkpointed:
-            return  # the user has replaced it
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
+        restore()
 
-    module.forward = checkpointed
     return unwrap
 
 
