@@ -108,7 +108,7 @@ def train(store: WeightStore, step: int, *, used: Iterable[int] | None = None) -
         for index, spec in enumerate(stage.params):
             if spec.requires_grad and spec.name != UNUSED:
                 gradient = _random(f"{step} {spec.name}", spec.shape).to(spec.wire_dtype)
-                store.add_gradient(stage.index, index, gradient, last=True)
+                store.add_gradient((stage.index, index), gradient, last=True)
     store.end_micro_batch()
     store.commit(Update(step, {"lr": 0.01 / (step + 1)}))
 

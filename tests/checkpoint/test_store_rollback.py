@@ -13,7 +13,7 @@ def committed(store, *, undo_second):
     store.begin_step()
     fetch_stage(store, 0)
     for index, spec in enumerate(store.stages[0].params):
-        store.add_gradient(0, index, torch.ones(spec.shape), last=True)
+        store.add_gradient((0, index), torch.ones(spec.shape), last=True)
     store.end_micro_batch()
     store.commit(UPDATE, {(0, 0): UPDATE})
     if undo_second:

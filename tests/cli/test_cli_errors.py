@@ -192,12 +192,12 @@ def plant(patch, stage, step):
     """Make the gradients of one stage NaN in one step."""
     add, seen = WeightStore.add_gradient, set()
 
-    def planted(store, index, param, gradient, **options):
-        if index == stage % len(store.stages):
-            seen.add((store.ledger.num_commits, param))
+    def planted(store, key, gradient, **options):
+        if key[0] == stage % len(store.stages):
+            seen.add((store.ledger.num_commits, key[1]))
             if store.ledger.num_commits == step - 1:
                 gradient = gradient * float("nan")
-        add(store, index, param, gradient, **options)
+        add(store, key, gradient, **options)
 
     patch.setattr(WeightStore, "add_gradient", planted)
     return seen

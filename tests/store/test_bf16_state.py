@@ -137,7 +137,7 @@ class Run:
         for step in steps:
             self.store.begin_step()
             for param, name in enumerate(SHAPES):
-                self.store.add_gradient(0, param, gradient(name, step), last=True)
+                self.store.add_gradient((0, param), gradient(name, step), last=True)
             self.store.end_micro_batch()
             self.store.commit(Update(step, {}))
             self.store.fetch(0, aligned_empty(self.store.tier.layouts[0].wire_bytes))
@@ -205,7 +205,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     for step in (3, 4):
         resumed.store.begin_step()
         for param, key in enumerate(SHAPES):
-            resumed.store.add_gradient(0, param, gradient(key, step), last=True)
+            resumed.store.add_gradient((0, param), gradient(key, step), last=True)
         resumed.store.end_micro_batch()
         resumed.store.commit(Update(step - 2, {}))
     assert_equal(resumed.contents(), through.contents())
@@ -265,7 +265,7 @@ def test_rows_without_a_sparse_gradient_keep_their_state(tmp_path):
         values = torch.randn(1, 8, generator=torch.Generator().manual_seed(step))
         sparse = torch.sparse_coo_tensor(torch.tensor([[row]]), values, (50, 8), check_invariants=True)
         before = store.parameters.read_param((0, 0), "exp_avg")[3] if step == 2 else None
-        store.add_gradient(0, 0, sparse, last=True)
+        store.add_gradient((0, 0), sparse, last=True)
         store.end_micro_batch()
         store.commit(Update(step, {}))
     moment = store.parameters.read_param((0, 0), "exp_avg")

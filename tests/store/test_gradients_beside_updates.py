@@ -27,7 +27,7 @@ def store(request, tmp_path):
     made.parameters.write(0, lambda piece: piece.master.zero_())
     made.begin_step()
     for param in range(2):
-        made.add_gradient(0, param, torch.full((6,), float(1 + param)), last=True)
+        made.add_gradient((0, param), torch.full((6,), float(1 + param)), last=True)
     made.end_micro_batch()
     yield made
     made.close()
@@ -62,12 +62,12 @@ def test_a_gradient_is_read(store, monkeypatch):
 
 def test_a_gradient_is_dropped(store, monkeypatch):
     beside_the_update_of_a(store, monkeypatch, lambda: store.drop_gradient((0, 1)))
-    store.add_gradient(0, 1, torch.ones(6), last=True)
+    store.add_gradient((0, 1), torch.ones(6), last=True)
     assert torch.equal(store.borrow_gradient((0, 1)), torch.ones(6))
 
 
 def test_a_gradient_is_replaced(store, monkeypatch):
-    beside_the_update_of_a(store, monkeypatch, lambda: store.set_gradient(0, 1, torch.zeros(6)))
+    beside_the_update_of_a(store, monkeypatch, lambda: store.set_gradient((0, 1), torch.zeros(6)))
     assert torch.equal(store.borrow_gradient((0, 1)), torch.zeros(6))
 
 

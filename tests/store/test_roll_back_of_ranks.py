@@ -40,7 +40,7 @@ def make_store(fabric):
 def step(store):
     for stage in range(len(STAGES)):
         for param in range(2):
-            store.add_gradient(stage, param, torch.ones(6), last=True)
+            store.add_gradient((stage, param), torch.ones(6), last=True)
     store.end_micro_batch()
     store.commit(UPDATE)
 

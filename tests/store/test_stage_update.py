@@ -81,7 +81,7 @@ def test_a_rank_keeps_no_gradient_whose_last_piece_another_rank_updates():
         options = GradientOptions(user_loop=True)
         store = build_store([stage], UpdateRule(MOMENTUM), make_tier, gradients=options, fabric=fabric)
         store.parameters.write(0, lambda piece: piece.master.zero_())
-        store.add_gradient(0, 0, torch.ones(count), last=True)
+        store.add_gradient((0, 0), torch.ones(count), last=True)
         store.end_micro_batch()
         store.commit(Update(1, {"lr": 1.0}))
         store.flush()

@@ -37,7 +37,7 @@ def store(request, tmp_path):
 def step(store, number=1):
     store.begin_step()
     for stage in range(2):
-        store.add_gradient(stage, 0, torch.ones(6), last=True)
+        store.add_gradient((stage, 0), torch.ones(6), last=True)
     store.end_micro_batch()
     return store.commit(Update(number, {"lr": 1.0}))
 

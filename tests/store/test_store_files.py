@@ -181,7 +181,7 @@ def test_many_threads_may_use_a_store_at_once(make_tier, tmp_path):
     for step in range(4):
         store.begin_step()
         for stage in range(6):
-            store.add_gradient(stage, 0, torch.ones(1000, 50), last=True)
+            store.add_gradient((stage, 0), torch.ones(1000, 50), last=True)
         store.end_micro_batch()
         store.commit(Update(step, {"lr": 1.0}))
         threads = [threading.Thread(target=reader, args=(-step - 1,)) for _ in range(5)]

@@ -70,7 +70,7 @@ class Pair:
             param.grad = None
             if place not in skip:
                 param.grad = torch.randn(param.shape, generator=self.gradients)
-                self.store.add_gradient(*place, param.grad.clone(), last=True)
+                self.store.add_gradient(place, param.grad.clone(), last=True)
         self.store.end_micro_batch()
 
     def step(self, number, *, max_norm=None, skip=()):
@@ -161,7 +161,7 @@ def test_a_non_finite_gradient_leaves_no_trace(value, tmp_path):
     before = [piece.master.clone() for piece in pair.store.parameters.read(1)]
     for skip in (False, True):
         pair.store.begin_step()
-        pair.store.add_gradient(1, 1, torch.full((8, 8), value), last=True)
+        pair.store.add_gradient((1, 1), torch.full((8, 8), value), last=True)
         pair.store.end_micro_batch()
         update = Update(7, {"lr": 0.1}, skip_non_finite=skip)
         if skip:
@@ -179,9 +179,9 @@ def test_an_interrupted_step_leaves_no_gradients(tmp_path):
     pair = Pair("disk", tmp_path, ADAMW, gradient_tier="disk")
     pair.step(0)
     pair.store.begin_step()
-    pair.store.add_gradient(0, 0, torch.ones(300, 100), last=False)
+    pair.store.add_gradient((0, 0), torch.ones(300, 100), last=False)
     pair.store.end_micro_batch()
-    pair.store.add_gradient(0, 1, torch.ones(7), last=True)
+    pair.store.add_gradient((0, 1), torch.ones(7), last=True)
     pair.step(1)
     pair.assert_same()
     pair.store.close()
@@ -191,9 +191,9 @@ def test_micro_batches_are_summed_and_may_skip_stages(tmp_path):
     pair = Pair("memory", tmp_path, OptimizerSpec("SGD", {"lr": 1.0}))
     expected = [param.detach().clone() for param in pair.params]
     pair.store.begin_step()
-    pair.store.add_gradient(0, 0, torch.full((300, 100), 3.0), last=False)
+    pair.store.add_gradient((0, 0), torch.full((300, 100), 3.0), last=False)
     pair.store.end_micro_batch()
-    pair.store.add_gradient(1, 1, torch.full((8, 8), 4.0), last=True)
+    pair.store.add_gradient((1, 1), torch.full((8, 8), 4.0), last=True)
     pair.store.end_micro_batch()
     committed = pair.store.commit(Update(0, {"lr": 1.0}))
     assert committed.gradient_norm == pytest.approx((30000 * 9 + 64 * 16) ** 0.5, rel=1e-6)
@@ -208,7 +208,7 @@ def test_the_loss_scale_is_divided_out(tmp_path):
     scaled, plain = (Pair("memory", tmp_path, OptimizerSpec("SGD", {"lr": 0.5})) for _ in range(2))
     for pair, scale in ((scaled, 1024.0), (plain, 1.0)):
         pair.store.begin_step()
-        pair.store.add_gradient(0, 1, torch.arange(7.0) * scale, last=True)
+        pair.store.add_gradient((0, 1), torch.arange(7.0) * scale, last=True)
         pair.store.end_micro_batch()
         norm = pair.store.commit(Update(0, {"lr": 0.5}, max_norm=1.0, loss_scale=scale)).gradient_norm
         assert norm == pytest.approx(91**0.5)
@@ -220,7 +220,7 @@ def test_clip_by_value(tmp_path):
     pair = Pair("memory", tmp_path, OptimizerSpec("SGD", {"lr": 1.0}))
     before = pair.params[1].detach().clone()
     pair.store.begin_step()
-    pair.store.add_gradient(0, 1, torch.tensor([-9.0, -0.5, -0.1, 0.0, 0.1, 0.5, 9.0]), last=True)
+    pair.store.add_gradient((0, 1), torch.tensor([-9.0, -0.5, -0.1, 0.0, 0.1, 0.5, 9.0]), last=True)
     pair.store.end_micro_batch()
     pair.store.commit(Update(0, {"lr": 1.0}, max_value=0.5))
     after = next(piece.master for piece in pair.store.parameters.read(0) if piece.param == 1)

@@ -47,7 +47,7 @@ def flip(file, offset):
 
 def train(store):
     for stage in range(len(STAGES)):
-        store.add_gradient(stage, 0, torch.ones(300, 70, dtype=torch.bfloat16), last=True)
+        store.add_gradient((stage, 0), torch.ones(300, 70, dtype=torch.bfloat16), last=True)
     store.end_micro_batch()
     store.commit(Update(1, {"lr": 0.1}))
 

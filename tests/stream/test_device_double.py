@@ -311,9 +311,9 @@ def fail_twice(engine, gate):
     """Make the first two additions of gradients of the first stage fail, once `gate` is set."""
     add, left = engine.store.add_gradient, [0, 1]
 
-    def fail(stage, *args, **kwargs):
-        if stage != 0 or not left:
-            return add(stage, *args, **kwargs)
+    def fail(key, *args, **kwargs):
+        if key[0] != 0 or not left:
+            return add(key, *args, **kwargs)
         left.pop()
         assert gate.wait(20)
         raise StoreError("no room for a gradient")

@@ -91,10 +91,10 @@ def test_gradients_that_wait_for_their_addition_have_no_more_bytes_than_the_larg
         store, copies = engine.store, engine.executor._gradients._copies
         add, send, waiting = store.add_gradient, copies.send, [0]
 
-        def added_late(stage, param, gradient, **options):
+        def added_late(key, gradient, **options):
             time.sleep(2e-3)
             waiting.append(waiting[-1] - gradient.nbytes)
-            add(stage, param, gradient, **options)
+            add(key, gradient, **options)
 
         def sent(key, gradient, **options):
             waiting.append(waiting[-1] + gradient.nbytes)

@@ -155,7 +155,7 @@ def test_updates_below_the_resolution_of_bf16_accumulate(tmp_path):
         engine.store.parameters.write(0, lambda piece: piece.master.fill_(1.0))
         for step in range(10):
             engine.store.begin_step()
-            engine.store.add_gradient(0, 0, torch.full((4, 4), 1e-4), last=True)
+            engine.store.add_gradient((0, 0), torch.full((4, 4), 1e-4), last=True)
             engine.store.end_micro_batch()
             engine.store.commit(Update(step, {"lr": 1.0}))
         weight = dict(engine.named_masters())["0.weight"]

@@ -78,7 +78,7 @@ def descend(fabric):
     store.parameters.write(0, lambda piece: piece.master.zero_())
     store.begin_step()
     for value in (1.0, 10.0):
-        store.add_gradient(0, 0, torch.full((8,), value * (fabric.rank + 1)), last=True)
+        store.add_gradient((0, 0), torch.full((8,), value * (fabric.rank + 1)), last=True)
     store.end_micro_batch()
     norm = store.commit(Update(1, {"lr": 1.0})).gradient_norm
     store.flush()

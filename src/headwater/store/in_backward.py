@@ -181,24 +181,24 @@ class BackwardUpdates:
 
     # the thread that adds gradients
 
-    def refuse_late(self, stage: int, param: int) -> None:
-        """Raise `StreamError` if a stage is handed over, because a gradient would come too late."""
-        step = self._step
+    def refuse_late(self, key: ParamKey) -> None:
+        """Raise `StreamError` if a gradient comes too late, because its stage is handed over."""
+        step, (stage, param) = self._step, key
         if step is not None and stage in step.handed_over:
             raise self._out_of_order(f"a gradient of {self._stages[stage].params[param].name!r} arrived")
 
-    def arrived(self, stage: int, param: int) -> None:
+    def arrived(self, key: ParamKey) -> None:
         """Record that a parameter has its gradient sum of the whole step.
 
         Raises:
             NonFiniteError: if the sum is not finite.
         """
-        step = self._step
+        step, (stage, param) = self._step, key
         if step is None:
             return
         # Checked now, not in the commit: no stage could be handed over until then, and memory for the
         # gradients of all stages may be missing.
-        self._refuse_non_finite(step, self._gradients.status.norms[stage, param])
+        self._refuse_non_finite(step, self._gradients.status.norms[key])
         received = step.received.setdefault(stage, set())
         received.add(param)
         if len(received) == self._num_trained[stage] and stage not in self._moments.left_out:

@@ -174,19 +174,12 @@ class WeightStore:
         self.gradients.discard()
 
     def add_gradient(
-        self,
-        stage: int,
-        param: int,
-        gradient: torch.Tensor,
-        *,
-        last: bool,
-        norm: torch.Tensor | None = None,
+        self, key: ParamKey, gradient: torch.Tensor, *, last: bool, norm: torch.Tensor | None = None
     ) -> None:
         """Add one parameter's gradient of one micro-batch. The caller must not use the tensor afterwards.
 
         Args:
-            stage: the stage.
-            param: index of the parameter in the stage.
+            key: the parameter.
             gradient: the gradient, on `gradient_device`, in the parameter's shape.
             last: true if no further micro-batch of the step is expected.
             norm: the 2-norm of `gradient`, if it was measured on the device; in host memory.
@@ -197,34 +190,33 @@ class WeightStore:
         # Not `self.gradients`: a thread that adds gradients would wait for itself.
         gradients = self._gradients
         if gradient.is_sparse:
-            check_sparse(self.spec((stage, param)), several_ranks=gradients.is_shared)
+            check_sparse(self.spec(key), several_ranks=gradients.is_shared)
         if self.in_backward is not None:
-            self.in_backward.refuse_late(stage, param)
-        self.access.flush(stage)  # an older update must use the older gradients first
-        must_wait = gradients.add((stage, param), gradient, last=last, norm=norm)
+            self.in_backward.refuse_late(key)
+        self.access.flush(key[0])  # an older update must use the older gradients first
+        must_wait = gradients.add(key, gradient, last=last, norm=norm)
         if self.in_backward is not None and last:
-            self.in_backward.arrived(stage, param)
+            self.in_backward.arrived(key)
         if must_wait:
             # First: the additions may wait for other ranks, which may wait for these updates.
             self.access.catch_up_all()
             gradients.drain()
 
-    def set_gradient(self, stage: int, param: int, gradient: torch.Tensor) -> None:
+    def set_gradient(self, key: ParamKey, gradient: torch.Tensor) -> None:
         """Replace the gradient sum of one parameter. The caller must not use the tensor afterwards.
 
         Args:
-            stage: the stage.
-            param: index of the parameter in the stage.
+            key: the parameter.
             gradient: the new sum, on any device, in the parameter's shape.
 
         Raises:
             StreamError: for gradients of several ranks in `train_step`, or a sparse one that cannot be kept.
         """
         if gradient.is_sparse:
-            check_sparse(self.spec((stage, param)), several_ranks=self.gradients.is_shared)
+            check_sparse(self.spec(key), several_ranks=self.gradients.is_shared)
         # The update would otherwise use the new sum.
-        self.access.flush(stage)
-        editable(self.gradients).replace((stage, param), gradient.to(self.gradient_device(stage)))
+        self.access.flush(key[0])
+        editable(self.gradients).replace(key, gradient.to(self.gradient_device(key[0])))
 
     def borrow_gradient(self, key: ParamKey) -> torch.Tensor | None:
         """Return the gradient sum of one parameter, or `None`; see `GradientSink.borrow`."""

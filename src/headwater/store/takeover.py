@@ -43,6 +43,6 @@ def _take_over_param(store: WeightStore, key: ParamKey, before: WeightStore, the
         scalars[key[1]] = before.scalars.by_stage[there[0]][there[1]]
     gradient = before.borrow_gradient(there)
     if gradient is not None:
-        store.set_gradient(*key, gradient)
+        store.set_gradient(key, gradient)
     if there in before.gradients.status.consumed:
         store.gradients.status.consume([key])

@@ -71,7 +71,7 @@ class GradientCopies:
             gradient, *norms = received
             # The list would keep a gradient on the device beside the sum.
             received.clear()
-            self._store.add_gradient(*key, gradient, last=last, norm=norms[0] if norms else None)
+            self._store.add_gradient(key, gradient, last=last, norm=norms[0] if norms else None)
             if stays:
                 # The addition may still read the gradient when this function returns.
                 self._adding.add(self._device.compute.record(), gradient)

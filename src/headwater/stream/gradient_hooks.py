@@ -104,7 +104,7 @@ class GradientHooks:
         if self._copies is not None:
             self._copies.finish()  # gradients are added in the order of autograd
         there = gradient.to(self._store.gradient_device(key[0]))
-        self._store.add_gradient(*key, there, last=self.last_micro_batch)
+        self._store.add_gradient(key, there, last=self.last_micro_batch)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:

@@ -96,4 +96,4 @@ class Home:
         if gradient is None:
             self.store.drop_gradient(self.key)
         else:
-            self.store.set_gradient(*self.key, gradient)
+            self.store.set_gradient(self.key, gradient)

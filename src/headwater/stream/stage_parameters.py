@@ -102,7 +102,7 @@ class StageParameters:
         enter_store(param)
         gradient, param.grad = param.grad, None
         if gradient is not None:  # from a backward before streaming began
-            self._store.set_gradient(self._spec.index, index, gradient)
+            self._store.set_gradient((self._spec.index, index), gradient)
         value = self._placeholders[index]
         if param.is_meta:  # torch forbids `.data =` here, but allows to swap the objects
             other = nn.Parameter(value, requires_grad=self._spec.params[index].requires_grad)
