@@ -42,8 +42,8 @@ class Predecessor:
 
 
 @final
-class CurrentEngine:
-    """Holds the engine that streams a model, and replaces it when the model or its optimizers change.
+class ReplaceableEngine:
+    """The engine that streams a model. It is replaced when the model or its optimizers change.
 
     Attributes:
         model: the user's module.

@@ -14,7 +14,7 @@ from headwater.optim.probe import state_tensors
 from headwater.stream.parameters import ParameterAtRest
 
 if TYPE_CHECKING:
-    from headwater.api.engine_swap import CurrentEngine
+    from headwater.api.engine_swap import ReplaceableEngine
     from headwater.api.step_participant import StreamedSteps
 
 
@@ -29,7 +29,7 @@ class OptimizerBook:
         steps: exchanges the scalars of ranks.
     """
 
-    def __init__(self, current_engine: CurrentEngine, steps: StreamedSteps) -> None:
+    def __init__(self, current_engine: ReplaceableEngine, steps: StreamedSteps) -> None:
         self._current = current_engine
         self._steps = steps
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, final
 from torch import nn
 
 from headwater.api.calls import Call, asked_precision
-from headwater.api.engine_swap import CurrentEngine, Predecessor
+from headwater.api.engine_swap import Predecessor, ReplaceableEngine
 from headwater.api.references import warn_of_references
 from headwater.api.retracing import traces_of, unnoticed
 from headwater.api.same_model import check_same_model
@@ -47,7 +47,7 @@ class Replanning:
         planner: makes the plans.
     """
 
-    def __init__(self, current_engine: CurrentEngine, planner: Planner) -> None:
+    def __init__(self, current_engine: ReplaceableEngine, planner: Planner) -> None:
         self._current = current_engine
         self._planner = planner
         self._was_planned = False

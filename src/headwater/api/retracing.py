@@ -23,7 +23,7 @@ from headwater.plan.trace import trace_step
 from headwater.stream.saved_tensors import apart_from_hooks
 
 if TYPE_CHECKING:
-    from headwater.api.engine_swap import CurrentEngine
+    from headwater.api.engine_swap import ReplaceableEngine
     from headwater.stream.engine import Engine
 
 
@@ -47,7 +47,7 @@ def unnoticed(model: nn.Module, trained: Collection[str]) -> Iterator[None]:
 
 
 def traces_of(
-    current: CurrentEngine,
+    current: ReplaceableEngine,
     call: Call,
     precision: Precision,
     old_names: Mapping[str, str],

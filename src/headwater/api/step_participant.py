@@ -11,7 +11,7 @@ from headwater.fabric.membership import require_all_ranks
 from headwater.store.store import WeightStore
 
 if TYPE_CHECKING:
-    from headwater.api.engine_swap import CurrentEngine
+    from headwater.api.engine_swap import ReplaceableEngine
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class StreamedSteps:
         current_engine: the engine of the model.
     """
 
-    def __init__(self, current_engine: CurrentEngine) -> None:
+    def __init__(self, current_engine: ReplaceableEngine) -> None:
         self._current = current_engine
         self._undo_buffers: Callable[[], None] = _nothing
         # Store -> number of its commits whose scalars all ranks have.

@@ -12,7 +12,7 @@ from headwater.api import registry, transaction
 from headwater.api.backend import Backend
 from headwater.api.call_news import CallNews
 from headwater.api.calls import Call, guard_call, is_lazy, own_randomness, serves_call
-from headwater.api.engine_swap import CurrentEngine
+from headwater.api.engine_swap import ReplaceableEngine
 from headwater.api.optimizer_book import OptimizerBook
 from headwater.api.planner import Planner
 from headwater.api.replanning import Replanning, trained_names
@@ -54,7 +54,7 @@ class StreamedModel:
         planner = Planner(backend)
         self.model = model
         self.precision: Precision | None = None
-        self.current = CurrentEngine(
+        self.current = ReplaceableEngine(
             model,
             backend.config,
             Updaters(lambda: planner.device),
