@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, final
 
 from headwater.plan.memory.activations import activations_alive, all_offloaded_bytes
 from headwater.plan.memory.device import store_on_device
-from headwater.plan.memory.gradients import GradientBytes
+from headwater.plan.memory.gradients import GradientMemory
 from headwater.plan.memory.slabs import pool_bytes, sizes_in_slabs
-from headwater.plan.memory.snapshots import SnapshotBytes
+from headwater.plan.memory.snapshots import SnapshotMemory
 from headwater.plan.memory.stages import stages_of
-from headwater.plan.memory.store import StoreBytes
+from headwater.plan.memory.store import StoreMemory
 from headwater.plan.memory.updates import update_space
 from headwater.plan.step_trace import Trace
 from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
@@ -116,14 +116,14 @@ class Footprint:
             "data workers": self._compute_ranks * worker_bytes,
         }
         self._update_space = update_space(trace, optimizer_state_bytes, update_kind)
-        self._store = StoreBytes(
+        self._store = StoreMemory(
             self.stages,
             share=share,
             compute_ranks=self._compute_ranks,
             update_tensors=self._update_space.host_tensors,
         )
-        self._snapshots = SnapshotBytes(trace, self.stages) if checkpoints and not trace.inference else None
-        self.gradients = GradientBytes(trace, self.stages, compute_ranks=self._compute_ranks, share=share)
+        self._snapshots = SnapshotMemory(trace, self.stages) if checkpoints and not trace.inference else None
+        self.gradients = GradientMemory(trace, self.stages, compute_ranks=self._compute_ranks, share=share)
         self._peaks: dict[object, Peak] = {}
 
     def memory(self, plan: Plan) -> Memory:

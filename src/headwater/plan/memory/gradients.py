@@ -14,7 +14,7 @@ from headwater.store.layout import MOST_UNFINISHED
 
 
 @final
-class GradientBytes:
+class GradientMemory:
     """Bytes of the gradients of one dry run's stages, wherever a plan has them.
 
     The gradients of a stage *arrive* while autograd has begun them, from the stage's last use to its first.

@@ -17,7 +17,7 @@ _THREADS = 2
 
 
 @final
-class SnapshotBytes:
+class SnapshotMemory:
     """Bytes of host memory in which checkpoints read and write the stages of one dry run.
 
     Args:

@@ -19,7 +19,7 @@ _STAGING_BUFFERS = 4
 
 
 @final
-class StoreBytes:
+class StoreMemory:
     """Bytes of the weight store of one dry run that count against a rank's budgets.
 
     Args:
