@@ -1,4 +1,4 @@
-"""Requests for plans from the options of a backend."""
+"""Limits and decisions of a plan from the options of a backend."""
 
 from pathlib import Path
 
@@ -13,46 +13,53 @@ from headwater.optim import OptimizerSpec
 from headwater.optim.spec import NO_UPDATES
 from headwater.plan import budget
 from headwater.plan.budget import make_plan
-from headwater.plan.options import Fixed, device_of, optimizer_state_bytes, request_of, resources_of
+from headwater.plan.options import (
+    Fixed,
+    PlanRequest,
+    device_of,
+    fixed_by,
+    optimizer_state_bytes,
+    resources_of,
+)
 from headwater.plan.types import Activations, Resources
 
 GIB = 1 << 30
 
 
-def request_for(options, **changes):
-    given = {"device": "cpu", "batch_size": 4, "precision": Precision(), "optimizer_state_bytes": 8}
-    return request_of(BackendConfig.model_validate(options), gpt(), **(given | changes))
-
-
 def test_what_is_automatic_is_left_to_the_planner():
-    request = request_for({})
-    assert request.fixed == Fixed()
-    assert request.resources == Resources()
-    assert (request.ranks, request.data_workers, request.base_bytes) == (1, 0, None)
+    backend = BackendConfig()
+    assert fixed_by(backend) == Fixed()
+    assert resources_of(backend) == Resources()
 
 
 def test_decisions_and_limits_of_the_user_are_those_of_the_request():
-    options = {
-        "tier": "disk",
-        "gradient_tier": "memory",
-        "activations": "recompute",
-        "optimizer_state": "bf16",
-        "num_slabs": 3,
-        "host_memory": "2GiB",
-        "disk": {"path": "/tier", "size": "1GiB"},
-    }
-    request = request_for(options, micro_batch_size=2)
-    assert request.fixed == Fixed("disk", 3, Activations.RECOMPUTE, 2, "memory", None, None, "bf16")
-    assert request.resources == Resources(None, 2 * GIB, Path("/tier"), GIB)
+    backend = BackendConfig.model_validate(
+        {
+            "tier": "disk",
+            "gradient_tier": "memory",
+            "activations": "recompute",
+            "optimizer_state": "bf16",
+            "num_slabs": 3,
+            "host_memory": "2GiB",
+            "disk": {"path": "/tier", "size": "1GiB"},
+        }
+    )
+    assert fixed_by(backend, 2) == Fixed("disk", 3, Activations.RECOMPUTE, 2, "memory", None, None, "bf16")
+    assert resources_of(backend) == Resources(None, 2 * GIB, Path("/tier"), GIB)
 
 
 def test_a_plan_for_the_allocator_of_the_system_needs_no_ranges(monkeypatch):
+    def planned(allocator):
+        fixed = fixed_by(BackendConfig.model_validate({"allocator": allocator}))
+        given = {"batch_size": 4, "precision": Precision(), "optimizer_state_bytes": 8}
+        return make_plan(PlanRequest(gpt(), resources=Resources(), fixed=fixed, **given))
+
     asked = []
     monkeypatch.setattr(budget, "tensor_ranges_available", lambda: asked.append("compile") or True)
-    assert make_plan(request_for({"allocator": "tuned"})).ranges
+    assert planned("tuned").ranges
     assert asked
     asked.clear()
-    assert not make_plan(request_for({"allocator": "system"})).ranges
+    assert not planned("system").ranges
     assert not asked
 
 

@@ -29,7 +29,6 @@ from headwater.plan.options import (
     device_of,
     fixed_by,
     not_divided,
-    request_of,
     resources_of,
 )
 from headwater.plan.step_trace import Trace
@@ -113,29 +112,25 @@ class Planner:
             fabric: the ranks that train together.
             before: the engine that is replaced. If the new plan needs another store, both exist for a moment.
         """
-        disk = disk_folder(self._backend.config)
+        config = self._backend.config
+        disk = disk_folder(config)
 
         def make() -> Plan:
-            advise_fast_products(self.device, precision, self._backend.config)
-            request = request_of(
-                self._backend.config,
+            advise_fast_products(self.device, precision, config)
+            request = PlanRequest(
                 _always(trace),
-                device=self.device,
+                divided=lambda: map(_always, divided),
                 batch_size=trace.micro_batch_size,
                 precision=precision,
-                optimizer_state_bytes=updaters.state_bytes(self._backend.config.optimizer_state),
-                micro_batch_size=trace.micro_batch_size,
-                disk=disk,
-            )
-            rates = calibrate(request.device, disk, fast_products=self._backend.config.fast_products)
-            request = dataclasses.replace(
-                request,
-                calibration=rates,
+                optimizer_state_bytes=updaters.state_bytes(config.optimizer_state),
+                update_kind=updaters.update_kind_on(self.device),
+                resources=resources_of(config, disk),
+                device=self.device,
+                calibration=calibrate(self.device, disk, fast_products=config.fast_products),
+                fixed=fixed_by(config, trace.micro_batch_size),
                 ranks=fabric.local_size,
                 share=_share(fabric),
                 device_tier=fabric.size == 1,  # the user's loop may change the weights of one replica only
-                divided=lambda: map(_always, divided),
-                update_kind=updaters.update_kind_on(self.device),
             )
             if before is None:
                 for note in budget_notes(request.resources, self.device):

@@ -190,43 +190,6 @@ class BackendOptions(Protocol):
     def allocator(self) -> Literal["tuned", "system"]: ...
 
 
-def request_of(
-    backend: BackendOptions,
-    trace_for: TraceFor,
-    *,
-    device: str,
-    batch_size: int,
-    precision: Precision,
-    optimizer_state_bytes: int,
-    micro_batch_size: int | None = None,
-    disk: Path | None = None,
-) -> PlanRequest:
-    """Return the request for a step within the limits and decisions of a backend, for one rank on this host.
-
-    Args:
-        backend: the options.
-        trace_for: micro-batch size -> its dry run.
-        device: `cpu` or `cuda`.
-        batch_size: samples of one optimizer step.
-        precision: precision of the run.
-        optimizer_state_bytes: bytes of optimizer state for each trained parameter.
-        micro_batch_size: samples computed at once; the plan chooses it if not given.
-        disk: replaces the backend's folder of the disk tier.
-
-    Returns:
-        The request. The caller replaces the fields that depend on several ranks or on measured rates.
-    """
-    return PlanRequest(
-        trace_for,
-        batch_size=batch_size,
-        precision=precision,
-        optimizer_state_bytes=optimizer_state_bytes,
-        resources=resources_of(backend, disk),
-        device=device,
-        fixed=fixed_by(backend, micro_batch_size),
-    )
-
-
 def device_of(backend: BackendOptions) -> str:
     """Return `cpu` or `cuda`. For `CSX` it is `cuda` if torch finds a GPU.
 

@@ -29,8 +29,9 @@ from headwater.plan.options import (
     PlanRequest,
     TraceFor,
     device_of,
+    fixed_by,
     optimizer_state_bytes,
-    request_of,
+    resources_of,
 )
 from headwater.plan.outlook import RunLength
 from headwater.plan.partition import Partition, find_stages
@@ -199,22 +200,17 @@ def plan_request(
         The request.
     """
     inference = work.optimizer is NO_UPDATES
-    request = request_of(
-        init.backend,
+    return PlanRequest(
         dry_runs(init, trainable, device=device, inference=inference),
-        device=device,
+        divided=divided_dry_runs(init, trainable, device=device, inference=inference),
         batch_size=work.batch_size,
         precision=usable_precision(init.precision.precision, device),
         optimizer_state_bytes=optimizer_state_bytes(work.optimizer, stored=init.backend.optimizer_state),
-        micro_batch_size=work.micro_batch_size,
-        disk=disk,
-    )
-    divided = divided_dry_runs(init, trainable, device=device, inference=inference)
-    return dataclasses.replace(
-        request,
-        data_workers=work.data_workers,
-        divided=divided,
         update_kind=work.optimizer.update_kind_on(device),
+        resources=resources_of(init.backend, disk),
+        device=device,
+        fixed=fixed_by(init.backend, work.micro_batch_size),
+        data_workers=work.data_workers,
     )
 
 
