@@ -107,7 +107,7 @@ def test_no_other_user_sees_or_opens_a_scratch_file(shared):
     watching = FORK.Process(target=watch, daemon=True)
     watching.start()
     for _ in range(200):
-        file, _ = open_unnamed(shared)
+        file = open_unnamed(shared)
         found = os.fstat(file)
         assert (found.st_nlink, stat.S_IMODE(found.st_mode)) == (0, 0o600)
         os.close(file)

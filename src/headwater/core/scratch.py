@@ -25,8 +25,8 @@ _NO_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 """The `errno` values with which systems refuse to open unnamed files."""
 
 
-def open_unnamed(folder: Path, *, direct: bool = False) -> tuple[int, bool]:
-    """Create a file that has no name. Return its descriptor, and true if it bypasses the page cache.
+def open_unnamed(folder: Path, *, direct: bool = False) -> int:
+    """Create a file that has no name, and return its descriptor.
 
     Args:
         folder: a folder of the file system that holds the file.
@@ -37,8 +37,8 @@ def open_unnamed(folder: Path, *, direct: bool = False) -> tuple[int, bool]:
     """
     if direct and hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):
-            return _open_unnamed(folder, os.O_DIRECT), True
-    return _open_unnamed(folder, 0), False
+            return _open_unnamed(folder, os.O_DIRECT)
+    return _open_unnamed(folder, 0)
 
 
 def _open_unnamed(folder: Path, flags: int) -> int:

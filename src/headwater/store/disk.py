@@ -37,7 +37,6 @@ class DiskTier(Tier):
     Args:
         layouts: one per stage.
         folder: where the files are created; created itself if missing.
-        direct: bypass the page cache.
         verify: compare what is read with checksums of what was written.
         kept: the groups of each stage that this host keeps, which are contiguous; all groups if not given.
         checksums: memory for the checksums of each file; see `open_files`.
@@ -54,7 +53,6 @@ class DiskTier(Tier):
         layouts: Sequence[StageLayout],
         folder: Path,
         *,
-        direct: bool = True,
         verify: bool = False,
         kept: Sequence[Sequence[Group]] | None = None,
         checksums: Sequence[torch.Tensor] | None = None,
@@ -81,7 +79,6 @@ class DiskTier(Tier):
         # Last: if memory for the buffers is missing, no file stays open.
         self._files = open_files(
             file_sizes(layouts, folder, kept),
-            direct=direct,
             contents=[f"stage {layout.stage.name!r}" for layout in layouts] if verify else None,
             checksums=checksums,
             origins=origins,

@@ -91,9 +91,9 @@ class BlockFile:
         self._stage = stage
         with disk_errors(path):
             if origin is None:
-                self._fd, self.direct = open_unnamed(path.parent, direct=direct)
+                self._fd = open_unnamed(path.parent, direct=direct)
             else:
-                self._fd, self.direct = _open(origin, direct)
+                self._fd = _open(origin, direct)
             self.origin = Path(f"/proc/{os.getpid()}/fd/{self._fd}")
             try:
                 if num_bytes and origin is None:
@@ -190,9 +190,9 @@ def checksum_bytes(num_bytes: int) -> int:
     return 8 * -(-num_bytes // PAGE_BYTES)
 
 
-def _open(origin: Path, direct: bool) -> tuple[int, bool]:
-    """Open another process's file. Return its descriptor, and true if it bypasses the page cache."""
+def _open(origin: Path, direct: bool) -> int:
+    """Open another process's file, and return its descriptor."""
     if direct and hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):
-            return os.open(origin, os.O_RDWR | os.O_DIRECT), True
-    return os.open(origin, os.O_RDWR), False
+            return os.open(origin, os.O_RDWR | os.O_DIRECT)
+    return os.open(origin, os.O_RDWR)
