@@ -42,7 +42,7 @@ def weights_of(num_stages, num_slabs):
 
 def use(weights, stage):
     assert weights.require(stage)[:64].view(torch.float32).unique().item() == stage
-    weights.rest()
+    weights.allow_eviction()
 
 
 @pytest.mark.parametrize("slabs", [3, 1000], ids=["few slabs", "a slab for each stage"])

@@ -115,7 +115,7 @@ def wander(fabric, seed, slabs):
             before = (view, wanted) if own.random() < 0.5 else None
             del image, view, values
         before = None
-        weights.rest()
+        weights.allow_eviction()
         fabric.barrier("the end of the step")
         for stage in range(len(STAGES)):
             store.versions[stage] += shared.random() < 0.7
@@ -139,7 +139,7 @@ def test_a_stage_is_read_once_for_all_ranks():
         weights.begin(range(len(STAGES)))
         for stage in range(len(STAGES)):
             weights.require(stage)
-        weights.rest()
+        weights.allow_eviction()
         fabric.barrier("the end")
         weights.close()
         return weights.statistics.bytes_in

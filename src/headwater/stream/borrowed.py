@@ -53,16 +53,16 @@ class BorrowedWeights(WeightsInSlabs):
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
         self._policy = self._pool.policy(schedule)
         self._move_to(-1)
-        self.rest()
+        self.allow_eviction()
 
-    def rest(self) -> None:
+    def allow_eviction(self) -> None:
         self._wanted = NOTHING
         with self._directory.exclusive():
             self._let_go()
 
     def look_ahead(self) -> None:
         # The use of the next stage may wait for the leader, which may need a slab that this rank holds.
-        self.rest()
+        self.allow_eviction()
 
     def _move_to(self, position: int) -> None:
         self._position = position

@@ -175,7 +175,7 @@ class Executor:
     def _let_go(self) -> None:
         """Unbind all weights until another forward or backward begins."""
         self._binder.unbind_all()
-        self._weights.rest()
+        self._weights.allow_eviction()
 
     # one step
 

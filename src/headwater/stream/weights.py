@@ -77,7 +77,7 @@ class Weights(abc.ABC):
         """
 
     @abc.abstractmethod
-    def rest(self) -> None:
+    def allow_eviction(self) -> None:
         """Allow the last stage of `require` to be evicted: its caller has made views, or needs no weights."""
 
     @abc.abstractmethod
@@ -107,7 +107,7 @@ class InPlaceWeights(Weights):
     def begin(self, schedule: Sequence[int], *, repeats: bool = False) -> None:
         pass
 
-    def rest(self) -> None:
+    def allow_eviction(self) -> None:
         pass
 
     def require(self, stage: int) -> torch.Tensor:
@@ -180,12 +180,12 @@ class SlabWeights(WeightsInSlabs):
                 self._drop_if_stale(stage)
             self._prefetch()
 
-    def rest(self) -> None:
+    def allow_eviction(self) -> None:
         self._wanted = NOTHING
 
     def look_ahead(self) -> None:
         # The caller has unbound the last stage: its slab can take another one already.
-        self.rest()
+        self.allow_eviction()
         with self._directory.exclusive():
             self._prefetch()
 
@@ -357,8 +357,8 @@ class MixedWeights(Weights):
         in_slabs = [schedule[position] for position in slab_positions(schedule, self._in_memory)]
         self._slabs.begin(in_slabs, repeats=repeats)
 
-    def rest(self) -> None:
-        self._slabs.rest()
+    def allow_eviction(self) -> None:
+        self._slabs.allow_eviction()
 
     def require(self, stage: int) -> torch.Tensor:
         if stage not in self._in_memory:
