@@ -42,8 +42,8 @@ from headwater.optim.spec import OptimizerSpec
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-class SetupConfig(Section):
-    """The section `trainer.init` without `model`: how any model is trained on any data.
+class CommonInitConfig(Section):
+    """The section `trainer.init` without `model`: the settings that the runs of all models have.
 
     Attributes:
         schedulers: schedules of the learning rate and the weight decay. There can be one for all parameters,
@@ -219,7 +219,7 @@ class SetupConfig(Section):
         return [entry for entry in given if entry is not None]
 
 
-class InitConfig(SetupConfig):
+class InitConfig(CommonInitConfig):
     """The section `trainer.init`: everything except the data."""
 
     model: AnyModel

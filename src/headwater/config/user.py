@@ -25,7 +25,7 @@ from headwater.config.overrides import (
     parse_overrides,
     without_replaced_lengths,
 )
-from headwater.config.run import SetupConfig, read_section
+from headwater.config.run import CommonInitConfig, read_section
 from headwater.core.errors import ConfigError
 
 _REQUIRED = {
@@ -54,7 +54,7 @@ class UserConfig:
         notices: a line for each key without effect.
     """
 
-    init: SetupConfig
+    init: CommonInitConfig
     params: dict[str, dict[str, Any]]
     checkpoint: Path | None
     source: Path
@@ -83,7 +83,7 @@ def load_user_params(path: str | Path, overrides: Sequence[str] | Mapping[str, A
         else:
             newer[flag] = value
     settings = apply_overrides(_settings(document), newer, ("trainer",))
-    init, notices = read_section(SetupConfig, settings, ("trainer", "init"))
+    init, notices = read_section(CommonInitConfig, settings, ("trainer", "init"))
     # A copy, because the user's functions may change it.
     params = {name: copy.deepcopy(document.tree.get(name) or {}) for name in OLDER_SECTIONS}
     return UserConfig(init, params, _checkpoint(document), source, notices)

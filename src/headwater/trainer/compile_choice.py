@@ -39,7 +39,7 @@ from headwater.stream.block_measuring import measure_block
 from headwater.stream.block_probe import Conditions
 
 if TYPE_CHECKING:
-    from headwater.config.run import SetupConfig
+    from headwater.config.run import CommonInitConfig
     from headwater.trainer.job import Trainable
     from headwater.trainer.planning import Workload
 
@@ -55,7 +55,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def block_choice(
-    init: SetupConfig, trainable: Trainable, plan: Plan, work: Workload, *, measure: bool
+    init: CommonInitConfig, trainable: Trainable, plan: Plan, work: Workload, *, measure: bool
 ) -> Blocks:
     """Return the choice for a run: compiled or eager blocks.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwater.api.early import compile_only, validate_only
 from headwater.api.early_reports import CompileReport, ValidateReport
-from headwater.config.run import SetupConfig
+from headwater.config.run import CommonInitConfig
 from headwater.core.errors import DoesNotFitError
 from headwater.plan.options import device_of
 from headwater.plan.types import Plan
@@ -15,7 +15,7 @@ _FEW_SAMPLES = 2
 """The batch size for checking shapes. With a single sample, a wrong broadcast would not raise an error."""
 
 
-def validate_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> ValidateReport:
+def validate_run(init: CommonInitConfig, trainable: Trainable, batch_size: int) -> ValidateReport:
     """Check that model, loss, optimizer and the shapes of a batch fit together.
 
     Args:
@@ -40,7 +40,7 @@ def validate_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> Va
     )
 
 
-def compile_run(init: SetupConfig, trainable: Trainable, batch_size: int) -> CompileReport:
+def compile_run(init: CommonInitConfig, trainable: Trainable, batch_size: int) -> CompileReport:
     """Write plan, graphs and a report into the `compile_dir` of the params.
 
     Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headwater.api.engines import disk_folder
 from headwater.api.ranks import take_accelerator
-from headwater.config.run import SetupConfig
+from headwater.config.run import CommonInitConfig
 from headwater.core.errors import CorruptError
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import calibrate
@@ -29,7 +29,7 @@ from headwater.trainer.waits import said_if_long
 
 @contextmanager
 def open_engine(
-    init: SetupConfig,
+    init: CommonInitConfig,
     trainable: Trainable,
     work: Workload,
     disk: Path | None,
@@ -136,7 +136,7 @@ def open_loaded(
 
 @contextmanager
 def trained_model(
-    init: SetupConfig,
+    init: CommonInitConfig,
     trainable: Trainable,
     work: Workload,
     checkpoint: Path | None,

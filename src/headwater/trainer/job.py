@@ -19,7 +19,7 @@ from headwater.trainer.metrics import Metric
 from headwater.trainer.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from headwater.config.run import SetupConfig
+    from headwater.config.run import CommonInitConfig
 
 Batch = Any
 """Tensors in any nesting, whose first dimension counts samples."""
@@ -108,7 +108,7 @@ class Job:
         write: writes the files that continuing the run needs, such as the params, into the run's folder.
     """
 
-    init: SetupConfig
+    init: CommonInitConfig
     trainable: Trainable
     train: TrainingData
     batch_size: int

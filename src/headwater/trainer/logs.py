@@ -9,7 +9,7 @@ from functools import partial
 from rich.console import Console
 
 from headwater.config.loggers import TensorBoardLoggerConfig
-from headwater.config.run import SetupConfig
+from headwater.config.run import CommonInitConfig
 from headwater.core.errors import ConfigError
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.trainer.bound import BoundSummary
@@ -38,7 +38,7 @@ STEP_CALLBACKS = ("OpProfiler", "RateProfiler", "FlopUtilization", "SavePerforma
 
 
 def make_callbacks(
-    init: SetupConfig, run_dir: RunDir, console: Console | None, fabric: Fabric = ALONE
+    init: CommonInitConfig, run_dir: RunDir, console: Console | None, fabric: Fabric = ALONE
 ) -> list[Callback]:
     """Return the callbacks of a training run on this rank. Ranks other than rank 0 only profile.
 
@@ -79,7 +79,7 @@ def make_callbacks(
     return callbacks
 
 
-def _make_meters(init: SetupConfig, run_dir: RunDir) -> list[Callback]:
+def _make_meters(init: CommonInitConfig, run_dir: RunDir) -> list[Callback]:
     """Return the callbacks that measure the speed of the run, as far as the params name them."""
     meters: list[Meter] = []
     if init.has_callback("RateProfiler"):
@@ -92,7 +92,7 @@ def _make_meters(init: SetupConfig, run_dir: RunDir) -> list[Callback]:
     return [*meters]
 
 
-def _asked_tensorboard(init: SetupConfig) -> TensorBoardLoggerConfig | None:
+def _asked_tensorboard(init: CommonInitConfig) -> TensorBoardLoggerConfig | None:
     given = (entry.TensorBoardLogger for entry in init.loggers)
     return next((entry for entry in given if entry is not None), None)
 

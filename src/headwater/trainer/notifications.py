@@ -24,7 +24,7 @@ from headwater.core.users import user_name
 from headwater.trainer.callback import Callback, FitStart, StepEnd
 
 if TYPE_CHECKING:
-    from headwater.config.run import SetupConfig
+    from headwater.config.run import CommonInitConfig
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ def _remedy(config: NotificationConfig, variable: str | None) -> str:
     return f"write url or command, or set {variable}" if variable else "write url or command"
 
 
-def make_notifications(init: SetupConfig) -> list[Callback]:
+def make_notifications(init: CommonInitConfig) -> list[Callback]:
     """Return a callback for each notification in the params.
 
     Raises:

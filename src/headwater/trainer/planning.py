@@ -44,7 +44,7 @@ from headwater.trainer.batches import num_tokens
 from headwater.trainer.job import Trainable
 
 if TYPE_CHECKING:
-    from headwater.config.run import SetupConfig
+    from headwater.config.run import CommonInitConfig
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Workload:
 
 
 def training_workload(
-    init: SetupConfig,
+    init: CommonInitConfig,
     trainable: Trainable,
     batch_size: int,
     resumed_micro_batch_size: int | None = None,
@@ -104,12 +104,12 @@ def run_length(trainable: Trainable, loop: LoopConfig, start: int = 0) -> RunLen
     return RunLength(num_tokens(trainable.example(1)), steps)
 
 
-def optimizer_of(init: SetupConfig, trainable: Trainable) -> OptimizerSpec:
+def optimizer_of(init: CommonInitConfig, trainable: Trainable) -> OptimizerSpec:
     """Return the optimizer of the params, with the model's factors on learning rates."""
     return dataclasses.replace(init.optimizer_spec, lr_scale=trainable.learning_rate_scale)
 
 
-def fixed_micro_batch_size(init: SetupConfig, batch_size: int) -> int | None:
+def fixed_micro_batch_size(init: CommonInitConfig, batch_size: int) -> int | None:
     """Return the micro-batch size that the params set, directly or as a number of micro-batches.
 
     Raises:
@@ -129,7 +129,7 @@ def fixed_micro_batch_size(init: SetupConfig, batch_size: int) -> int | None:
 
 
 def plan_run(
-    init: SetupConfig,
+    init: CommonInitConfig,
     trainable: Trainable,
     work: Workload,
     *,
@@ -185,7 +185,7 @@ def plan_run(
 
 
 def plan_request(
-    init: SetupConfig, trainable: Trainable, work: Workload, device: str, disk: Path | None = None
+    init: CommonInitConfig, trainable: Trainable, work: Workload, device: str, disk: Path | None = None
 ) -> PlanRequest:
     """Return the request for a plan of `work`, for one rank.
 
@@ -237,7 +237,7 @@ def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreSh
 
 
 def dry_runs(
-    init: SetupConfig,
+    init: CommonInitConfig,
     trainable: Trainable,
     *,
     device: str = "cpu",
@@ -270,7 +270,7 @@ def dry_runs(
 
 
 def divided_dry_runs(
-    init: SetupConfig, trainable: Trainable, *, device: str = "cpu", inference: bool = False
+    init: CommonInitConfig, trainable: Trainable, *, device: str = "cpu", inference: bool = False
 ) -> DividedTraces:
     """Return a function that returns the dry runs with ever smaller stages. The dry runs are cached.
 
@@ -294,7 +294,7 @@ def divided_dry_runs(
 
 
 def make_engine(
-    init: SetupConfig,
+    init: CommonInitConfig,
     trainable: Trainable,
     plan: Plan,
     optimizer: OptimizerSpec,

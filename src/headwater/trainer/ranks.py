@@ -15,7 +15,7 @@ from headwater.fabric.launch.launcher import launch as launch_here
 from headwater.trainer.run_dir import given_params
 
 if TYPE_CHECKING:
-    from headwater.config.run import RunConfig, SetupConfig
+    from headwater.config.run import CommonInitConfig, RunConfig
 
 NUM_CSX = "trainer.init.backend.cluster_config.num_csx"
 """The key of the number of compute ranks, for errors."""
@@ -56,7 +56,7 @@ def keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, "a path" if isinstance(tree, Path) else str(tree)
 
 
-def check_number(init: SetupConfig, fabric: Fabric) -> None:
+def check_number(init: CommonInitConfig, fabric: Fabric) -> None:
     """Raise if the number of ranks is not that of the params.
 
     Raises:

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 
 from headwater.api.engines import disk_folder
 from headwater.config.data import DataConfig
-from headwater.config.run import RunConfig, SetupConfig
+from headwater.config.run import CommonInitConfig, RunConfig
 from headwater.core.errors import ConfigError
 from headwater.fabric.alike import check_alike
 from headwater.fabric.cluster import join
@@ -292,7 +292,7 @@ def validate_all(config: RunConfig) -> Iterator[tuple[Path | None, DataConfig, E
             yield path, loader, evaluate_checkpoint(config, loader, path)
 
 
-def _warn_of_step_callbacks(init: SetupConfig) -> None:
+def _warn_of_step_callbacks(init: CommonInitConfig) -> None:
     """Warn of callbacks of the params that have no effect on an evaluation."""
     names = [name for name in STEP_CALLBACKS if init.has_callback(name)]
     if names:
@@ -308,7 +308,7 @@ def evaluate_checkpoint(config: RunConfig, loader: DataConfig, checkpoint: Path 
 
 
 def evaluate_data(
-    init: SetupConfig,
+    init: CommonInitConfig,
     trainable: Trainable,
     batches: Iterable[Batch],
     batch_size: int,

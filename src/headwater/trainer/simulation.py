@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from headwater.config.cluster import ClusterFile, DiskSection, MemorySection
-from headwater.config.run import SetupConfig
+from headwater.config.run import CommonInitConfig
 from headwater.core.errors import ConfigError, DoesNotFitError
 from headwater.core.patience import noticed, print_notice
 from headwater.core.units import counted
@@ -91,7 +91,7 @@ def default_counts(cluster: Cluster) -> list[int]:
 
 
 def simulate(
-    init: SetupConfig,
+    init: CommonInitConfig,
     trainable: Trainable,
     batch_size: int,
     cluster: Cluster,
@@ -170,7 +170,12 @@ class _Traces(NamedTuple):
 
 
 def _point(
-    init: SetupConfig, trainable: Trainable, traces: _Traces, cluster: Cluster, number: int, batch_size: int
+    init: CommonInitConfig,
+    trainable: Trainable,
+    traces: _Traces,
+    cluster: Cluster,
+    number: int,
+    batch_size: int,
 ) -> Point:
     placement = place(cluster, number)
     work = training_workload(init, trainable, batch_size // number)

@@ -24,7 +24,7 @@ from headwater.trainer.state import RunState
 from headwater.trainer.waits import said_if_long
 
 if TYPE_CHECKING:
-    from headwater.config.run import SetupConfig
+    from headwater.config.run import CommonInitConfig
     from headwater.plan.types import Plan
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class Start:
         )
 
 
-def find_start(init: SetupConfig, named: Path | None, checkpoints: CheckpointManager) -> Start:
+def find_start(init: CommonInitConfig, named: Path | None, checkpoints: CheckpointManager) -> Start:
     """Decide where a training run starts.
 
     If the run has checkpoints, it starts from the newest one without known damage, so that the same command
@@ -240,7 +240,7 @@ def find_trained(named: Path | None, checkpoints: CheckpointManager, model_dir: 
     return Start(path, own=named is None)
 
 
-def _weights_only(init: SetupConfig) -> bool:
+def _weights_only(init: CommonInitConfig) -> bool:
     if init.checkpoint_states in (("all",), ("model",)):
         return init.checkpoint_states == ("model",)
     raise ConfigError(

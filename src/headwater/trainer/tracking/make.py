@@ -19,7 +19,7 @@ from headwater.trainer.tracking.trackio_runs import TrackioRun
 from headwater.trainer.tracking.weights_and_biases import WandbRun
 
 if TYPE_CHECKING:
-    from headwater.config.run import SetupConfig
+    from headwater.config.run import CommonInitConfig
 
 _PACKAGES = {
     WandbLoggerConfig: ("WandbLogger", "wandb", "wandb"),
@@ -29,7 +29,7 @@ _PACKAGES = {
 """Kind of a section -> name of the logger, its module, and the extra of Headwater that installs it."""
 
 
-def import_packages(init: SetupConfig) -> None:
+def import_packages(init: CommonInitConfig) -> None:
     """Import the packages of the loggers that the params name.
 
     This comes before the plan, because their memory belongs to the process (MLflow: 130 MiB).
@@ -49,7 +49,7 @@ def import_packages(init: SetupConfig) -> None:
             ) from error
 
 
-def make_trackers(init: SetupConfig, run_dir: RunDir) -> list[Tracker]:
+def make_trackers(init: CommonInitConfig, run_dir: RunDir) -> list[Tracker]:
     """Return a callback for each of these loggers in the params."""
     return [Tracker(_service(config), run_dir, init.logging.log_steps) for config in init.trackers]
 
