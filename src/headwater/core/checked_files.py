@@ -28,7 +28,7 @@ Chunk = tuple[int, int, int]
 BEHIND_BYTES = 1 << 18
 """Smallest chunk that a thread writes, through a buffer."""
 
-_OTHER_COPY = "use another checkpoint, or another copy of this one"
+OTHER_COPY = "use another checkpoint, or another copy of this one"
 
 
 class CheckedFile:
@@ -134,7 +134,7 @@ class FileBytes:
 
     def __init__(self, path: Path, chunks: Sequence[Chunk] | None = None, *, hold: bool = False) -> None:
         if not path.is_file():
-            raise CheckpointError("the file is missing", where=str(path), remedy=_OTHER_COPY)
+            raise CheckpointError("the file is missing", where=str(path), remedy=OTHER_COPY)
         self.path = path
         self._held: int | None = None
         if hold:
@@ -164,7 +164,7 @@ class FileBytes:
             raise CorruptError(
                 f"the file is {kind}: {self.num_bytes} bytes of {written}",
                 where=str(path),
-                remedy=_OTHER_COPY,
+                remedy=OTHER_COPY,
             )
 
     def read(self, low: int, count: int, what: str) -> bytes:
@@ -264,7 +264,7 @@ class FileBytes:
             raise CorruptError(
                 f"{what}: bytes {offset} to {offset + length} of the file differ from what was written",
                 where=str(self.path),
-                remedy=_OTHER_COPY,
+                remedy=OTHER_COPY,
             )
 
     def _read(self, low: int, into: memoryview, what: str) -> None:
@@ -275,7 +275,7 @@ class FileBytes:
                 count = os.preadv(file, [into[done:]], low + done)
                 if count == 0:
                     raise CorruptError(
-                        f"{what}: the file is truncated", where=str(self.path), remedy=_OTHER_COPY
+                        f"{what}: the file is truncated", where=str(self.path), remedy=OTHER_COPY
                     )
                 done += count
 

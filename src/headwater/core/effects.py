@@ -25,9 +25,11 @@ _DEEPEST_IN_MODULE = 2
 _LARGEST = 1000
 """The items of larger containers are not visited."""
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The dictionaries in which torch keeps the hooks of a module."""
+
 _STATE_OF_TORCH = (
-    *("_parameters", "_buffers", "_modules", *_HOOKS),
+    *("_parameters", "_buffers", "_modules", *HOOKS),
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
 )
 """The dictionaries of a module whose items belong to its state, beside its own attributes."""
@@ -48,7 +50,7 @@ def functions_of(model: nn.Module) -> list[Any]:
         found.update((id(hook), hook) for hook in getattr(global_hooks, registry, {}).values())
     for module in model.modules():
         attributes = vars(module)
-        for name in _HOOKS:
+        for name in HOOKS:
             found.update((id(hook), hook) for hook in attributes.get(name, {}).values())
         # TorchScript's classes have a `forward` that cannot be read.
         for forward in (attributes.get("forward"), getattr(type(module), "forward", None)):

@@ -59,7 +59,8 @@ _CHEAP = frozenset(
 )
 """Operators without random numbers that take no more than a few passes over their inputs."""
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+"""The code that runs the forward of a custom autograd function."""
 _HOOKS = ("headwater.plan.", "headwater.stream.")
 """Packages of the hooks that autograd calls when it saves a tensor."""
 
@@ -382,7 +383,7 @@ def _is_saved_by_custom_function() -> bool:
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_HOOKS):
         frame = frame.f_back
-    return frame.f_code is _APPLY
+    return frame.f_code is APPLY
 
 
 def _first(out: Any) -> Any:

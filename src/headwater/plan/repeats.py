@@ -23,6 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from headwater.core.dry_run import has_costs_by_shapes
+from headwater.core.effects import HOOKS
 from headwater.core.stage import StageSpec
 from headwater.plan.alive import has_storage, memory_key
 from headwater.plan.partition import Partition
@@ -34,7 +35,6 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has. `_module_key` compares them separately from the attributes of a class."""
 _KNOWN_PACKAGES = ("torch.nn.modules.", "headwater.models.")
 """Packages whose modules may be in a stage that is skipped. Costs of a user's own module are unknown."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +275,7 @@ def _module_key(module: nn.Module) -> Hashable | None:
     values = vars(module)
     if not (has_costs_by_shapes(module) or type(module).__module__.startswith(_KNOWN_PACKAGES)):
         return None
-    if any(values[name] for name in _HOOKS) or not values.keys().isdisjoint(("_call_impl", "forward")):
+    if any(values[name] for name in HOOKS) or not values.keys().isdisjoint(("_call_impl", "forward")):
         return None
     own = tuple((name, _value_key(values[name])) for name in sorted(values.keys() - _OF_MODULES))
     params = tuple((name, param is None) for name, param in module._parameters.items())

@@ -12,7 +12,7 @@ from typing import final
 
 import torch
 
-from headwater.core.checked_files import FileBytes
+from headwater.core.checked_files import OTHER_COPY, FileBytes
 from headwater.core.errors import CheckpointError, CorruptError, HeadwaterError, StoreError
 from headwater.core.files import is_damage
 from headwater.core.safetensors import Run, TensorFile, indexed_files, read_runs
@@ -83,7 +83,7 @@ class SavedCheckpoint:
             raise CorruptError(
                 f"the manifest does not list {file}, which every checkpoint has",
                 where=str(self.folder / MANIFEST_FILE),
-                remedy="use another checkpoint, or another copy of this one",
+                remedy=OTHER_COPY,
             )
         return self.manifest.files[file]
 
@@ -178,7 +178,7 @@ class SavedCheckpoint:
             raise CorruptError(
                 f"the optimizer state of {param.name} cannot be read: {error!r}",
                 where=str(self.folder / MANIFEST_FILE),
-                remedy="use another checkpoint, or another copy of this one",
+                remedy=OTHER_COPY,
             ) from error
 
     def _check_states(self, store: WeightStore, spec: ParamSpec, entry: ParamEntry) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from headwater.core.checked_files import Chunk
+from headwater.core.checked_files import OTHER_COPY, Chunk
 from headwater.core.errors import CheckpointError, CorruptError
 from headwater.core.files import disk_errors
 from headwater.core.safetensors import DTYPE_CODES, DTYPES
@@ -177,7 +177,7 @@ def _damaged(path: Path, why: str) -> CorruptError:
     return CorruptError(
         f"the manifest is damaged: {why}",
         where=str(path),
-        remedy="use another checkpoint, or another copy of this one",
+        remedy=OTHER_COPY,
     )
 
 

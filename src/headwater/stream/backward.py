@@ -9,7 +9,8 @@ import torch
 from headwater.core.recorder import COMPUTE, RECORDER, Lane, Work
 
 _NO_TASK = -1
-_COMPUTE: Work = (COMPUTE, "")
+OTHER_COMPUTE: Work = (COMPUTE, "")
+"""Computation outside of all stages."""
 
 
 class BackwardWatch:
@@ -45,7 +46,7 @@ class BackwardWatch:
             RECORDER.use(self.lane)
             self._outer = self.lane.work
             if self._outer is None:
-                self.lane.switch(_COMPUTE)
+                self.lane.switch(OTHER_COMPUTE)
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:

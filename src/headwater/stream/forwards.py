@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.core.recorder import COMPUTE, RECORDER, Work
-from headwater.stream.backward import BackwardWatch
+from headwater.stream.backward import OTHER_COMPUTE, BackwardWatch
 from headwater.stream.packing import Packing
 from headwater.stream.saved_tensors import own_checkpoints
 
 if TYPE_CHECKING:
     from headwater.stream.binding import Binder
-
-_COMPUTE: Work = (COMPUTE, "")
 
 
 class Forwards:
@@ -77,7 +75,7 @@ class Forwards:
         if stages:
             lane.switch(self._work[stages[-1]])
         elif lane.work is None:
-            lane.switch(_COMPUTE)
+            lane.switch(OTHER_COMPUTE)
         if self._packing is not None:
             self._packing.begin_module(stages)
         for count, stage in enumerate(stages, start=1):

@@ -9,13 +9,13 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from headwater.core.checked_files import OTHER_COPY
 from headwater.core.errors import CorruptError
 
 STATE_FILE = "trainer.json"
 STATE_TENSORS_FILE = "trainer.safetensors"
 
 _TENSOR_KEY = "__tensor__"
-_OTHER_COPY = "use another checkpoint, or another copy of this one"
 
 
 def pack_state(state: Mapping[str, Any]) -> dict[str, bytes]:
@@ -65,8 +65,8 @@ def unpack_state(tree: bytes, tensors: bytes, *, where: str) -> dict[str, Any]:
         state = json.loads(tree, object_hook=join)
     except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
         what = f"the state of the run cannot be read: {error!r}"
-        raise CorruptError(what, where=where, remedy=_OTHER_COPY) from error
+        raise CorruptError(what, where=where, remedy=OTHER_COPY) from error
     if not isinstance(state, dict):
         what = f"expected the state of the run to be a mapping, found a {type(state).__name__}"
-        raise CorruptError(what, where=where, remedy=_OTHER_COPY)
+        raise CorruptError(what, where=where, remedy=OTHER_COPY)
     return state

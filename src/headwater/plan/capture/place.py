@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from headwater.core import module_calls
+from headwater.plan.recipes import APPLY
 
 NOT_THE_USERS = tuple(
     f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent, module_calls.__file__)
 )
 """Folders of torch, of the dry run and of `core`: a line in one of their files is not the user's code."""
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Locator:
             code = frame.f_code
             if code is self._boundary:
                 break
-            if code is _APPLY:  # report the line that applies the function, not a line within it
+            if code is APPLY:  # report the line that applies the function, not a line within it
                 function, user = frame.f_locals["cls"].__qualname__, None
             elif user is None and not code.co_filename.startswith(NOT_THE_USERS):
                 user = code.co_filename, line
