@@ -11,7 +11,6 @@ from torch import nn
 
 from headwater.core.errors import StreamError
 from headwater.core.recorder import COMPUTE, RECORDER
-from headwater.plan.step_trace import Trace
 from headwater.plan.types import Plan
 from headwater.store.store import WeightStore
 from headwater.stream.backward import BackwardWatch
@@ -99,9 +98,9 @@ class Executor:
             made.callback(self._gradients.remove)
             self._recomputed = RecomputedForwards(
                 _recomputed_modules(model, plan),
-                lambda stage: self._current._forwards.enter(_bound_again(plan.trace, stage)),
-                lambda stage: self._current._forwards.leave(_bound_again(plan.trace, stage)),
-                lambda stage: self._current._versions(_bound_again(plan.trace, stage)),
+                lambda stages: self._current._forwards.enter(stages),
+                lambda stages: self._current._forwards.leave(stages),
+                lambda stages: self._current._versions(stages),
             )
             made.pop_all()
         # By stage, added to the version in the store, so that versions continue those of the predecessor.
@@ -312,22 +311,18 @@ class Executor:
             self.leave()
 
 
-def _bound_again(trace: Trace, stage: int) -> Stages:
-    """Return the stages to bind while the forward of a stage's module runs again in backward.
+def _recomputed_modules(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Stages]]:
+    """Return the modules whose forwards run again in backward, each with the stages to bind meanwhile.
 
-    The forward of a divided block may read weights of its parts, and of other stages, directly.
+    The parts of a divided block are recomputed with the whole block. Its forward may read weights of its
+    parts, and of other stages, directly.
     """
-    return trace.sites[trace.stages[stage].name] if stage in trace.members else (stage,)
-
-
-def _recomputed_modules(model: nn.Module, plan: Plan) -> dict[int, nn.Module]:
-    """Return stage -> module, for the stages with the activation policy `recompute`.
-
-    The parts of a divided block are recomputed with the whole block.
-    """
-    policies = zip(plan.trace.stages, plan.activations, strict=True)
-    return {
-        stage.index: model.get_submodule(stage.name)
-        for stage, policy in policies
+    trace = plan.trace
+    return [
+        (
+            model.get_submodule(stage.name),
+            trace.sites[stage.name] if stage.index in trace.members else (stage.index,),
+        )
+        for stage, policy in zip(trace.stages, plan.activations, strict=True)
         if policy.is_recomputed and not plan.is_recomputed_inside(stage.index)
-    }
+    ]

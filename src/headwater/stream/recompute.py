@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,6 +21,7 @@ from headwater.core.module_calls import replace_forward
 from headwater.core.uncompiled import CompilerOffWarning, uncompiled
 from headwater.stream.forward_state import ForwardState
 from headwater.stream.saved_tensors import own_checkpoints
+from headwater.stream.sites import Stages
 from headwater.stream.transforms import in_transform
 
 
@@ -28,18 +29,18 @@ class RecomputedForwards:
     """Makes the forwards of some stages run again in backward, instead of keeping their activations.
 
     Args:
-        modules: the module of each of these stages.
-        enter: called with a stage before each run of its forward; binds the weights.
-        leave: called with the stage afterwards.
-        versions: returns the present version of each stage whose weights the forward of a stage reads.
+        modules: the module of each of these stages, and all stages whose weights its forward reads.
+        enter: called with these stages before each run of the forward; binds the weights.
+        leave: called with the stages afterwards.
+        versions: returns the present version of each of the stages.
     """
 
     def __init__(
         self,
-        modules: Mapping[int, nn.Module],
-        enter: Callable[[int], None],
-        leave: Callable[[int], None],
-        versions: Callable[[int], list[int]],
+        modules: Sequence[tuple[nn.Module, Stages]],
+        enter: Callable[[Stages], None],
+        leave: Callable[[Stages], None],
+        versions: Callable[[Stages], list[int]],
     ) -> None:
         self._modules = modules
         self._enter = enter
@@ -51,9 +52,9 @@ class RecomputedForwards:
     def hook(self) -> None:
         """Replace the forwards of these modules by recomputed ones, until `unhook`."""
         with ExitStack() as hooked:  # a forward that cannot be replaced must not leave the others behind
-            for stage, module in self._modules.items():
-                enter, leave = functools.partial(self._enter, stage), functools.partial(self._leave, stage)
-                versions = functools.partial(self._versions, stage)
+            for module, stages in self._modules:
+                enter, leave = functools.partial(self._enter, stages), functools.partial(self._leave, stages)
+                versions = functools.partial(self._versions, stages)
                 hooked.callback(_recompute_forward(module, enter, leave, versions))
             self._hooked.callback(hooked.pop_all().close)
 
