@@ -24,7 +24,7 @@ hw.load_pretrained(model, folder / "checkpoint")  # remembers where the values a
 hw.compile(model, backend)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-tokens = torch.randint(128, (4, 16), generator=torch.Generator().manual_seed(0))
+tokens = torch.randint(128, (4, 16), generator=torch.Generator().manual_seed(0)).to(backend.torch_device)
 for step in range(1, 6):
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
