@@ -1,6 +1,7 @@
 """The commands beside fit and validate."""
 
 import re
+import shlex
 import subprocess
 import sys
 
@@ -174,6 +175,16 @@ def test_demo_trains_evaluates_and_explains_the_run(headwater, tmp_path):
     assert f"generate --model_dir {folder}" in out, "the last lines say what to try next"
     streamed = re.search(r"streamed ([\d.]+) MiB/step", out)
     assert streamed is not None and float(streamed[1]) > 8.4, "the weights cross more than once a step"
+
+
+def test_the_plan_that_the_demo_suggests_fits(headwater, tmp_path, monkeypatch):
+    from headwater.cli.demo import _next_steps
+
+    monkeypatch.chdir(tmp_path)
+    (line,) = [line for line in _next_steps(tmp_path).splitlines() if " plan " in line and "#" not in line]
+    code, out, err = headwater(*shlex.split(line)[1:])
+    assert code == 0, err
+    assert "disk" in out
 
 
 def test_public_params_run_unchanged_but_for_the_data(headwater, data, tmp_path):

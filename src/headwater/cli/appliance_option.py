@@ -52,7 +52,8 @@ def refuse_other_commands(command: str, words: Sequence[str]) -> None:
         words: the command line.
 
     Raises:
-        ConfigError: if it does. The variable HEADWATER_APPLIANCE is not refused: such commands ignore it.
+        ConfigError: if the command line has the option for such a command. The variable HEADWATER_APPLIANCE
+            is not an error, because such commands ignore it.
     """
     end = words.index("--") if "--" in words else len(words)
     known = (*REMOTE, *REMOTE_IF_ASKED)

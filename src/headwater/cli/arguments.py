@@ -19,12 +19,11 @@ USAGE = "PARAMS [--option VALUE ...] [key=value ...]"
 
 
 _OF_EVERY_RUN = frozenset({"model", "model_dir", "seed"})
-_MACHINE = frozenset(
-    {"num_csx", "num_memx", "target_device", "device_memory", "host_memory", "disk", "micro_batch_size"}
-)
+_RANKS = frozenset({"num_csx", "num_memx"})
+_MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk", "micro_batch_size"})
 EVALUATION = _OF_EVERY_RUN | _MACHINE | {"eval_steps", "checkpoint_path"}
-"""The options of params files that matter to an evaluation."""
-PLANNING = _OF_EVERY_RUN | _MACHINE | {"batch_size"}
+"""The options of params files that matter to an evaluation, which runs on one rank."""
+PLANNING = _OF_EVERY_RUN | _MACHINE | _RANKS | {"batch_size"}
 """The options of params files that matter to a plan."""
 
 
@@ -65,15 +64,19 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eos_id", type=int, metavar="ID", help="end-of-text token (found in the tokenizer)")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+def add_model_arguments(
+    parser: argparse.ArgumentParser, *, several_ranks: bool = True, optional: bool = False
+) -> None:
     """Add the arguments of commands that evaluate a language model.
 
     Args:
         parser: parser of the command.
+        several_ranks: the command can run on several compute ranks.
         optional: PARAMS may be left out.
     """
     own = {"batch_size", "checkpoint_path", "seed"}
-    add_params_arguments(parser, EVALUATION - own, without=own, optional=optional)
+    shown = (_OF_EVERY_RUN | _MACHINE | {"num_csx"} if several_ranks else _OF_EVERY_RUN | _MACHINE) - own
+    add_params_arguments(parser, shown, without=own, optional=optional)
     add_checkpoint_arguments(parser)
     parser.add_argument(
         "--batch_size",
@@ -144,11 +147,11 @@ _HELP = {
     "lr": "the same as --learning_rate",
     "max_restarts": "restarts of the processes after one of them has died",
     "max_steps": "step at which training ends, instead of the lengths in the file",
-    "micro_batch_size": "samples that are computed together",
+    "micro_batch_size": "samples that go through the model at once",
     "model": "name of the model",
     "model_dir": "folder of the run",
-    "num_csx": "number of compute ranks",
-    "num_memx": "number of store ranks",
+    "num_csx": "number of compute ranks: processes that each compute a part of every batch",
+    "num_memx": "number of store ranks: processes that only keep and update weights",
     "num_steps": "steps to train now, instead of the lengths in the file",
     "seed": "seed of all random numbers",
     "target_device": "CPU, GPU, or CSX for the best device",

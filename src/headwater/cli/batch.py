@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that was killed."
     )
     parser.usage = "headwater batch [-h] REQUESTS [NAME=]FOLDER ... [--output FILE] [--option VALUE ...]"
-    parser.add_argument("requests", type=Path, metavar="REQUESTS", help="JSON lines")
+    parser.add_argument(
+        "requests", type=Path, metavar="REQUESTS", help="file with a JSON request in each line"
+    )
     add_served_models(parser)
     parser.add_argument(
         "--output",

@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater bigcode_eval`."""
     parser.description = (
         "Evaluate a checkpoint on tasks in the forms of HumanEval and MBPP. PARAMS may also be a folder "
-        "of the transformers library, with config.json and weights. It is not needed to run programs that "
-        "were written before."
+        "of the transformers library, with config.json and weights. PARAMS is not needed to run programs "
+        "that were written before."
     )
     parser.usage = f"headwater bigcode_eval [-h] {USAGE} --tasks TASK[,TASK ...]"
-    add_model_arguments(parser, optional=True)
+    add_model_arguments(parser, several_ranks=False, optional=True)
     add_options(parser, _OPTIONS)
 
 

@@ -28,12 +28,14 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         "cluster simulator", "simulate a training step on machines described by a file"
     )
     group.add_argument(
-        "--cluster", metavar="FILE", help=f"a cluster file, or one of: {', '.join(shipped_clusters())}"
+        "--cluster",
+        metavar="FILE",
+        help=f"the machines: a cluster file, or one of: {', '.join(shipped_clusters())}",
     )
     group.add_argument(
         "--counts",
         metavar="N,N,…",
-        help="numbers of CSXs to simulate (powers of two up to the cluster's size, or 1024)",
+        help="numbers of CSXs (compute ranks) to simulate (powers of two up to the cluster's size, or 1024)",
     )
     group.add_argument(
         "--scaling",
@@ -50,7 +52,7 @@ def check_cluster_arguments(args: argparse.Namespace) -> None:
     """Raise if options of the cluster simulator are combined with options that contradict them.
 
     Raises:
-        ConfigError: if they are; the error names the option.
+        ConfigError: if such options are combined; the error names the option.
     """
     for name in ("counts", "scaling", "out"):
         if args.cluster is None and getattr(args, name) is not None:

@@ -100,7 +100,7 @@ def write_text(path: Path, text: str, *, mode: Literal["x", "w"], remedy: str) -
         remedy: remedy of the error.
 
     Raises:
-        ConfigError: if the file cannot be written; with mode `x`, also if it exists.
+        ConfigError: if the file cannot be written; with mode `x`, also if it exists already.
     """
     try:
         with path.open(mode, encoding="utf-8") as file:

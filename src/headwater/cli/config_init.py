@@ -53,7 +53,12 @@ _NONE = "none"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater config init`."""
     parser.add_argument(
-        "file", nargs="?", type=Path, default=Path("params.yaml"), metavar="FILE", help="(%(default)s)"
+        "file",
+        nargs="?",
+        type=Path,
+        default=Path("params.yaml"),
+        metavar="FILE",
+        help="file to write (%(default)s)",
     )
     parser.add_argument("--data", metavar="DIR", help="folder of the training data")
     parser.add_argument("--model", metavar="NAME", help="a model family, a shipped params file, or hf:FOLDER")

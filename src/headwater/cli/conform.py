@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater conform`."""
     parser.description = (
         "Train a model for some steps in plain PyTorch, and streamed under several plans. Print the first "
-        "tensor that is not bit-identical, or a certificate. Exit code: 0 if the results are bit-identical "
-        "under every plan, 1 if not, 2 for invalid input."
+        "tensor that is not bit-identical, or a list of what was compared. Exit code: 0 if the results are "
+        "bit-identical under every plan, 1 if not, 2 for invalid input."
     )
     parser.usage = (
         "headwater conform [-h] [--steps N] [--seed N] [--plans PLAN,…] [--timeout S] [--json FILE] "

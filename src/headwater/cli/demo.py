@@ -90,12 +90,13 @@ def _plan_in_words(plan: Plan, run: RunLength) -> str:
     assert plan.prediction is not None, "the plan of a run has a prediction"
     stages = plan.trace.stages
     weights, budget = sum(stage.slab_bytes for stage in stages), plan.budget
-    limit = "" if budget is None or budget.host_memory is None else f" of {format_bytes(budget.host_memory)}"
+    host_memory = None if budget is None else budget.host_memory
+    limit = "" if host_memory is None else f", {format_bytes(host_memory)} available"
     lines = [
         f"model: {format_count(sum(stage.numel for stage in stages))} parameters in "
         f"{counted(len(stages), 'stage', 'stages')}, "
         f"{format_bytes(weights)} of weights; the device holds {plan.slabs} stages at a time",
-        f"memory: {format_bytes(plan.prediction.host_bytes)} predicted{limit} available",
+        f"memory: {format_bytes(plan.prediction.host_bytes)} predicted{limit}",
     ]
     if plan.prediction.step_s is not None and run.steps is not None:
         step_s = plan.prediction.step_s
@@ -112,7 +113,9 @@ def _next_steps(model_dir: Path) -> str:
         "generate text": f'generate --model_dir {model_dir} --prompt "It was"',
         "continue training": f"fit {model_dir} --max_steps 1200",
         "prepare your own text (then see docs/quickstart.md)": "data YOUR_BOOK.txt --out data/book",
-        "plan a model that is larger than memory": "plan gpt/cerebras_gpt_1p3b --host_memory 8GiB",
+        "plan a model that is larger than memory": (
+            "plan gpt/cerebras_gpt_1p3b --host_memory 8GiB --disk scratch"
+        ),
     }
     return "\nTry next:\n" + "".join(f"  # {what}\n  {command} {words}\n" for what, words in commands.items())
 

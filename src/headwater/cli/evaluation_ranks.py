@@ -69,7 +69,7 @@ def _join(config: RunConfig) -> Fabric:
     """Connect to the other ranks of an evaluation, and return all ranks.
 
     Raises:
-        ConfigError: if the ranks are not as many as the params say, or have other params.
+        ConfigError: if the number of ranks is not that of the params, or the ranks have different params.
         RankError: if a rank cannot be reached.
     """
     cluster = config.init.backend.cluster_config
@@ -89,7 +89,7 @@ def refuse_ranks(args: argparse.Namespace) -> None:
     """Raise if the command line asks for several ranks. Those of the params have no effect on this command.
 
     Raises:
-        ConfigError: if it does.
+        ConfigError: if the command line asks for several ranks.
     """
     for flag in args.overrides:
         name, _, number = flag.rpartition("=")

@@ -46,7 +46,7 @@ def show_records(records: object, style: str) -> str:
 
 
 def render_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as text in columns. Empty cells become dashes, so that all rows have equally many words."""
+    """Return rows as text in columns. Empty cells become dashes, so each row has the same number of words."""
     rows = [[cell or "-" for cell in one] for one in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -84,7 +84,13 @@ def _add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "headwater jobs submit [--option VALUE ...] -- COMMAND ..."
     # `main` looks for this name, and puts the words after `--` there.
     parser.set_defaults(command=())
-    parser.add_argument("--num_csx", type=int, default=1, metavar="N", help="CSXs of the job (%(default)s)")
+    parser.add_argument(
+        "--num_csx",
+        type=int,
+        default=1,
+        metavar="N",
+        help="CSXs of the job: GPUs, or cores of a machine without GPUs (%(default)s)",
+    )
     parser.add_argument(
         "--model_dir",
         type=Path,

@@ -36,8 +36,9 @@ _PATIENCE_S = 300.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater plan`."""
     parser.description = (
-        "Show stages, slabs, tiers, memory and step time of a training run. The data need not exist. The "
-        "speed of this machine is measured the first time, in about two seconds. "
+        "Show how a run would train on this machine: the stages of the model, where their weights are kept, "
+        "and the predicted memory and time of a step. Nothing is trained, and the data need not exist. The "
+        "speed of this machine is measured the first time, which takes some seconds. "
         "With --appliance ssh://host the plan is that of a run on that machine."
     )
     parser.usage = (

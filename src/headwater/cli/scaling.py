@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument("family", type=Path, metavar="DIR", help="folder of a family")
         if name == "submit":
             add_queue_options(command)
-            command.add_argument("--job_priority", default="p2", metavar="p1|p2|p3", help="(%(default)s)")
+            command.add_argument(
+                "--job_priority", default="p2", metavar="p1|p2|p3", help="p1 is the highest (%(default)s)"
+            )
     fit = add("fit", run_fit, "fit the power law to the losses, and predict the largest sizes")
     fit.add_argument(
         "family", type=Path, metavar="FAMILY", help="folder of a family, or a CSV file: name,flops,loss"

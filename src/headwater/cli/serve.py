@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token_file",
         type=Path,
         metavar="PATH",
-        help=f"file with the token that requests must send (the variable {TOKEN}); needed for any --host but "
-        "a loopback address",
+        help=f"file with the token that requests must send (the variable {TOKEN}); needed unless --host is a "
+        "loopback address",
     )
     parser.add_argument(
         "--drain_seconds",

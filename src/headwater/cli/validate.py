@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater validate`."""
     parser.description = (
         "Evaluate the newest checkpoint in the model_dir, or that of --checkpoint_path, "
-        "on the data of the section `validate`. "
+        "on the data of the section `validate`, or else on the validation data of the section `fit`. "
         "With --appliance ssh://host the checkpoints are those of the run on that machine."
     )
     parser.usage = f"headwater validate [-h] [--all] {USAGE}"
