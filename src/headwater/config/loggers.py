@@ -10,7 +10,7 @@ from headwater.config.base import Choice, FilePath, NoEffect, OneOrMore, Section
 from headwater.config.sections import EmptySection
 
 Resume = Literal["auto", "allow", "must", "never"]
-"""Whether a run that continues is logged into its earlier run: `must` requires such a run."""
+"""The choice to log a run that continues into its earlier run; `must` requires an earlier run."""
 
 
 class TensorBoardLoggerConfig(Section):

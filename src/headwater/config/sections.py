@@ -53,7 +53,7 @@ class ClusterConfig(Section):
             ranks hold and update them.
         rank_timeout_s: seconds that a rank waits for another rank before the run fails.
         num_workers_per_csx: number of input workers that each compute rank uses at the same time, if a data
-            loader names `input_workers`; they are divided among the ranks if absent.
+            loader names `input_workers`. If absent, the workers are divided among the ranks.
         max_restarts: number of times that `headwater fit` restarts its processes on this machine after one of
             them has died.
         job_labels: labels `name=value` of a job that is submitted to the queue.
@@ -92,33 +92,36 @@ class DiskConfig(Section):
 
 
 class BackendConfig(Section):
-    """The resource limits of the run, and settings that would otherwise be chosen by the plan.
+    """The resource limits of the run, and settings that the plan chooses if they are absent.
 
     Attributes:
         backend_type: `CPU`, `GPU`, or `CSX` for the best available device.
-        device_memory: bytes of memory on the compute device; the free memory if absent.
-        host_memory: bytes of resident host memory; the free memory if absent.
+        device_memory: limit of the memory on the GPU; 90 % of the free memory if absent.
+        host_memory: limit of the resident host memory; if absent, what the process has already and 90 % of
+            the free memory.
         micro_batch_size: number of samples that are computed together.
         num_slabs: number of slabs, which hold the weights of stages on the device.
         activations: keep, recompute or offload the tensors that backward needs. `selective` recomputes only
             values of cheap operators: normalizations, activation functions, casts.
         tier: storage of weights, masters and optimizer state; `auto` may put some stages in memory and the
             others on disk.
-        stages_in_memory: number of stages that `tier: disk` keeps in host memory all the same; the plan
-            chooses it if `tier` is `auto`. At least one stage stays on disk.
-        stages_on_device: number of stages that are stored and updated in the memory of the GPU; as many as
-            fit if absent, all if the model has fewer. For the ranks of one host, each on a GPU.
+        stages_in_memory: with `tier: disk`, number of stages that stay in host memory; at least one other
+            stage is on disk. With `tier: auto` the plan chooses the number.
+        stages_on_device: number of stages that are stored in the memory of the GPU and updated there: all
+            stages if the model has fewer. If absent, the plan chooses it. All ranks must be on one host.
         gradient_tier: storage of gradients that wait for the update.
         optimizer_state: `bf16` stores optimizer state in half the bytes; it is rounded stochastically, so the
             run is not exact.
-        updates: `in_backward` updates a stage as soon as the backward is done with it, so that its gradients
-            need not wait; a step that fails is then lost, and the run continues from its last checkpoint.
+        updates: `on_fetch` updates a stage before its next use. `in_backward` updates a stage as soon as the
+            backward does not need it any more, so that its gradients are freed early. If a step then fails
+            after its first update, it cannot be undone, and the run continues from its last checkpoint.
         compile: compile each distinct block with `torch.compile`. Results then differ from torch's in
-            rounding. `auto` measures both ways before a 16-bit training, and compiles if that saves time.
+            rounding. `auto` measures compiled and eager blocks before a 16-bit training, and compiles if that
+            saves time.
         matmul: `fast` allows fp32 matrix products that differ from torch's in rounding, and computes products
             in bf16 and fp16 by fp32 kernels on x86 processors without AVX-512.
         loss: `liger` computes the loss of a decoder by the package liger-kernel, on a CUDA device. `chunked`
-            needs no package, and has no logits of the whole batch in memory either.
+            needs no package. Neither of them has the logits of the whole batch in memory.
         attention: `torch` computes all attention by torch's kernels. `auto` lets models of params files use
             the package's kernel for attention in bf16 without a mask, on processors with AVX-512 BF16 and
             without AMX. Its results differ from torch's in rounding.

@@ -221,7 +221,7 @@ class GptSamples(Dataset[Any]):
         """Check that all tokens of a batch [batch, channels, length] are in the vocabulary.
 
         Raises:
-            DataError: if one is not; the error names the sample.
+            DataError: if a token is not in the vocabulary; the error names the sample.
         """
         tokens = samples[:, _TOKEN_CHANNELS]
         low, high = tokens.min(), tokens.max()

@@ -104,7 +104,7 @@ def check_ids(requests: Sequence[Sequence[int]], vocab_size: int) -> None:
     """Check that all token ids are in the vocabulary of the model.
 
     Raises:
-        DataError: if one is not.
+        DataError: if a token id is not in the vocabulary.
     """
     largest = max((max(tokens) for tokens in requests if tokens), default=0)
     if largest >= vocab_size:

@@ -173,7 +173,7 @@ def _texts(record: Record, *keys: str) -> Iterator[str]:
     """Yield the texts at some keys of a problem.
 
     Raises:
-        DataError: if one is missing.
+        DataError: if the problem lacks one of them.
     """
     for key in keys:
         if key not in record.fields:

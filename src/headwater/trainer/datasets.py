@@ -130,7 +130,7 @@ def check_model(config: DataConfig, model: ModelConfig) -> None:
     """Raise if a data section is not for a model.
 
     Raises:
-        ConfigError: if it is not.
+        ConfigError: if the data section is not for the model.
     """
     schema, _ = _OPENERS[type(config)]
     if isinstance(model, HuggingFaceConfig):

@@ -50,7 +50,7 @@ class LibraryValues:
         """Raise an error if the folder has no weights that can be read, or has those of another model.
 
         Raises:
-            CheckpointError: if so.
+            CheckpointError: if the folder has no such weights.
         """
         self._stored()
 

@@ -53,11 +53,13 @@ class Trainable:
         learning_rate_scale: factor on the learning rate of a parameter, by name.
         divisible: True if the mean of the losses of micro-batches, weighted with `weight`, is the loss of the
             batch. The plan may then choose a smaller micro-batch.
-        weight: weight of a batch in a mean of losses: the number of labels or samples its loss is a mean of.
+        weight: returns the weight of a batch in a mean of losses: the number of labels or samples over which
+            the loss of the batch is a mean.
         metrics: metrics that the loss function updates in eval mode, by name.
         pretrained_names: names that a parameter may have in a checkpoint that training starts from.
-        parts: for a parameter in which several are stacked: the names of these, each with its number of rows
-            (-1: all), which patterns of names are compared with. Empty: the parameter's own name.
+        parts: returns, for a parameter in which several matrices are stacked, the name of each matrix with
+            its number of rows (-1: all). Patterns of names are compared with these names; if the result is
+            empty, with the parameter's own name.
         averages: weights that are averages of other weights of the model.
     """
 

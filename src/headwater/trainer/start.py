@@ -98,7 +98,7 @@ class Start:
             strict: see `load`.
 
         Raises:
-            CheckpointError: if it is.
+            CheckpointError: if the checkpoint is of another model.
         """
         # `load` reports damage, because another checkpoint of the run may be chosen after it.
         with contextlib.suppress(CorruptError):

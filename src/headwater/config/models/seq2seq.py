@@ -48,11 +48,12 @@ class Seq2SeqConfig(Section):
         extra_ids: number of further token ids at the top of both vocabularies, which stand for spans of text.
         share_encoder_decoder_embedding: use the same embedding in encoder and decoder.
         share_embedding_weights: use the decoder's embedding as the head.
-        embeddings_alpha: factor on the embeddings; with muP in addition to the square root of `d_model`.
+        embeddings_alpha: factor on the embeddings. With muP they are also multiplied by the square root of
+            `d_model`.
         position_embedding_type: `relative` (arXiv:1910.10683, section 2.1), `fixed` (arXiv:1706.03762,
             section 3.5), `learned_absolute`, or null for none.
         relative_attention_num_buckets: number of distances that `relative` distinguishes.
-        relative_attention_max_distance: distance beyond which distances are not distinguished.
+        relative_attention_max_distance: all distances from this one on are treated as equal.
         src_max_position_embeddings: largest number of tokens of an input text.
         tgt_max_position_embeddings: largest number of tokens of an output text.
         d_kv: width of a head.
@@ -70,8 +71,8 @@ class Seq2SeqConfig(Section):
         label_smoothing: fraction of each label that is spread over all tokens in training
             (arXiv:1512.00567, section 7).
         mlm_loss_scaling: divisor of the summed cross-entropy: the number of labels (`num_masked`) or of
-            samples (`batch_size`). `precomputed_num_masked` is `batch_size` with the field `loss_weight` of
-            the batch, if it has one, instead of `lm_loss_weight`.
+            samples (`batch_size`). With `precomputed_num_masked` it is the number of samples too, and the
+            field `loss_weight` of the batch, if there is one, replaces `lm_loss_weight`.
         lm_loss_weight: factor on the loss if it is divided by the number of samples; usually 1 / number of
             labels per sample.
         mup_base_d_model: width at which the hyperparameters were tuned. It enables maximal update

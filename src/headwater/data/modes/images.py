@@ -114,7 +114,7 @@ def _check_images(context: Context, conversation: Conversation) -> None:
     """Check that a conversation has at most `num_images` images, and that all files exist.
 
     Raises:
-        DataError: otherwise.
+        DataError: if there are more images, or a file is missing.
     """
     folder, most = context.options.image_dir, context.options.num_images
     assert folder is not None, "find_mode checks the needed options"
