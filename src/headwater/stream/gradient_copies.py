@@ -51,7 +51,7 @@ class GradientCopies:
 
         Args:
             key: the parameter.
-            gradient: the gradient, on the device. Nobody may change it afterwards.
+            gradient: the gradient, on the device. The caller must not change it afterwards.
             last: true if no further micro-batch of the step is expected.
         """
         # The norm is computed on the device, which is faster. The store uses it if this is the whole sum.
