@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,4 +151,5 @@ def main(root: Path, tier: str) -> None:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("error")  # not by the option -W, with which a process has no quick start
     main(Path(sys.argv[1]), sys.argv[2])

@@ -50,17 +50,21 @@ def start_in_terminal(tmp_path):
     def run(*words):
         ours, theirs = pty.openpty()
         terminals.append(ours)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "headwater", *map(str, words)],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
-            start_new_session=True,
-            # Also if the tests were started by `nohup`, which makes all processes ignore the signal.
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-        )
+        # The process inherits this, also if the tests were started by `nohup`, which ignores the signal.
+        # `preexec_fn` would do the same, but a process with it has no quick start.
+        before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "headwater", *map(str, words)],
+                stdin=theirs,
+                stdout=theirs,
+                stderr=theirs,
+                cwd=tmp_path,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+                start_new_session=True,
+            )
+        finally:
+            signal.signal(signal.SIGHUP, before)
         os.close(theirs)
         processes.append(process)
         closing = threading.Event()
