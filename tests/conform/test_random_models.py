@@ -26,10 +26,7 @@ def same_conditions(monkeypatch):
     torch.set_num_threads(1)
     rates = calibrate("cpu")
     monkeypatch.setattr(planner, "calibrate", lambda *args, **options: rates)
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
