@@ -140,6 +140,20 @@ def test_a_wrong_answer(words, said, data, here, capsys):
     assert not (here / "run.yaml").exists()
 
 
+@pytest.mark.parametrize("option", ["--data", "--disk", "--model_dir"])
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [("", "found an empty name"), ("taken", "found a file: taken"), ("taken/below", "found a file: taken")],
+)
+def test_an_answer_that_cannot_be_a_folder(option, answer, said, data, here, capsys):
+    (here / "taken").write_text("mine")
+    words = ["config", "init", "run.yaml", "--data", str(data), option, answer, "--yes"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"expected a folder, {said}\n  where: {option}" in error
+    assert not (here / "run.yaml").exists()
+
+
 def test_an_error_in_the_new_params_names_the_file(data, here, monkeypatch, capsys):
     monkeypatch.setattr("headwater.cli.config_init.start_text", lambda *given: "trainer:\n  innit: {}\n")
     assert main(["config", "init", "run.yaml", "--data", str(data), "--yes"]) == 2

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from headwater.core.errors import ConfigError
-from headwater.core.units import GIB, format_bytes, format_count, format_duration, parse_bytes
+from headwater.core.units import GIB, format_bytes, format_count, format_duration, parse_bytes, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,21 @@ def test_parse(text, count):
         -0.5,
         float("inf"),
         float("nan"),
-        "9" * 400,
     ],
 )
 def test_invalid_sizes_are_refused(text):
     with pytest.raises(ConfigError, match="expected a size in bytes") as caught:
         parse_bytes(text)
     assert "8GiB" in caught.value.remedy
+
+
+@pytest.mark.parametrize("text", ["1" * 25, "1." + "1" * 25, "9" * 400 + "GiB"])
+@pytest.mark.parametrize(("parse", "unit"), [(parse_bytes, ""), (parse_rate, " B/s")])
+def test_numbers_with_too_many_digits_are_refused(text, parse, unit):
+    number = text.removesuffix("GiB")
+    with pytest.raises(ConfigError, match=r"at most 24 digits .* found \d+ digits") as caught:
+        parse(number + unit if parse is parse_rate else text)
+    assert len(str(caught.value)) < 250
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from headwater.config.starter import (
     start_text,
 )
 from headwater.core.errors import ConfigError
-from headwater.core.files import check_place
+from headwater.core.files import check_place, obstacle_on
 from headwater.core.units import counted, format_bytes, parse_bytes
 from headwater.data.statistics import FILE_NAME, Statistics, read_statistics
 from headwater.plan.machine import free_host_bytes
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host_memory", metavar="SIZE", help=f"limit such as 8GiB, or {_AUTO} (free memory)")
     parser.add_argument("--device_memory", metavar="SIZE", help="the same for GPU memory")
     parser.add_argument("--disk", metavar="DIR", help=f"folder for weights that exceed memory, or {_NONE}")
-    parser.add_argument("--model_dir", type=Path, metavar="DIR", help="folder of the run (runs/NAME)")
+    parser.add_argument("--model_dir", metavar="DIR", help="folder of the run (runs/NAME)")
     parser.add_argument("--yes", action="store_true", help="do not ask; use the default of each question")
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
@@ -129,7 +129,7 @@ def _write_valid(file: Path, text: str) -> None:
 
 def _ask_all(args: argparse.Namespace) -> Start:
     interview = Interview(takes_defaults=args.yes)
-    question = Question("--data", "Folder of the training data", str(_found_data()), _path)
+    question = Question("--data", "Folder of the training data", str(_found_data()), _data_folder)
     data = interview.ask(question, args.data)
     statistics = _statistics(data)
     if not data.exists():
@@ -143,7 +143,7 @@ def _ask_all(args: argparse.Namespace) -> Start:
     loaders = _hf_loaders(base, data) if isinstance(base, Path) else _shipped_loaders(shipped, data)
     return Start(
         base=base,
-        model_dir=args.model_dir or Path("runs") / args.file.stem,
+        model_dir=_model_dir(args),
         steps=steps,
         epochs=epochs,
         batch_size=batch_size,
@@ -167,6 +167,36 @@ def _statistics(data: Path) -> Statistics | None:
 
 def _path(answer: str) -> Path:
     return expand_user(Path(answer))
+
+
+def _model_dir(args: argparse.Namespace) -> Path:
+    if args.model_dir is None:
+        return Path("runs") / args.file.stem
+    return _folder(args.model_dir, where="--model_dir", example="runs/book")
+
+
+def _data_folder(answer: str) -> Path:
+    return _folder(answer, where="--data", example="data/book")
+
+
+def _folder(answer: str, *, where: str, example: str) -> Path:
+    """Return the path of a folder that exists or can be created.
+
+    Raises:
+        ConfigError: if the answer is empty, or if the path, or the beginning of it, is a file.
+    """
+    if not answer.strip():
+        raise ConfigError(
+            "expected a folder, found an empty name", where=where, remedy=f"write for example {example}"
+        )
+    path = _path(answer)
+    if (found := obstacle_on(path)) is not None and found[1] != "a folder":
+        raise ConfigError(
+            f"expected a folder, found {found[1]}: {found[0]}",
+            where=where,
+            remedy=f"write the path of a folder, for example {example}",
+        )
+    return path
 
 
 def _model_question(statistics: Statistics | None) -> Question[str | Path]:
@@ -270,11 +300,17 @@ def _limits(interview: Interview, args: argparse.Namespace) -> dict[str, Any]:
         device = Question("--device_memory", f"GPU memory ({_AUTO}: free memory)", _AUTO, _size)
         limits["device_memory"] = interview.ask(device, args.device_memory)
     text = f"Folder for weights that do not fit in memory ({_NONE}: keep them in memory)"
-    disk = interview.ask(
-        Question("--disk", text, _NONE, lambda text: None if text == _NONE else text), args.disk
-    )
+    disk = interview.ask(Question("--disk", text, _NONE, _disk), args.disk)
     limits["disk"] = None if disk is None else {"path": disk}
     return {key: value for key, value in limits.items() if value is not None}
+
+
+def _disk(answer: str) -> str | None:
+    """Return the folder of the disk tier as the user wrote it, or `None` for `none`."""
+    if answer == _NONE:
+        return None
+    _folder(answer, where="--disk", example=f"scratch, or {_NONE}")
+    return answer
 
 
 def _size(answer: str) -> str | None:

@@ -63,14 +63,14 @@ def _explained(error: OSError, path: Path) -> StoreError:
     why = error.strerror or str(error)
     if error.errno in _NOT_ALLOWED:
         return StoreError(f"{path.name}: {why}", where=str(found), remedy=_MAKE_WRITABLE)
-    obstacle = _obstacle(found) if error.errno in _WRONG_KIND else None
+    obstacle = obstacle_on(found) if error.errno in _WRONG_KIND else None
     if obstacle is None:
         return StoreError(f"{path.name}: {why}", where=str(found), remedy=_OTHER_DISK)
     place, kind = obstacle
     return StoreError(f"{path.name}: {why}; found {kind}", where=str(place), remedy=_MAKE_WAY)
 
 
-def _obstacle(path: Path) -> tuple[Path, str] | None:
+def obstacle_on(path: Path) -> tuple[Path, str] | None:
     """Return `path` if it exists, or the file or dangling link on the way to it, with its kind; or `None`."""
     for place in (path, *path.parents):
         kind = kind_of(place)

@@ -15,6 +15,9 @@ _FACTORS = {
     "g": GIB, "gib": GIB, "gb": 10**9,
     "t": TIB, "tib": TIB, "tb": 10**12,
 }  # fmt: skip
+_NUMBER = r"\s*(\d+(?:\.\d+)?)\s*"
+_MOST_DIGITS = 24
+"""The most digits before and after the point of a number. Real sizes have fewer, and the value fits a float."""
 
 
 def parse_bytes(text: str | int | float) -> int:
@@ -25,12 +28,12 @@ def parse_bytes(text: str | int | float) -> int:
     """
     if isinstance(text, int | float) and not isinstance(text, bool) and 0 <= text < float("inf"):
         return int(text)
-    match = re.fullmatch(r"\s*(\d{1,24}(?:\.\d{1,24})?)\s*([a-zA-Z]*)\s*", str(text))
+    match = re.fullmatch(_NUMBER + r"([a-zA-Z]*)\s*", str(text))
     if match is None or match[2].lower() not in _FACTORS:
         raise ConfigError(
             f"expected a size in bytes, got {text!r}", remedy="write for example 8GiB, 500MB or 4096"
         )
-    return round(float(match[1]) * _FACTORS[match[2].lower()])
+    return round(_short_number(match[1], remedy="write for example 8GiB") * _FACTORS[match[2].lower()])
 
 
 def parse_rate(text: str | int | float) -> float:
@@ -41,11 +44,24 @@ def parse_rate(text: str | int | float) -> float:
     """
     if isinstance(text, int | float) and not isinstance(text, bool) and 0 <= text < float("inf"):
         return float(text)
-    match = re.fullmatch(r"\s*(\d{1,24}(?:\.\d{1,24})?)\s*([kKMGTP]?)(i?)(bit|b|B)(?:/s|ps)\s*", str(text))
+    match = re.fullmatch(_NUMBER + r"([kKMGTP]?)(i?)(bit|b|B)(?:/s|ps)\s*", str(text))
     if match is None:
         raise ConfigError(f"expected a rate, got {text!r}", remedy="write for example 50 GB/s or 100 Gbit/s")
     factor = (1024.0 if match[3] else 1000.0) ** " KMGTP".index(match[2].upper() or " ")
-    return float(match[1]) * factor / (1.0 if match[4] == "B" else 8.0)
+    number = _short_number(match[1], remedy="write for example 50 GB/s")
+    return number * factor / (1.0 if match[4] == "B" else 8.0)
+
+
+def _short_number(digits: str, *, remedy: str) -> float:
+    longest = max(map(len, digits.split(".")))
+    if longest > _MOST_DIGITS:
+        shown = digits if len(digits) <= 2 * _MOST_DIGITS else f"{digits[:_MOST_DIGITS]}…"
+        raise ConfigError(
+            f"expected a number with at most {_MOST_DIGITS} digits before and after the point, "
+            f"found {longest} digits: {shown}",
+            remedy=remedy,
+        )
+    return float(digits)
 
 
 def format_bytes(count: float) -> str:
