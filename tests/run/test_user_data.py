@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from headwater.core.batches import num_samples, split_batch
 from headwater.core.errors import DataError
 from headwater.metrics import AccuracyMetric
-from headwater.trainer.batches import equal_parts, num_tokens
+from headwater.trainer.batches import equal_part, num_tokens
 from headwater.trainer.metrics import find_metrics, metric_values
 from headwater.trainer.user_data import Passes, RepeatedPass, RepeatedPasses
 
@@ -86,9 +86,9 @@ def test_parts_of_a_batch_add_up_to_it(samples, size):
     assert (num_tokens(batch), num_tokens(images)) == (2 * samples, 0)
     if samples % size:
         with pytest.raises(DataError, match="cannot be divided"):
-            equal_parts(batch, size)
+            equal_part(batch, size)
     else:
-        assert [num_samples(part) for part in equal_parts(batch, size)] == [samples // size] * size
+        assert equal_part(batch, size) == samples // size
 
 
 def test_metrics_are_found_wherever_they_are():

@@ -76,6 +76,7 @@ def _refuse_keys_of_runs(config: BackendConfig) -> None:
             remedy="leave num_memx out",
         )
     config.refuse_loss("backend, option loss")
+    config.refuse_padding("backend, option skip_padding")
     config.refuse_updates("backend, option updates")
     refuse_restarts(config.cluster_config, where="backend, option cluster_config.max_restarts")
 

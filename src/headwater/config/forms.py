@@ -31,6 +31,7 @@ RUNCONFIG_KEYS: dict[str, KeyPath] = {
     "compile_only": ("backend", "compile_only"),
     "validate_only": ("backend", "validate_only"),
     "compile_dir": ("backend", "compile_dir"),
+    "skip_padding": ("backend", "skip_padding"),
     "max_steps": (*_LOOP, "max_steps"),
     "num_steps": (*_LOOP, "num_steps"),
     "num_epochs": (*_LOOP, "num_epochs"),

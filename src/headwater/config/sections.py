@@ -125,6 +125,9 @@ class BackendConfig(Section):
         attention: `torch` computes all attention by torch's kernels. `auto` lets models of params files use
             the package's kernel for attention in bf16 without a mask, on processors with AVX-512 BF16 and
             without AMX. Its results differ from torch's in rounding.
+        skip_padding: do not compute the positions at the end of a micro-batch that are padding in all its
+            samples. Samples of similar lengths are computed together. Results differ in rounding, and dropout
+            draws other values.
         allocator: `tuned` keeps the memory of large CPU tensors for later ones; `system` leaves torch's
             allocator as it is.
         verify_disk: check data read from the disk tier against checksums.
@@ -151,6 +154,7 @@ class BackendConfig(Section):
     matmul: Literal["exact", "fast"] = "exact"
     loss: Literal["chunked", "liger"] = "chunked"
     attention: AttentionKernel = "auto"
+    skip_padding: bool = False
     allocator: Literal["tuned", "system"] = "tuned"
     verify_disk: bool = False
     compile_only: bool = False
@@ -169,6 +173,13 @@ class BackendConfig(Section):
             raise ValueError(f"{key} is disk, but no disk folder is given: add disk: {{path: FOLDER}}")
         return self
 
+    @model_validator(mode="after")
+    def _shapes_do_not_change(self) -> Self:
+        if self.skip_padding and self.compile:
+            # A compiled block is compiled again for other shapes, and torch gives up after a few of them.
+            raise ValueError("skip_padding changes the shapes of batches, and cannot be used with compile")
+        return self
+
     def refuse_loss(self, where: str) -> None:
         """Raise `ConfigError` for a choice of the loss's kernel, since the model computes its loss itself."""
         if self.loss != "chunked":
@@ -176,6 +187,15 @@ class BackendConfig(Section):
                 f"loss: {self.loss} is only for models of params files",
                 where=where,
                 remedy="leave loss out; a model of your own can call the kernel itself",
+            )
+
+    def refuse_padding(self, where: str) -> None:
+        """Raise `ConfigError` for a run without padding, since only its author knows a model's batches."""
+        if self.skip_padding:
+            raise ConfigError(
+                "skip_padding is only for models of params files",
+                where=where,
+                remedy="leave skip_padding out, and let the data loader cut off the padding of each batch",
             )
 
     def refuse_updates(self, where: str) -> None:

@@ -17,7 +17,7 @@ _FACTORS = {
 }  # fmt: skip
 _NUMBER = r"\s*(\d+(?:\.\d+)?)\s*"
 _MOST_DIGITS = 24
-"""The most digits before and after the point of a number. Real sizes have fewer, and the value fits a float."""
+"""The most digits before and after the point. Real sizes have fewer, and the value fits a float."""
 
 
 def parse_bytes(text: str | int | float) -> int:

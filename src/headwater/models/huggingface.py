@@ -19,6 +19,7 @@ from headwater.core.seeding import derive_seed
 from headwater.models.evaluation import Scored
 from headwater.models.layers.attention import KeyValueCache
 from headwater.models.library_attention import can_read_side_by_side, side_by_side_attention
+from headwater.models.padding import CAUSAL, ENCODER, PAIRS, Texts
 from headwater.models.sequences import Piece, last_places, positions, side_by_side
 
 
@@ -243,6 +244,16 @@ def num_labels(config: HuggingFaceConfig, batch: Mapping[str, Tensor]) -> Tensor
     if config.kind == "seq2seq":
         return (batch["decoder_attention_mask"] != 0).sum()
     return None
+
+
+def texts(config: HuggingFaceConfig) -> Sequence[Texts]:
+    """Return the texts in a batch, whose padding need not be computed; none for images."""
+    if config.kind == "causal_lm":
+        # One more position than labels in the batch: see `_shifted_back`.
+        return (Texts(CAUSAL, lambda batch: _shifted_back(batch) != IGNORED),)
+    if config.kind == "seq2seq":
+        return PAIRS
+    return () if config.kind == "image_classification" else ENCODER
 
 
 def _built(config: HuggingFaceConfig) -> Any:

@@ -25,6 +25,7 @@ from headwater.models import (
     huggingface,
     llava,
     mnist,
+    padding,
     question_answering,
     seq2seq,
     seq2seq_parameters,
@@ -32,6 +33,7 @@ from headwater.models import (
     vit,
 )
 from headwater.models.examples import Example
+from headwater.models.padding import Texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Family:
             in order of preference, from name and config; `MAY_BE_MISSING` is last if it may be missing.
         public_parts: returns the Model Zoo's names of the parameters that are stacked in one of ours, each
             with its rows (-1: all), from name and config; empty if the Model Zoo has no such parameter.
+        texts: returns the texts in a batch, whose padding need not be computed, from config; none if the loss
+            depends on the padding.
         averages: returns the parameters that are moving averages of others, from config: the prefix of the
             followed parameters, the prefix of the averages, and a function from the step to the fraction of
             an average that is kept.
@@ -63,6 +67,7 @@ class Family:
     labels: Callable[[Any, Any], Tensor | None] = lambda config, batch: None
     pretrained_names: Callable[[str, Any], Sequence[str]] = lambda name, config: (name,)
     public_parts: Callable[[str, Any], Sequence[tuple[str, int]]] = lambda name, config: ()
+    texts: Callable[[Any], Sequence[Texts]] = lambda config: ()
     averages: Callable[[Any], Sequence[tuple[str, str, Callable[[int], float]]]] = lambda config: ()
 
 
@@ -74,11 +79,19 @@ _DECODER = Family(
     labels=decoder.num_labels,
     pretrained_names=lambda name, config: decoder_parameters.pretrained_names(name),
     public_parts=decoder_parameters.public_parts,
+    texts=padding.decoder_texts,
 )
 
 
 def _encoder(model: Callable[..., nn.Module], batch: Callable[[Any, int, int | None], Example]) -> Family:
-    return Family(model, bert.init_parameter, bert.learning_rate_scale, batch, labels=bert.num_labels)
+    return Family(
+        model,
+        bert.init_parameter,
+        bert.learning_rate_scale,
+        batch,
+        labels=bert.num_labels,
+        texts=padding.encoder_texts,
+    )
 
 
 _BERT = _encoder(bert.Bert, examples.masked_texts)
@@ -98,6 +111,7 @@ FAMILIES: dict[str, Family] = {
         dpo.learning_rate_scale,
         examples.preferences,
         pretrained_names=dpo.pretrained_names,
+        texts=padding.preference_texts,
     ),
     "llava": _LLAVA,
     "multimodal_simple": _LLAVA,
@@ -107,6 +121,7 @@ FAMILIES: dict[str, Family] = {
         lambda name, config: 1.0,
         examples.library_batch,
         labels=huggingface.num_labels,
+        texts=huggingface.texts,
     ),
     "bert": _BERT,
     "esm2": _BERT,
@@ -120,7 +135,9 @@ FAMILIES: dict[str, Family] = {
         question_answering.QuestionAnswering, examples.labelled_texts("start_positions", "end_positions")
     ),
     # Not divisible: every passage of the batch is a candidate for every question.
-    "dpr": dataclasses.replace(_encoder(bert.DPR, examples.questions), divisible=False),
+    "dpr": dataclasses.replace(
+        _encoder(bert.DPR, examples.questions), divisible=False, texts=padding.retrieval_texts
+    ),
     "fc_mnist": Family(mnist.FCMnist, mnist.init_parameter, lambda name, config: 1.0, examples.digits),
     "vision_transformer": Family(vit.ViT, vit.init_parameter, lambda name, config: 1.0, examples.images),
     # Not divisible: batch norm and Dice loss depend on the whole batch.
@@ -146,6 +163,7 @@ FAMILIES: dict[str, Family] = {
             seq2seq_parameters.learning_rate_scale,
             examples.pairs,
             labels=seq2seq.num_labels,
+            texts=padding.pair_texts,
         ),
     ),
 }

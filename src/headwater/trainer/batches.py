@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headwater.core.batches import num_samples, split_batch
+from headwater.core.batches import num_samples
 from headwater.core.errors import DataError
 
 
@@ -17,8 +17,8 @@ def num_tokens(batch: Any) -> int:
     return ids.numel() if isinstance(ids, torch.Tensor) else 0
 
 
-def equal_parts(batch: Any, count: int) -> list[Any]:
-    """Divide a batch into `count` micro-batches of equal size.
+def equal_part(batch: Any, count: int) -> int:
+    """Return the number of samples of each micro-batch, if a batch is divided into `count` equal ones.
 
     Raises:
         DataError: if the number of samples is not a multiple of `count`.
@@ -30,4 +30,4 @@ def equal_parts(batch: Any, count: int) -> list[Any]:
             where="data loader",
             remedy="let the loader leave out an incomplete batch (drop_last), or set no micro_batch_size",
         )
-    return list(split_batch(batch, samples // count))
+    return samples // count

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 
-from headwater.core.batches import num_samples, split_batch
+from headwater.core.batches import num_samples
 from headwater.core.errors import DataError, NonFiniteError
 from headwater.stream.engine import Engine
 from headwater.trainer.job import Batch, Trainable
@@ -67,7 +67,7 @@ def evaluate(
                 stopped = True
                 break
             size = engine.plan.micro_batch_size if trainable.divisible else num_samples(batch)
-            for micro_batch in split_batch(batch, size):
+            for micro_batch in trainable.micro_batches(batch, size):
                 weight = trainable.weight(micro_batch)
                 total += engine.evaluate(micro_batch).item() * weight
                 weights += weight

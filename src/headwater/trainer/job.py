@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from headwater.core.batches import num_samples
+from headwater.core.batches import num_samples, split_batch
 from headwater.core.errors import ConfigError
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.store.saved_weights import Names
@@ -55,6 +55,8 @@ class Trainable:
             batch. The plan may then choose a smaller micro-batch.
         weight: returns the weight of a batch in a mean of losses: the number of labels or samples over which
             the loss of the batch is a mean.
+        sort: reorders the samples of a batch before it is divided into micro-batches.
+        cut: removes the parts of a micro-batch that need not be computed, such as padding.
         metrics: metrics that the loss function updates in eval mode, by name.
         pretrained_names: names that a parameter may have in a checkpoint that training starts from.
         parts: returns, for a parameter in which several matrices are stacked, the name of each matrix with
@@ -71,10 +73,16 @@ class Trainable:
     learning_rate_scale: Callable[[str], float] = lambda name: 1.0
     divisible: bool = False
     weight: Callable[[Batch], float] = lambda batch: float(num_samples(batch))
+    sort: Callable[[Batch], Batch] = lambda batch: batch
+    cut: Callable[[Batch], Batch] = lambda batch: batch
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     pretrained_names: Names = lambda name: (name,)
     parts: Callable[[str], Sequence[tuple[str, int]]] = lambda name: ()
     averages: Sequence[Average] = ()
+
+    def micro_batches(self, batch: Batch, size: int) -> Iterator[Batch]:
+        """Yield micro-batches as they are computed, of `size` samples each; the last one has the rest."""
+        return map(self.cut, split_batch(self.sort(batch), size))
 
 
 class TrainingData(Protocol):

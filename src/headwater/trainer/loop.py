@@ -22,7 +22,7 @@ from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.stream.step import StepReport
 from headwater.trainer.averages import MovingAverages
-from headwater.trainer.batches import equal_parts, num_tokens
+from headwater.trainer.batches import equal_part, num_tokens
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 from headwater.trainer.callback_runner import CallbackRunner
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
@@ -190,7 +190,9 @@ class Trainer:
         with RECORDER.span(INPUT):
             batch = next(batches)
         count = self._engine.plan.num_micro_batches
-        parts = [None] * count if batch is None else equal_parts(batch, count)
+        parts: Sequence[Batch] = [None] * count
+        if batch is not None:
+            parts = list(self._job.trainable.micro_batches(batch, equal_part(batch, count)))
         return _Step(start_ns, batch, parts, self._update(), self._loss_weights(parts))
 
     def _after_step(self, step: _Step, report: StepReport) -> None:

@@ -40,6 +40,7 @@ def user_trainable(
         ConfigError: if `model_class` is not a subclass of PyTorchBaseModel, or the model is not complete.
     """
     config.init.backend.refuse_loss("trainer.init.backend.loss")
+    config.init.backend.refuse_padding("trainer.init.backend.skip_padding")
     # Seeded again: random numbers that loaders have drawn must not change the initial weights.
     seed_everything(config.init.seed)
     base = build_base_model(model_class, config.params, without_values=without_values)

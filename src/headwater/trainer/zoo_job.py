@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -20,6 +21,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.models.huggingface import HuggingFaceModel
 from headwater.models.layers.attention import use_torch_attention
 from headwater.models.liger import use_liger
+from headwater.models.padding import Texts, sorted_by_length, without_padding
 from headwater.models.registry import FAMILIES, build_model, init_parameter, learning_rate_scale, meta_batch
 from headwater.optim.param_groups import learning_rate_factors
 from headwater.plan.options import device_of
@@ -54,6 +56,7 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
     initial: Initial = lambda spec: init_parameter(spec.name, spec.shape, init.model, init.seed)  # noqa: E731
     if isinstance(model, HuggingFaceModel):
         initial = LibraryValues(model, init.seed)
+    texts = _texts(init, model) if init.backend.skip_padding else ()
     return Trainable(
         model=model,
         example=lambda size: meta_batch(init.model, size, sequence_length),
@@ -62,11 +65,29 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
         learning_rate_scale=lambda name: factors.get(name, 1.0) * learning_rate_scale(name, init.model),
         divisible=model.divisible if isinstance(model, HuggingFaceModel) else family.divisible,
         weight=lambda batch: _weight(init.model, batch),
+        sort=lambda batch: sorted_by_length(batch, texts) if texts else batch,
+        cut=lambda batch: without_padding(batch, texts),
         metrics=find_metrics(model),
         pretrained_names=lambda name: family.pretrained_names(name, init.model),
         parts=lambda name: family.public_parts(name, init.model),
         averages=[Average(*each) for each in family.averages(init.model)],
     )
+
+
+def _texts(init: InitConfig, model: nn.Module) -> Sequence[Texts]:
+    """Return the texts in a batch of the model.
+
+    Raises:
+        ConfigError: if the loss of the model also depends on the padding, or the model reads no texts.
+    """
+    texts = FAMILIES[init.model.name].texts(init.model)
+    if not texts or (isinstance(model, HuggingFaceModel) and not model.divisible):
+        raise ConfigError(
+            f"the loss of this {init.model.name} depends on the padding, or the model reads no padded texts",
+            where="trainer.init.backend.skip_padding",
+            remedy="leave skip_padding out",
+        )
+    return texts
 
 
 def _weight(model: ModelConfig, batch: Batch) -> float:

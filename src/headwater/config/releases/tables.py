@@ -61,7 +61,7 @@ MODEL: Rules = {
     "use_rms_norm": Replaced({True: ("norm_type", "rmsnorm"), False: None}),
     "use_t5_layer_norm": Replaced({True: ("norm_type", "rmsnorm"), False: ("norm_type", "layernorm")}),
     "scale_by_layer_index": Renamed("scale_qk_dot_by_layer_idx"),
-    "enable_vts": Ignored("all samples have the same length"),
+    "enable_vts": Renamed(("runconfig", "skip_padding")),
     "allow_multireplica": _PROCESSES,
     "tf_summary": _SUMMARIES,
     "alibi_implementation": Ignored("all implementations compute the same values"),
