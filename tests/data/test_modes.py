@@ -13,6 +13,7 @@ from headwater.data.prepare import prepare
 from headwater.data.records import CSVRecords, open_records
 from headwater.data.settings import PrepareSettings
 from headwater.data.text.fields import (
+    class_fields,
     masked_text_fields,
     preference_fields,
     retrieval_fields,
@@ -177,6 +178,71 @@ def test_questions_and_passages_have_the_tokens_of_bert(shared, tmp_path):
     assert batch["questions_input_ids"][0, :6].tolist() == oracle("Who wrote it?")["input_ids"]
     with pytest.raises(DataError, match=r"expected 4 hard negatives, got 2(?s:.*)--num_passages 3"):
         make(source, "embedding_pairs", vocabulary, length=12, num_passages=5)
+
+
+def test_labelled_texts_have_the_tokens_of_bert(shared, tmp_path):
+    vocabulary = shared / "vocab/bert/bert-base-uncased-vocab.txt"
+    long = "the sea rose in the night and all fled " * 3
+    records = [
+        {"text": "It rained.", "label": "sad"},
+        {"premise": "The sea rose.", "hypothesis": "All fled!", "label": "glad"},
+        {"sentence1": "Up.", "sentence2": long, "label": "glad"},
+    ]
+    source = lines(tmp_path / "a.jsonl", records)
+    statistics = make(source, "classification", vocabulary, length=24, labels=("sad", "glad"), longer="cut")
+    assert (statistics.train_samples, statistics.cut_records) == (3, 1)
+    batch = open_records(
+        tmp_path / "classification/train",
+        class_fields(24, vocab_size=30522, pad=0, segments=2, num_labels=2),
+        24,
+    ).__getitems__([0, 1, 2])
+    oracle = transformers.BertTokenizer(str(vocabulary))
+    texts = [[*record.values()][:-1] for record in records]
+    found = {}
+    for number, pair in enumerate(texts):
+        expected = oracle(*pair, padding="max_length", truncation="longest_first", max_length=24)
+        found[tuple(expected["input_ids"])] = number, expected
+    for row in range(3):
+        number, expected = found.pop(tuple(batch["input_ids"][row].tolist()))
+        assert batch["attention_mask"][row].tolist() == expected["attention_mask"]
+        assert batch["token_type_ids"][row].tolist() == expected["token_type_ids"]
+        assert batch["labels"][row] == (0, 1, 1)[number]
+
+
+def test_labelled_texts_of_a_tokenizer_without_special_tokens(tokenizer, tmp_path):
+    source = lines(tmp_path / "a.jsonl", [{"text": "a b", "text_pair": "c d " * 30, "label": "1"}])
+    assert make(source, "classification", tokenizer, length=16, longer="cut").cut_records == 1
+    found = samples(source, "classification")
+    end = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).token_to_id("<|endoftext|>")
+    first = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode("a b").ids
+    ids, types = found["input_ids"][0].tolist(), found["token_type_ids"][0].tolist()
+    assert ids[: len(first) + 2] == [end, *first, end] and ids[-1] == end
+    assert types == [0] * (len(first) + 2) + [1] * (14 - len(first))
+    assert found["labels"].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("record", "labels", "said"),
+    [
+        ({"text": "a", "label": "glda"}, ("sad", "glad"), "expected a class of --labels, got 'glda'"),
+        ({"text": "a", "label": "glad"}, (), "expected the number of a class, got 'glad'"),
+        ({"text": "a", "label": -1}, (), "expected the number of a class, got -1"),
+        ({"text": "a", "label": True}, (), "expected the number of a class, got True"),
+        ({"text": "a"}, (), "record has no field 'label'"),
+    ],
+)
+def test_a_class_that_is_none(record, labels, said, tokenizer, tmp_path):
+    with pytest.raises(DataError, match=said):
+        make(lines(tmp_path / "a.jsonl", [record]), "classification", tokenizer, labels=labels)
+
+
+def test_long_and_empty_labelled_texts_are_left_out(tokenizer, tmp_path):
+    records = [{"text": "a " * 99, "label": 0}, {"text": " ", "label": 0}, {"text": "b", "label": 3}]
+    statistics = make(lines(tmp_path / "a.jsonl", records), "classification", tokenizer)
+    assert (statistics.too_long_records, statistics.empty_records, statistics.train_samples) == (1, 1, 1)
+    fields = class_fields(64, vocab_size=600, pad=0, segments=0, num_labels=3)
+    found = open_records(tmp_path / "classification/train", fields, 64).__getitems__([0])
+    assert isinstance(found, DataError) and "num_labels" in found.remedy
 
 
 def test_sentences_have_a_cls_token_and_a_label(shared, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from headwater.cli.data import MODE_HELP
 from headwater.cli.main import main
 from headwater.data.modes import MODES
+from headwater.data.reader import open_samples
 from headwater.data.statistics import read_statistics
 
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
@@ -39,3 +40,24 @@ def test_the_example_of_a_mode_runs(mode, tmp_path, monkeypatch, capsys):
     assert statistics.train_samples and statistics.val_samples
     assert main(["data", "show", str(out), "--out", "page.html"]) == 0
     assert f"{out.name}: {mode}" in Path("page.html").read_text()
+
+
+def test_the_example_with_a_data_set_of_the_hugging_face_library_runs(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("It was the best of times.\nIt was the worst of times.\n" * 50)
+    words = ["--out", "prepared", "--vocab_size", "300", "--sequence_length", "16", "--processes", "1"]
+    assert main(["data", "book.txt", *words]) == 0
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file="prepared/tokenizer.json", eos_token="<|endoftext|>"
+    )
+    tokenizer.save_pretrained("my_tokenizer")
+    (code,) = re.findall(r"## Data sets of other libraries\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(code.replace("2048", "32").replace("num_proc=8", "num_proc=1"), {})
+    samples = open_samples([tmp_path / "book_hdf5_dataset"], vocab_size=300, max_position_embeddings=32)
+    batch = samples.__getitems__(range(len(samples)))
+    assert len(samples) > 10
+    assert (batch["labels"][:, :-1] == batch["input_ids"][:, 1:]).all()

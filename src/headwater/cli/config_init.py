@@ -37,6 +37,7 @@ SCHEMA_FILE = "headwater.schema.json"
 _BASES = {
     "masked": "bert/tiny",
     "span_corruption": "t5/tiny",
+    "classification": "bert/tiny_classification",
     "preference": "dpo/tiny",
     "embedding_pairs": "dpr/tiny",
     "extractive_summarization": "bert/tiny_scitldr",
@@ -189,7 +190,7 @@ def _folder(answer: str, *, where: str, example: str) -> Path:
         raise ConfigError(
             "expected a folder, found an empty name", where=where, remedy=f"write for example {example}"
         )
-    path = _path(answer)
+    path: Path = _path(answer)
     if (found := obstacle_on(path)) is not None and found[1] != "a folder":
         raise ConfigError(
             f"expected a folder, found {found[1]}: {found[0]}",
@@ -340,6 +341,8 @@ def _sizes(shipped: RunConfig | None, statistics: Statistics | None, data: Path)
 
     tokens = max(statistics.vocab_size, load_tokenizer(data / statistics.tokenizer_file).get_vocab_size())
     wanted = {"vocab_size": tokens, "max_position_embeddings": statistics.sequence_length}
+    names = statistics.settings.get("options", {}).get("labels")
+    wanted |= {"num_labels": len(names)} if names else {}
     given = {key: getattr(shipped.init.model, key, None) for key in wanted}
     return {key: value for key, value in wanted.items() if given[key] not in (None, value)}
 

@@ -24,6 +24,7 @@ MODE_HELP = {
     "prompt_completion": "prompts and completions, with the loss on the completions",
     "chat": "conversations, with the loss on the assistant's turns",
     "summarization": "documents and summaries, with the loss on the summaries",
+    "classification": "texts, or pairs of texts, with one class each",
     "preference": "a chosen and a rejected answer to each prompt, for DPO",
     "embedding_pairs": "questions, each with its passage and hard negatives, for DPR",
     "extractive_summarization": "sentences, labelled if they belong to the summary, for BERT",
@@ -78,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_record_arguments(parser.add_argument_group("records"))
     modes = parser.add_argument_group("modes")
     _add_text_arguments(modes)
+    _add_label_arguments(modes)
     _add_masking_arguments(modes)
     _add_image_arguments(parser.add_argument_group("images in texts"))
 
@@ -116,6 +118,12 @@ def _add_record_arguments(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="FIELD=NAME",
         help="names that other fields have in the records, for example prompt=question",
+    )
+    group.add_argument(
+        "--deduplicate",
+        action="store_true",
+        help="leave out and count documents or records that are equal to an earlier one, apart from white "
+        "space and upper and lower case",
     )
     group.add_argument(
         "--skip_bad_records",
@@ -162,11 +170,22 @@ def _add_text_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_masking_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the arguments of samples for BERT."""
+def _add_label_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the arguments of labelled texts."""
+    group.add_argument(
+        "--labels",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names of the classes in the order of their numbers (default: records have numbers)",
+    )
     group.add_argument(
         "--max_cls_tokens", type=int, default=50, help="maximum sentences of a text (%(default)s)"
     )
+
+
+def _add_masking_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the arguments of masked samples for BERT."""
     group.add_argument(
         "--masked_lm_prob", type=float, default=0.15, help="fraction of tokens to predict (%(default)s)"
     )
@@ -231,6 +250,7 @@ def run(args: argparse.Namespace) -> int:
             separator=args.separator,
             num_passages=args.num_passages,
             max_cls_tokens=args.max_cls_tokens,
+            labels=tuple(args.labels),
             sentence_pairs=args.sentence_pairs,
             masked_lm_prob=args.masked_lm_prob,
             dynamic_mask=args.dynamic_mask,
@@ -240,6 +260,7 @@ def run(args: argparse.Namespace) -> int:
             image_token_id=args.image_token_id,
             begin_of_text=args.begin_of_text,
         ),
+        deduplicate=args.deduplicate,
         skip_bad_records=args.skip_bad_records,
     )
     statistics = prepare(
@@ -300,6 +321,7 @@ def summary(statistics: Statistics, folder: Path) -> Table:
     records = {
         "left out: empty": statistics.empty_records,
         "left out: cannot be used": statistics.bad_records,
+        "left out: duplicates": statistics.duplicate_records,
         "left out: too long": statistics.too_long_records,
         "cut: too long": statistics.cut_records,
     }

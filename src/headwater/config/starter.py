@@ -24,7 +24,11 @@ PRECISIONS: Mapping[PrecisionName, Mapping[str, Any]] = {
 """Section `precision` by the name of a precision."""
 _LARGEST_RATE = {True: 2e-5, False: 3e-4}
 """Learning rate for a model of the transformers library: True if it has pretrained weights, else False."""
-HF_DATA = {"causal_lm": "GptHDF5DataProcessor", "masked_lm": "BertHDF5DataProcessor"}
+HF_DATA = {
+    "causal_lm": "GptHDF5DataProcessor",
+    "masked_lm": "BertHDF5DataProcessor",
+    "sequence_classification": "BertHDF5DataProcessor",
+}
 """Data processor of a model of the transformers library, by its task."""
 
 

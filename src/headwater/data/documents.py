@@ -11,6 +11,7 @@ from typing import IO
 
 from headwater.core.errors import DataError
 from headwater.core.names import nearest_sibling
+from headwater.data.duplicates import Duplicates
 from headwater.data.raw_records import (
     RECORD_KINDS,
     UTF8_REMEDY,
@@ -76,7 +77,11 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
 
 
 def read_pieces(
-    files: Sequence[Path], *, json_key: str = "text", bad: BadRecords | None = None
+    files: Sequence[Path],
+    *,
+    json_key: str = "text",
+    bad: BadRecords | None = None,
+    duplicates: Duplicates | None = None,
 ) -> Iterator[Piece]:
     """Yield every document of `files` in order, in pieces; empty documents are left out.
 
@@ -86,11 +91,12 @@ def read_pieces(
         files: files to read.
         json_key: key of the text in records.
         bad: decides if a record that cannot be used is counted or an error; by default an error.
+        duplicates: decides which documents are left out as duplicates; by default none.
 
     Raises:
         DataError: if a file or record cannot be read. The error names the line (jsonl) or byte (txt).
     """
-    bad = bad or BadRecords()
+    bad, duplicates = bad or BadRecords(), duplicates or Duplicates()
     done, begins = 0, True
     for path in files:
         if file_kind(path) in RECORD_KINDS:
@@ -100,11 +106,13 @@ def read_pieces(
                 except DataError as error:
                     bad.add(error)
                     continue
+                if not duplicates.is_new([text]):
+                    continue
                 blocks = (text[start : start + PIECE_CHARS] for start in range(0, len(text), PIECE_CHARS))
                 for piece, ends in cut_pieces(blocks):
                     yield Piece(piece, ends, len(piece.encode()), done + record.file_bytes, begins)
                     begins = ends
-        else:
+        elif duplicates.is_new(_text_file(path)):
             with opened(path) as (stream, raw):
                 for piece, ends in cut_pieces(_decoded(path, stream)):
                     yield Piece(piece, ends, len(piece.encode()), done + raw.tell(), begins)
@@ -133,6 +141,12 @@ def _cut_point(text: str) -> int:
         if cuts:
             return cuts[-1]
     return PIECE_CHARS
+
+
+def _text_file(path: Path) -> Iterator[str]:
+    """Yield the text of a txt file in blocks."""
+    with opened(path) as (stream, _):
+        yield from _decoded(path, stream)
 
 
 def _decoded(path: Path, stream: IO[bytes]) -> Iterator[str]:

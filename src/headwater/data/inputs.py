@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rich.progress import Progress
 
 from headwater.data.documents import Piece, read_pieces
+from headwater.data.duplicates import Duplicates
 from headwater.data.packing import numbered_tasks
 from headwater.data.raw_records import BadRecords, Record, read_records
 
@@ -35,25 +36,28 @@ class Inputs:
         """The first files, for error messages."""
         return ", ".join(map(str, self.files[:3]))
 
-    def texts(self, bad: BadRecords) -> Iterator[str]:
+    def texts(self, bad: BadRecords, duplicates: Duplicates) -> Iterator[str]:
         """Yield all texts, for the training of a tokenizer."""
         if self.reads == "documents":
-            yield from (piece.text for piece in self._pieces("training tokenizer", bad))
+            yield from (piece.text for piece in self._pieces("training tokenizer", bad, duplicates))
         else:
-            for record in self._records("training tokenizer", bad):
+            for record in self._records("training tokenizer", bad, duplicates):
                 yield from _strings(record.fields)
 
-    def tasks(self, bad: BadRecords) -> Iterator[tuple[int, Sequence[Piece | Record]]]:
+    def tasks(
+        self, bad: BadRecords, duplicates: Duplicates
+    ) -> Iterator[tuple[int, Sequence[Piece | Record]]]:
         """Yield numbered tasks of pieces or records; every call yields the same tasks."""
         if self.reads == "documents":
-            return numbered_tasks(self._pieces("tokenizing", bad), lambda piece: len(piece.text))
-        return numbered_tasks(self._records("tokenizing", bad), _record_chars)
+            return numbered_tasks(self._pieces("tokenizing", bad, duplicates), lambda piece: len(piece.text))
+        return numbered_tasks(self._records("tokenizing", bad, duplicates), _record_chars)
 
-    def _pieces(self, description: str, bad: BadRecords) -> Iterator[Piece]:
-        return self._shown(description, read_pieces(self.files, json_key=self.json_key, bad=bad))
+    def _pieces(self, description: str, bad: BadRecords, duplicates: Duplicates) -> Iterator[Piece]:
+        pieces = read_pieces(self.files, json_key=self.json_key, bad=bad, duplicates=duplicates)
+        return self._shown(description, pieces)
 
-    def _records(self, description: str, bad: BadRecords) -> Iterator[Record]:
-        return self._shown(description, read_records(self.files, bad))
+    def _records(self, description: str, bad: BadRecords, duplicates: Duplicates) -> Iterator[Record]:
+        return self._shown(description, duplicates.new_records(read_records(self.files, bad)))
 
     def _shown(self, description: str, items: Iterator[Any]) -> Iterator[Any]:
         task = self.bar.add_task(description, total=sum(path.stat().st_size for path in self.files))

@@ -162,8 +162,8 @@ def _fields(sample: dict[str, npt.NDArray[np.int32]], tokenizer: Tokenizer) -> l
 
 def _answers(sample: dict[str, npt.NDArray[np.int32]], prefix: str) -> dict[int, int]:
     """Return position -> label, for the labels that count in the loss."""
-    if f"{prefix}labels" in sample:
-        labels = sample[f"{prefix}labels"]
+    labels = sample.get(f"{prefix}labels")
+    if labels is not None and np.ndim(labels):  # a single number is the class of the whole text
         return {int(place): int(labels[place]) for place in np.flatnonzero(labels >= 0)}
     names = ("masked_lm_positions", "masked_lm_ids", "masked_lm_weights")
     if not all(name in sample for name in names):

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from headwater.core.errors import DataError
 from headwater.core.side_files import TOKENIZER_FILE
 from headwater.data.documents import find_inputs
+from headwater.data.duplicates import Duplicates
 from headwater.data.examples import Block, MakeExamples, WriteExamples
 from headwater.data.inputs import Inputs
 from headwater.data.journal import Corpus
@@ -120,24 +121,29 @@ class _Preparation:
 
     def run(self) -> Statistics:
         folder, skip_bad = self.output.folder, self.settings.skip_bad_records
-        tokenizer = save_tokenizer(folder, self.settings, self.mode, self.inputs.texts(BadRecords(skip_bad)))
+        texts = self.inputs.texts(BadRecords(skip_bad), self._duplicates())
+        tokenizer = save_tokenizer(folder, self.settings, self.mode, texts)
         end = end_of_text_id(tokenizer, self.settings.end_of_text)
-        # A second counter, because the training of a tokenizer has already counted the same bad records.
-        bad = BadRecords(skip_bad)
+        # Second counters, because the training of a tokenizer has already counted the same records.
+        bad, duplicates = BadRecords(skip_bad), self._duplicates()
         with contextlib.closing(Corpus(folder, vocabulary_size(tokenizer))) as corpus:
             if self._is_stream:
-                self._first_pass(Encode(tokenizer.to_str(), end), corpus, bad)
+                self._first_pass(Encode(tokenizer.to_str(), end), corpus, bad, duplicates)
                 written = self._write_windows(corpus)
             else:
                 make = self._maker(tokenizer, end)
-                self._first_pass(make, corpus, bad)
+                self._first_pass(make, corpus, bad, duplicates)
                 self._check_usable(corpus, bad)
                 written = self._write_examples(make, corpus)
             corpus.remove()
             statistics = self._statistics(corpus, written, end, bad)
+            statistics = dataclasses.replace(statistics, duplicate_records=duplicates.count)
         # The statistics are written last: their presence means that all data are complete.
         statistics.write(folder)
         return statistics
+
+    def _duplicates(self) -> Duplicates:
+        return Duplicates(skip=self.settings.deduplicate)
 
     def _maker(self, tokenizer: Tokenizer, end: int) -> MakeExamples:
         settings = self.settings
@@ -159,12 +165,16 @@ class _Preparation:
         return self.settings.mode == "pretraining" and self.mode.packing == "joined"
 
     def _first_pass(
-        self, work: Callable[[tuple[int, Sequence[Any]]], Block], corpus: Corpus, bad: BadRecords
+        self,
+        work: Callable[[tuple[int, Sequence[Any]]], Block],
+        corpus: Corpus,
+        bad: BadRecords,
+        duplicates: Duplicates,
     ) -> None:
         """Call `work` on each task of the inputs and add the result to `corpus`; skip tasks that it holds."""
         done = corpus.progress.tasks
-        # Finished tasks are read again: `bad`, which the journal does not save, counts their bad records.
-        tasks = (task for task in self.inputs.tasks(bad) if task[0] >= done)
+        # Finished tasks are read again: `bad` and `duplicates`, which the journal does not save, need them.
+        tasks = (task for task in self.inputs.tasks(bad, duplicates) if task[0] >= done)
         for block in ordered_map(work, tasks, self.output.num_workers):
             corpus.add(block)
         corpus.save()

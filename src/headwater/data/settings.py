@@ -27,6 +27,8 @@ class PrepareSettings:
         end_of_text: token after each document; by default the end-of-text token of the tokenizer.
         mode: kind of the samples, a name in `headwater.data.modes.MODES`.
         options: options of the mode.
+        deduplicate: leave out documents or records that are equal to an earlier one, apart from white space
+            and upper and lower case.
         skip_bad_records: leave out and count records that cannot be used; otherwise the first is an error.
 
     Raises:
@@ -42,6 +44,7 @@ class PrepareSettings:
     end_of_text: str | None = None
     mode: str = "pretraining"
     options: ModeOptions = dataclasses.field(default_factory=ModeOptions)
+    deduplicate: bool = False
     skip_bad_records: bool = False
 
     def __post_init__(self) -> None:

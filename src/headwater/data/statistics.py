@@ -41,6 +41,7 @@ class Statistics:
         empty_records: records left out because they have no text.
         too_long_records: records left out because they have more tokens than a sample.
         cut_records: records that were cut to the length of a sample.
+        duplicate_records: documents or records left out because they are equal to an earlier one.
         images: number of images in the texts; an image that occurs twice counts twice.
     """
 
@@ -64,6 +65,7 @@ class Statistics:
     empty_records: int = 0
     too_long_records: int = 0
     cut_records: int = 0
+    duplicate_records: int = 0
     images: int = 0
 
     def write(self, folder: Path) -> None:

@@ -41,7 +41,7 @@ from headwater.config.models.encoder import (
     QuestionAnsweringConfig,
     TokenClassifierConfig,
 )
-from headwater.config.models.huggingface import HuggingFaceConfig
+from headwater.config.models.huggingface import HuggingFaceConfig, Task
 from headwater.config.models.multimodal import MultimodalSection
 from headwater.config.models.preference import DPOConfig
 from headwater.config.models.self_supervised import DinoConfig
@@ -158,9 +158,9 @@ def open_samples(config: DataConfig, model: ModelConfig) -> Samples:
 
 def _check_task(config: DataConfig, model: HuggingFaceConfig) -> None:
     """Raise if the data are not for the task of a model of the transformers library."""
-    found = next((task for kind, task in _LIBRARY_TASKS.items() if isinstance(config, kind)), None)
-    if model.kind != found:
-        known = [name for name, task in _PROCESSORS.items() if task == model.kind]
+    found = next((tasks for kind, tasks in _LIBRARY_TASKS.items() if isinstance(config, kind)), ())
+    if model.kind not in found:
+        known = [name for name, tasks in _PROCESSORS.items() if model.kind in tasks]
         raise ConfigError(
             f"expected data for the task {model.kind}, found {config.data_processor}",
             where="data_processor",
@@ -223,9 +223,14 @@ def _check_pairs(config: DataConfig, model: ClassifierConfig | QuestionAnswering
         )
 
 
-def _masked_texts(config: MaskedTextDataConfig, model: BertConfig | ClassifierConfig) -> Samples:
+def _masked_texts(
+    config: MaskedTextDataConfig, model: BertConfig | ClassifierConfig | HuggingFaceConfig
+) -> Samples:
     if isinstance(model, ClassifierConfig):
-        return _labelled_records(config, model)
+        num_labels = None if model.problem_type == "regression" else model.num_labels
+        return _labelled_records(config, model, num_labels)
+    if isinstance(model, HuggingFaceConfig) and model.kind == "sequence_classification":
+        return _labelled_records(config, model, model.num_labels)
     from headwater.data.records import open_records
     from headwater.data.text.fields import masked_text_fields
 
@@ -244,13 +249,19 @@ def _masked_texts(config: MaskedTextDataConfig, model: BertConfig | ClassifierCo
     return open_records(config.data_dir, fields, length)
 
 
-def _labelled_records(config: MaskedTextDataConfig, model: ClassifierConfig) -> Samples:
+def _labelled_records(
+    config: MaskedTextDataConfig, model: ClassifierConfig | HuggingFaceConfig, num_labels: int | None
+) -> Samples:
     from headwater.data.records import open_records
     from headwater.data.text.fields import class_fields
 
     length = config.max_sequence_length or model.max_position_embeddings
     fields = class_fields(
-        length, vocab_size=model.vocab_size, pad=model.pad_token_id, segments=model.num_segments
+        length,
+        vocab_size=model.vocab_size,
+        pad=model.pad_token_id,
+        segments=model.num_segments,
+        num_labels=num_labels,
     )
     return open_records(config.data_dir, fields, length)
 
@@ -406,23 +417,23 @@ _OPENERS: dict[type, tuple[type | tuple[type, ...], Callable[[Any, Any], Samples
 """Class of a data section -> the models that use such data, and the function that opens the data set."""
 
 
-_LIBRARY_TASKS: dict[type, str] = {
-    GptDataConfig: "causal_lm",
-    MaskedTextDataConfig: "masked_lm",
-    DynamicMaskDataConfig: "masked_lm",
-    SpanCorruptionDataConfig: "seq2seq",
-    TranslationDataConfig: "seq2seq",
-    TextClassificationDataConfig: "sequence_classification",
-    ImageFolderDataConfig: "image_classification",
+_LIBRARY_TASKS: dict[type, tuple[Task, ...]] = {
+    GptDataConfig: ("causal_lm",),
+    MaskedTextDataConfig: ("masked_lm", "sequence_classification"),
+    DynamicMaskDataConfig: ("masked_lm",),
+    SpanCorruptionDataConfig: ("seq2seq",),
+    TranslationDataConfig: ("seq2seq",),
+    TextClassificationDataConfig: ("sequence_classification",),
+    ImageFolderDataConfig: ("image_classification",),
 }
-"""Class of a data section -> the task of the transformers models that use such data."""
+"""Class of a data section -> the tasks of the transformers models that use such data."""
 
 _PROCESSORS = {
-    name: task
-    for kind, task in _LIBRARY_TASKS.items()
+    name: tasks
+    for kind, tasks in _LIBRARY_TASKS.items()
     for name in get_args(kind.model_fields["data_processor"].annotation)  # type: ignore[attr-defined]
 }
-"""Name of a data processor in params files -> the task."""
+"""Name of a data processor in params files -> the tasks."""
 
 
 def find_prepared(config: DataConfig) -> Path | None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from headwater.core.errors import ConfigError
 from headwater.data.modes.answers import chat, prompt_completion, summarization
 from headwater.data.modes.base import Context, Example, Make, ModeOptions, of_records
+from headwater.data.modes.classes import class_fields, labelled_text
 from headwater.data.modes.documents import FIM_TOKENS, fill_in_the_middle, line_of, next_words, texts
 from headwater.data.modes.images import image_fields, image_texts
 from headwater.data.modes.masked import masked_fields, masked_pairs, masked_table
@@ -70,6 +71,7 @@ MODES = {
     "prompt_completion": Mode("records", of_records(prompt_completion)),
     "chat": Mode("records", of_records(chat)),
     "summarization": Mode("records", of_records(summarization)),
+    "classification": Mode("records", of_records(labelled_text), fields=class_fields),
     "preference": Mode(
         "records",
         of_records(preference),

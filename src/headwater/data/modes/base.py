@@ -39,6 +39,7 @@ class ModeOptions:
             prompts.
         num_passages: number of passages of a question, including the right one.
         max_cls_tokens: maximum sentences of a text in extractive summarization.
+        labels: names of the classes of texts, in the order of their numbers; empty if records have numbers.
         sentence_pairs: make each masked sample of two texts; the second may or may not follow the first.
         masked_lm_prob: fraction of the tokens to predict.
         dynamic_mask: write unmasked tokens; training chooses the masked tokens in every epoch.
@@ -61,6 +62,7 @@ class ModeOptions:
     separator: str | None = None
     num_passages: int = 2
     max_cls_tokens: int = 50
+    labels: tuple[str, ...] = ()
     sentence_pairs: bool = True
     masked_lm_prob: float = 0.15
     dynamic_mask: bool = False
@@ -79,6 +81,13 @@ class ModeOptions:
             if (getattr(self, key) or 0) < 1 and getattr(self, key) is not None:
                 what = f"expected {key} of at least 1, got {getattr(self, key)}"
                 raise ConfigError(what, where=key, remedy="use 1 or more")
+        if len(set(self.labels)) < len(self.labels):
+            twice = next(name for name in self.labels if self.labels.count(name) > 1)
+            raise ConfigError(
+                f"expected different classes, got {twice!r} twice",
+                where="labels",
+                remedy="name each class once",
+            )
         if self.image_token_id < 0:
             what = f"expected image_token_id of at least 0, got {self.image_token_id}"
             raise ConfigError(what, where="image_token_id", remedy="use the id of a token of the model")

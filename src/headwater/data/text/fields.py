@@ -65,7 +65,9 @@ def masked_text_fields(
     return fields
 
 
-def class_fields(length: int, *, vocab_size: int, pad: int, segments: int) -> list[FieldSpec]:
+def class_fields(
+    length: int, *, vocab_size: int, pad: int, segments: int, num_labels: int | None = None
+) -> list[FieldSpec]:
     """Return the fields of texts with one class each.
 
     Args:
@@ -73,11 +75,13 @@ def class_fields(length: int, *, vocab_size: int, pad: int, segments: int) -> li
         vocab_size: all token ids must be below this number.
         pad: id of the padding token.
         segments: number of token types of the model; 0: without token types.
+        num_labels: number of classes; `None`: labels are numbers of any size.
     """
+    classes = "set num_labels of the model to the number of classes in the data"
     fields = [
         FieldSpec("input_ids", _IDS, (length,), fill=pad, below=vocab_size),
         FieldSpec("attention_mask", _MASK, (length,)),
-        FieldSpec("labels", ("labels", "label")),
+        FieldSpec("labels", ("labels", "label"), below=num_labels, remedy=classes),
     ]
     return [*fields, segment_field(length, segments)] if segments else fields
 
