@@ -35,8 +35,9 @@ def plain_evaluation(model):
     return torch.cat([model(inputs) for inputs, _ in data_fn()])
 
 
-def test_a_script_with_sessions_equals_plain_torch():
+def test_a_script_with_sessions_equals_plain_torch(caplog):
     cbtorch.initialize("CPU", cs_ip="1.2.3.4")
+    assert "cs_ip='1.2.3.4' is ignored" in caplog.text
     model = cbtorch.module(make_model())
     loader = cbtorch.dataloader(data_fn)
     optimizer = cbtorch.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

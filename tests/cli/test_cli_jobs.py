@@ -196,7 +196,8 @@ def test_a_submitted_run_can_be_watched_cancelled_and_resumed(headwater, queue_d
 
     assert headwater("fit", run, "--max_steps", last + 2, "--submit")[0] == 0
     assert headwater("jobs", "wait", NAMES[1])[0] == 0, headwater("jobs", "logs", NAMES[1])[1]
-    assert f"continuing from step {last}" in headwater("jobs", "logs", NAMES[1])[1]
+    text = headwater("jobs", "logs", NAMES[1])[1]
+    assert f"continuing from step {last}" in text and f"job {NAMES[1]} of the queue" in text
     assert len(history(run)) == last + 2
 
 

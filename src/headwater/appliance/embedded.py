@@ -13,11 +13,8 @@ from headwater.appliance.database import Database, job_name, job_numbers, unknow
 from headwater.appliance.queue import Queue, read_local_log
 from headwater.appliance.types import Job, Phase, Priority, Submission
 from headwater.core.errors import QueueError
-from headwater.core.placement import check_csx_limit
+from headwater.core.placement import JOB, check_csx_limit
 from headwater.core.users import user_name
-
-JOB = "HEADWATER_JOB"
-"""Environment variable in which a job finds its name."""
 
 _SET_FOR_JOB = (JOB, "HEADWATER_CSX")
 """Environment variables that the queue sets for a job. Jobs that it submits must not inherit them."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from headwater.appliance.embedded import JOB
 from headwater.appliance.folder import ENVIRONMENT
+from headwater.core.placement import JOB
 
 _TIMEOUT_S = 10.0
 _PAUSE_S = 0.02

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from headwater.appliance.database import unknown_job
-from headwater.appliance.embedded import JOB, job_over, merge_labels, model_dir_taken
+from headwater.appliance.embedded import job_over, merge_labels, model_dir_taken
 from headwater.appliance.queue import Queue, read_local_log
 from headwater.appliance.types import Job, Phase, Priority, Submission, ending
 from headwater.core.errors import ConfigError, QueueError
-from headwater.core.placement import check_csx_limit
+from headwater.core.placement import JOB, check_csx_limit
 
 _TIMEOUT_S = 60.0
 _NICE = {Priority.P1: 0, Priority.P2: 10_000, Priority.P3: 20_000}

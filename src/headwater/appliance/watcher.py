@@ -24,11 +24,11 @@ from typing import NoReturn
 import psutil
 
 from headwater.appliance.database import Database, job_name
-from headwater.appliance.embedded import JOB
 from headwater.appliance.folder import ENVIRONMENT, QueueFolder
 from headwater.appliance.machine import Slot, job_cores, job_environment
 from headwater.appliance.types import Phase, ending
 from headwater.core.errors import QueueError
+from headwater.core.placement import JOB
 from headwater.core.users import user_name
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

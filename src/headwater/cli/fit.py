@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headwater.appliance.embedded import JOB
 from headwater.appliance.open import open_queue
 from headwater.appliance.remote.address import Address
 from headwater.appliance.remote.bundle import Bundle
@@ -32,6 +31,7 @@ from headwater.config.run import RunConfig
 from headwater.config.sections import CallbackConfig, OpProfilerConfig
 from headwater.config.user import UserConfig
 from headwater.core.errors import ConfigError
+from headwater.core.placement import JOB
 from headwater.fabric.cluster import is_watched
 from headwater.fabric.membership import current
 from headwater.trainer.interrupt import EXIT_CODE

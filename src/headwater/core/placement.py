@@ -1,4 +1,4 @@
-"""The numbers of compute ranks and store ranks of a run."""
+"""The numbers of compute ranks and store ranks of a run, and the job of the queue that it is."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ class Placement:
 
 
 ONE_RANK = Placement()
+
+JOB = "HEADWATER_JOB"
+"""Environment variable in which a job of the queue finds its name."""
 
 
 def wrong_num_csx(num_csx: int, most: int, limit: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +16,13 @@ from torch import nn
 from headwater.api.backend import Backend, backend
 from headwater.api.compile import compile as compile_model
 from headwater.core.errors import ConfigError, StreamError
+from headwater.core.placement import JOB
 from headwater.core.process_value import ProcessValue
 from headwater.utils.data import DataExecutor, DataLoader
 
 __all__ = ["Session", "dataloader", "initialize", "modes", "module", "optimizer"]
+
+logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -40,19 +44,21 @@ def initialize(backend_type: str = "CSX", *, cs_ip: str | None = None, **options
 
     Args:
         backend_type: `CSX`, `CPU` or `GPU`.
-        cs_ip: the address of a Cerebras system; accepted for compatibility and ignored.
+        cs_ip: the address of a Cerebras system; accepted for compatibility and ignored, with a warning.
         options: further arguments of `headwater.backend`.
 
     Raises:
         ConfigError: if `cs_ip` is the address `ssh://…` of an appliance, which cannot take over a script that
             runs already.
     """
-    if cs_ip is not None and cs_ip.startswith("ssh://") and "HEADWATER_JOB" not in os.environ:
+    if cs_ip is not None and cs_ip.startswith("ssh://") and JOB not in os.environ:
         raise ConfigError(
             f"the script runs on this machine, and cannot move to {cs_ip}",
             where="initialize(cs_ip=…)",
             remedy=f"start it there: headwater --appliance {cs_ip} jobs submit --follow -- python SCRIPT …",
         )
+    if cs_ip is not None and not cs_ip.startswith("ssh://"):
+        logger.warning("initialize: cs_ip=%r is ignored; models run on this machine", cs_ip)
     _backend.value = backend(backend_type, **options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from headwater.api.engines import disk_folder
 from headwater.config.data import DataConfig
 from headwater.config.run import CommonInitConfig, RunConfig
 from headwater.core.errors import ConfigError
+from headwater.core.placement import JOB
 from headwater.fabric.alike import check_alike
 from headwater.fabric.cluster import join
 from headwater.fabric.fabric import ALONE, Fabric
@@ -129,6 +131,8 @@ def fit_job(
             if leads:
                 run_dir.write_plan(plan)
             if console is not None:
+                if job_name := os.environ.get(JOB):
+                    console.print(f"job {job_name} of the queue")
                 console.print(describe(plan, run_length(job.trainable, init.loop, done)))
 
         with _started(job, checkpoints, fabric, show) as (start, engine):

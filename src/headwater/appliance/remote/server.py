@@ -27,10 +27,11 @@ from headwater.appliance.remote.workspace import MODEL_DIR, find_workspace
 from headwater.appliance.requests import answer, refusal
 from headwater.appliance.types import SAME_VERSION, Submission, read_fields, read_priority
 from headwater.core.errors import HeadwaterError, QueueError
+from headwater.core.placement import JOB
 
 _BLOCK = 1 << 18
 _LOOK_S, _MAX_WAIT_S = 0.2, 30.0
-_UNSAFE = ("SSH_", "HEADWATER_JOB", "HEADWATER_CSX", ENVIRONMENT)
+_UNSAFE = ("SSH_", JOB, "HEADWATER_CSX", ENVIRONMENT)
 """Beginnings of the names of environment variables that jobs do not inherit from the connection."""
 
 _Handler = Callable[["Server", Mapping[str, Any], bytes], Frame]
