@@ -167,7 +167,8 @@ def _statistics(data: Path) -> Statistics | None:
 
 
 def _path(answer: str) -> Path:
-    return expand_user(Path(answer))
+    path: Path = expand_user(Path(answer))
+    return path
 
 
 def _model_dir(args: argparse.Namespace) -> Path:
@@ -190,7 +191,7 @@ def _folder(answer: str, *, where: str, example: str) -> Path:
         raise ConfigError(
             "expected a folder, found an empty name", where=where, remedy=f"write for example {example}"
         )
-    path: Path = _path(answer)
+    path = _path(answer)
     if (found := obstacle_on(path)) is not None and found[1] != "a folder":
         raise ConfigError(
             f"expected a folder, found {found[1]}: {found[0]}",
