@@ -231,7 +231,7 @@ def test_labelled_texts_of_a_tokenizer_without_special_tokens(tokenizer, tmp_pat
         ({"text": "a"}, (), "record has no field 'label'"),
     ],
 )
-def test_a_class_that_is_none(record, labels, said, tokenizer, tmp_path):
+def test_a_wrong_class(record, labels, said, tokenizer, tmp_path):
     with pytest.raises(DataError, match=said):
         make(lines(tmp_path / "a.jsonl", [record]), "classification", tokenizer, labels=labels)
 
