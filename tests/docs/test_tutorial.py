@@ -47,6 +47,7 @@ def test_the_script_of_the_readme(tmp_path):
     text = (DOCS.parent / "README.md").read_text()
     script = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     assert len(script.splitlines()) <= 40
+    assert "device=backend.torch_device" in script, "with a GPU, the model computes there"
     lines = losses(script, tmp_path / "readme")
     values = [float(line.split()[-1]) for line in lines]
     assert values[-1] < 0.9 * values[0]
