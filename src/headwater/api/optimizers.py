@@ -8,10 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from headwater.api.gradients import are_finite, gradients_of, unscale
 from headwater.api.optimizer_files import add_stored_state, take_stored_state
@@ -68,6 +66,8 @@ _options = ProcessValue(_StepOptions())
 _adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _used: weakref.WeakKeyDictionary[Optimizer, list[ParameterAtRest]] = weakref.WeakKeyDictionary()
 """Optimizer -> the streamed parameters that its running step has updated so far."""
+_hooks: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
+"""Optimizer -> the hooks around its last step: `_before_step` and `_after_step`."""
 
 
 def step(
@@ -126,8 +126,23 @@ def _homes(optimizer: Optimizer) -> Iterator[Home]:
             yield param.home
 
 
+def _place_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Register the hooks around the step that begins now (a hook of torch for every optimizer).
+
+    `_before_step` runs after the user's hooks, which may still change gradients and options. `_after_step`
+    runs before the user's hooks, which must not find the gradients missing.
+    """
+    for handle in _hooks.pop(optimizer, ()):
+        handle.remove()
+    before = optimizer.register_step_pre_hook(_before_step)
+    after = optimizer.register_step_post_hook(_after_step)
+    # torch calls global hooks first, then those of the optimizer in this order.
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+    _hooks[optimizer] = before, after
+
+
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Commit the updates of streamed parameters before any optimizer's step (a hook of torch).
+    """Commit the updates of streamed parameters before an optimizer's step (a hook of torch).
 
     The optimizer then finds `grad is None` for these parameters and skips them. If `step` gets a closure, the
     closure computes the gradients, and it may call the model for the first time, which begins the streaming.
@@ -219,7 +234,7 @@ def _update(optimizer: Optimizer, step: int) -> Update:
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark gradients as consumed after any optimizer's step (a hook of torch).
+    """Mark gradients as consumed after an optimizer's step (a hook of torch).
 
     In plain PyTorch the gradients stay until they are zeroed. Here the store has consumed them, and using
     them again before they are zeroed is an error.
@@ -269,5 +284,4 @@ def adopt(optimizer: Optimizer) -> None:
     install(optimizer).store()
 
 
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+register_optimizer_step_pre_hook(_place_hooks)
