@@ -173,7 +173,7 @@ def _path(answer: str) -> Path:
 
 def _model_dir(args: argparse.Namespace) -> Path:
     if args.model_dir is None:
-        return Path("runs") / args.file.stem
+        return Path("runs", args.file.stem)
     return _folder(args.model_dir, where="--model_dir", example="runs/book")
 
 
