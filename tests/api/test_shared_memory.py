@@ -200,6 +200,32 @@ def test_memory_that_other_processes_would_not_share_is_refused(share, plan, tmp
     assert all(param.is_shared() for param in model.parameters())
 
 
+WRITES_TO_STORAGE = {
+    "share": lambda tensor: tensor.untyped_storage().share_memory_(),
+    "fill": lambda tensor: tensor.untyped_storage().fill_(0),
+    "copy": lambda tensor: tensor.untyped_storage().copy_(torch.zeros(6, 6).untyped_storage()),
+    "resize": lambda tensor: tensor.untyped_storage().resize_(0),
+    "item": lambda tensor: tensor.untyped_storage().__setitem__(0, 1),
+    "typed item": lambda tensor: tensor._typed_storage().__setitem__(0, 1.0),
+}
+
+
+@pytest.mark.parametrize("take", [lambda w: w, lambda w: w.data, lambda w: w.detach(), lambda w: w[0]])
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("write", WRITES_TO_STORAGE)
+def test_the_storage_of_a_parameter_is_read_only(write, take, tmp_path):
+    place = Place("memory", tmp_path)
+    model = place.compile(stack())
+    model(inputs(0))
+    tensor = take(model[1][0].weight)
+    with pytest.raises(StreamError, match="this storage is a copy"):
+        WRITES_TO_STORAGE[write](tensor)
+    assert tensor.untyped_storage().nbytes() == 144 and tensor.untyped_storage().data_ptr()
+    place.release()
+    model[1][0].weight.untyped_storage().fill_(0)
+    assert not model[1][0].weight.any()
+
+
 def test_arrays_of_a_parameter_are_read_only(tmp_path):
     place = Place("memory", tmp_path)
     model = place.compile(stack())

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 from headwater.core.errors import StreamError
 from headwater.core.gather import gather
+from headwater.core.read_only_storage import read_only
 from headwater.core.transfers import RUN_BYTES
 
 ReadPieces = Callable[[], Iterator[Tensor]]
@@ -90,7 +91,7 @@ class StoredTensor(Tensor):
         return self._keep().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self._keep().untyped_storage()
+        return read_only(self._keep().untyped_storage())
 
     def _keep(self) -> Tensor:
         if self._kept is None:

@@ -203,7 +203,7 @@ class WeightStore:
             gradients.drain()
 
     def set_gradient(self, key: ParamKey, gradient: torch.Tensor) -> None:
-        """Replace the gradient sum of one parameter. The caller must not use the tensor afterwards.
+        """Replace the gradient sum of one parameter. The caller may change the tensor until the commit.
 
         Args:
             key: the parameter.

@@ -17,6 +17,7 @@ same class, and sets `_is_param`; at that moment the copy becomes a plain parame
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +27,15 @@ from typing import Any, TypeVar, cast
 import numpy
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor, StoredTensor
+from headwater.core.read_only_storage import Storage, read_only
 from headwater.plan.alive import has_storage
 from headwater.stream.home import Home
 from headwater.stream.parameter_memory import KeptHome, Memory, Values
+from headwater.stream.recorded import RecordedRead
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,9 @@ DATA: Any = torch.Tensor.data
 
 LAYOUT = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
 """Functions that depend on strides. They run on `meta`, because a tensor at rest is one expanded element."""
+
+BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+"""Functions that identify tensors in an autograd graph and do not read their values."""
 
 View = Callable[[torch.Tensor], torch.Tensor]
 T = TypeVar("T", bound=torch.Tensor)
@@ -244,6 +250,43 @@ class DetachedAtRest(AtRest, StoredTensor):
         raise moved(self.home, "set_")
 
 
+class RecordedPart(torch.Tensor):
+    """A view of a weight that autograd records; see [Note: recorded views].
+
+    Attributes:
+        read: the copy of the weight that it is a view of.
+    """
+
+    read: RecordedRead
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_metadata(func) or func in BY_IDENTITY:
+                return func(*args, **(kwargs or {}))
+            return on_values(func, args, kwargs or {})
+
+    def plain(self) -> torch.Tensor:
+        """Return the present values as a plain tensor of the same graph."""
+        self.read.refresh()
+        return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+
+def refresh_views(tree: object) -> None:
+    """Copy present values to the recorded views in a tree. A checkpoint saves them before any operation."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, RecordedPart):
+            leaf.read.refresh()
+
+
 def values_of(value: object) -> torch.Tensor | None:
     """Return the parameter whose values a stored tensor reads. Return `None` for any other object."""
     read = value.read_pieces if isinstance(value, StoredTensor) else None
@@ -288,8 +331,8 @@ def read_copy(value: Any) -> torch.Tensor:
     if isinstance(value, StoredTensor):
         # `materialize` reads piece by piece, so that all values are in memory only once.
         return value.materialize()
-    copy: torch.Tensor = value.selection(value.home.read())
-    return copy
+    values: torch.Tensor = value.selection(value.home.read())
+    return values
 
 
 def becomes_parameter(caller: FrameType) -> bool:
@@ -373,7 +416,13 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _plain_view(leaf: Any) -> Any:
-    """Return a plain view if the values of a tensor at rest have left the store, otherwise `leaf` itself."""
+    """Return a plain view if the values of a tensor at rest have left the store, otherwise `leaf` itself.
+
+    If it is a recorded view, its values are those of the weight afterwards.
+    """
+    if isinstance(leaf, RecordedPart):
+        leaf.read.refresh()
+        return leaf
     home: Any = getattr(leaf, "home", None) if isinstance(leaf, AtRest) else None
     return leaf.selection(home.read()) if isinstance(home, KeptHome) else leaf
 
@@ -392,8 +441,11 @@ def whole_memory(value: object, param: Any) -> Memory | None:
 
 
 def plain_value(value: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor if the values of a tensor at rest have left the store, else `value` itself."""
-    found: torch.Tensor = _plain_view(value)
+    """Return a plain tensor if the values of a tensor at rest have left the store, else `value` itself.
+
+    A recorded view becomes a plain tensor too.
+    """
+    found: torch.Tensor = value.plain() if isinstance(value, RecordedPart) else _plain_view(value)
     return found
 
 
@@ -405,21 +457,31 @@ class _Operation:
         leaves, self._structure = tree_flatten((args, kwargs))
         self._leaves = [_plain_view(leaf) for leaf in leaves]
         self._at_rest = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, AtRest)}
+        self._views = [leaf for leaf in self._leaves if isinstance(leaf, RecordedPart)]
+        self._reads = [view.read for view in self._views]
         self._wholes: dict[Home, torch.Tensor] = {}
 
     def run(self) -> Any:
         values = {key: self._value(leaf) for key, leaf in self._at_rest.items()}
         versions = {key: value._version for key, value in values.items()}
-        results, structure = tree_flatten(self._call(values))
-        self._write_back({key for key, value in values.items() if value._version != versions[key]}, values)
+        versions_of_views = [view._version for view in self._views]
+        result = self._call(values)
+        results, structure = tree_flatten(result)
+        changed = {key for key, value in values.items() if value._version != versions[key]}
+        self._write_back(changed, values)
+        self._write_views(versions_of_views)
         # An in-place operation with a tensor that requires a gradient makes the value part of a graph. Such a
         # value is returned itself, because the tensor at rest is not part of the graph.
-        unchanged = ((key, value) for key, value in values.items() if not _is_recorded(value))
+        unchanged = (
+            (key, value) for key, value in values.items() if key not in changed or not _is_recorded(value)
+        )
         same = {id(value): self._at_rest[key] for key, value in unchanged}
         returned = (
             same[id(result)] if id(result) in same else self._part(index, result)
             for index, result in enumerate(results)
         )
+        if isinstance(result, Storage) and (self._at_rest or self._views):
+            return read_only(result)
         return tree_unflatten(returned, structure)
 
     def _call(self, values: dict[int, torch.Tensor]) -> Any:
@@ -431,6 +493,8 @@ class _Operation:
             _note_read(leaf.home.spec.name)
             # Not `home.read()`: the graph must lead to the parameter.
             value: torch.Tensor = _Read.apply(leaf)  # type: ignore[no-untyped-call]
+            if type(value) is torch.Tensor and has_storage(value):
+                self._reads.append(RecordedRead(leaf, value))
             return value
         if leaf.home not in self._wholes:
             self._wholes[leaf.home] = leaf.home.read()
@@ -452,10 +516,28 @@ class _Operation:
         for home in {self._at_rest[key].home for key in changed}:
             home.write(self._wholes[home])
 
+    def _write_views(self, versions: Sequence[int]) -> None:
+        """Write back the recorded views that the operation has changed, given their versions before it."""
+        pairs = zip(self._views, versions, strict=True)
+        changed = [view for view, version in pairs if view._version != version]
+        for view in changed:
+            if _is_recorded(view):
+                view.read.forget()
+                raise changed_while_recording(view.read.home)
+        for read in dict.fromkeys(view.read for view in changed):
+            read.write()
+
     def _part(self, index: int, result: Any) -> Any:
-        """Return a `PartAtRest` for a result that is a view of the parameter; any other result itself."""
-        if isinstance(result, numpy.ndarray) and self._at_rest:
+        """Return a view of the parameter as a `PartAtRest` or `RecordedPart`, and any other result itself."""
+        if isinstance(result, numpy.ndarray) and (self._at_rest or self._views):
             result.flags.writeable = False  # a write to a copy would be lost
+        if self._reads and type(result) is torch.Tensor and has_storage(result):
+            read = next((read for read in self._reads if read.is_of(result)), None)
+            if read is not None:
+                part: Any = result
+                part.__class__ = RecordedPart
+                part.read = read
+                return part
         if type(result) is not torch.Tensor or _is_recorded(result) or len(self._wholes) != 1:
             return result
         if not has_storage(result):

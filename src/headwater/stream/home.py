@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.core.stage import ParamKey, ParamSpec, dense_strides
+from headwater.store.gradients.port import editable
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
@@ -89,7 +90,11 @@ class Home:
         spec = self.spec
         # A norm adds in the order of memory, so other strides would change its last bits.
         zeros = spec.like_the_parameter(torch.zeros(spec.shape, dtype=spec.wire_dtype))
-        self.set_gradient(zeros.to_sparse(1) if self.key in self.store.gradients.status.sparse else zeros)
+        if self.key in self.store.gradients.status.sparse:
+            zeros = zeros.to_sparse(1)
+        # A loop may keep the tensors of its gradients, and use them again in each step.
+        kept = editable(self.store.gradients).kept(self.key, zeros)
+        self.set_gradient(zeros if kept is None or kept.requires_grad else kept.zero_())
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """Replace the gradient, or drop it if `gradient` is `None`."""

@@ -12,10 +12,12 @@ from torch.utils._pytree import tree_leaves
 from headwater.core.errors import StreamError
 from headwater.store.gradients.port import consumed_error
 from headwater.stream.at_rest import (
+    BY_IDENTITY,
     DATA,
     LAYOUT,
     AtRest,
     DetachedAtRest,
+    RecordedPart,
     all_of,
     becomes_parameter,
     becomes_parameter_when_marked,
@@ -34,9 +36,6 @@ from headwater.stream.at_rest import (
 from headwater.stream.exposed_gradients import exposed_on
 from headwater.stream.home import Home
 from headwater.stream.parameter_memory import Memory, leave_memory, present_memory, return_to_memory
-
-_BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward})
-"""Functions that identify parameters in an autograd graph and do not read their values."""
 
 _WITHOUT_VALUES = frozenset({torch.Tensor.detach_, torch._has_compatible_shallow_copy_type})
 """Functions that work on a consumed gradient, because they need no values."""
@@ -91,7 +90,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func in LAYOUT:
                 return func(args[0].home.meta, *args[1:], **kwargs)
-            if is_metadata(func) or func in _BY_IDENTITY:
+            if is_metadata(func) or func in BY_IDENTITY:
                 return func(*args, **kwargs)
             if func is torch.Tensor.detach and becomes_parameter(sys._getframe(1)):
                 return new_parameter(args[0], args[0])
@@ -170,7 +169,9 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
 
 def _is_replaced(param: object, value: torch.Tensor) -> bool:
     """True if `param.copy_(value)` is allowed and needs no old values of the parameter."""
-    if not isinstance(param, ParameterAtRest) or isinstance(value, AtRest) or param.shape != value.shape:
+    if not isinstance(param, ParameterAtRest) or param.shape != value.shape:
+        return False
+    if isinstance(value, AtRest | RecordedPart):
         return False
     return not (torch.is_grad_enabled() and param.requires_grad)
 

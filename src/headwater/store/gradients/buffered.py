@@ -1,4 +1,11 @@
-"""The gradient sums of one rank, by stage. A stage is open while gradients are added to its sums."""
+"""The gradient sums of one rank, by stage. A stage is open while gradients are added to its sums.
+
+[Note: lent gradients]
+In plain PyTorch `p.grad` is one tensor: a loop may keep it, take views of it, give it other memory by
+`p.grad.data = ...`, or assign another tensor, and later additions go to the same memory. So the tensor
+that the loop got or assigned is used for the sum as long as the loop keeps it. A commit ends the loan:
+the update gets a copy if the loop can still reach the memory.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +18,7 @@ import torch
 
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.store.gradients.buffer import GradientBuffer
+from headwater.store.gradients.loans import is_used_elsewhere
 from headwater.store.gradients.port import Gradients
 
 
@@ -41,6 +49,7 @@ class BufferedSums:
         self._buffer = buffer
         self._open: dict[int, OpenStage] = {}
         self._lent: dict[ParamKey, torch.Tensor] = {}
+        self._loans: dict[ParamKey, weakref.ref[torch.Tensor]] = {}  # the last tensor that the loop got
         self._returned: set[ParamKey] = set()  # sums in files that were lent, and written back
         self._undoable: frozenset[int] = frozenset()  # stages that must be saved before a sum of them changes
         self._saved: set[int] = set()  # the stages in `_undoable` whose sums are saved
@@ -51,15 +60,22 @@ class BufferedSums:
             # Before the sums are taken out of the buffer.
             self.save(stage)
             self._return_lent(stage)
-            held = self._buffer.take(stage)
-            self._open[stage] = OpenStage(held or [None] * len(self._stages[stage].params))
+            held = self._buffer.take(stage) or [None] * len(self._stages[stage].params)
+            sums = [self._in_lent_memory((stage, param), total) for param, total in enumerate(held)]
+            self._open[stage] = OpenStage(sums)
         return self._open[stage]
 
     def settle(self, stage: int) -> None:
         """Put the sums of a stage into the buffer if it is open."""
         opened = self._open.pop(stage, None)
-        if opened is not None:
-            self._buffer.put(stage, opened.gradients)
+        if opened is None:
+            return
+        self._buffer.put(stage, opened.gradients)
+        for param, total in enumerate(opened.gradients):
+            mine = None if total is None else self.lent_before((stage, param), total)
+            if mine is not None and total is not None and mine.data_ptr() == total.data_ptr():
+                # The loop still has the tensor, and may change it.
+                self._lent[stage, param] = mine
 
     def settle_all(self) -> None:
         """Put the sums of all open stages into the buffer."""
@@ -86,8 +102,7 @@ class BufferedSums:
         stage, param = key
         self.save(stage)
         self.settle(stage)
-        self._lent.pop(key, None)
-        self._returned.discard(key)
+        self.stop_lending(key)
         self._buffer.drop(stage, param)
 
     # sums that are lent
@@ -111,9 +126,32 @@ class BufferedSums:
             else:  # a file is read once for all its parameters
                 lent = {index: total for index, total in enumerate(held) if (stage, index) in present}
             for index, total in lent.items():
-                if total is not None:
-                    self._lent.setdefault((stage, index), total.detach())
+                if total is not None and (stage, index) not in self._lent:
+                    mine = self.lent_before((stage, index), total)
+                    self.note_lent((stage, index), total.detach() if mine is None else _filled(mine, total))
         return self._lent[key]
+
+    def note_lent(self, key: ParamKey, lent: torch.Tensor) -> None:
+        """Record the tensor by which the loop reads and changes a sum. Its values are those of the sum."""
+        self._lent[key] = lent
+        self._loans[key] = weakref.ref(lent)
+
+    def lent_before(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
+        """Return the last tensor that the loop got of a gradient, if it has it still and is like `like`."""
+        loan = self._loans.get(key)
+        mine = None if loan is None else loan()
+        if mine is None or (mine.layout, mine.dtype, mine.shape) != (like.layout, like.dtype, like.shape):
+            return None
+        return None if mine.is_sparse else mine
+
+    def _in_lent_memory(self, key: ParamKey, total: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a sum in the memory of the tensor that the loop has of it, or else the sum itself."""
+        mine = None if total is None else self.lent_before(key, total)
+        return total if total is None or mine is None else _filled(mine, total).detach()
+
+    def may_change(self, key: ParamKey) -> bool:
+        """True if a sum may be changed in place: it is not the tensor that is saved for an undo."""
+        return key[0] not in self._saved or key in self._lent
 
     def was_lent(self, key: ParamKey) -> bool:
         """True if the sum of a parameter is lent or was: the caller of `lend` may have changed it."""
@@ -122,6 +160,7 @@ class BufferedSums:
     def stop_lending(self, key: ParamKey) -> None:
         """Forget that a sum was lent. Called when another tensor replaces the sum."""
         self._lent.pop(key, None)
+        self._loans.pop(key, None)
         self._returned.discard(key)
 
     def end_loan(self, key: ParamKey) -> None:
@@ -129,21 +168,27 @@ class BufferedSums:
         stage, param = key
         self._return_lent(stage)
         if key in self._lent:
-            # Weak: if the user's loop no longer has the tensor, no copy is needed.
-            lent = weakref.ref(self._lent.pop(key))
-            mine = lent()
-            if mine is not None:  # the user's loop still has it, and may change it before the update
-                self._lent[key] = mine  # until the copy is made, which may fail for lack of memory
-                held = self._buffer.look(stage)
+            held = self._buffer.look(stage)
+            # Dropped first: then only the loop's own references are left.
+            del self._lent[key]
+            mine = self._loans[key]()
+            if mine is not None or is_used_elsewhere(held[param]):
+                # Until the copy is there: memory may be missing for it.
+                self._lent[key] = _alias(held[param]) if mine is None else mine
                 held[param] = _copy(held[param])
                 del self._lent[key]
         self._returned.discard(key)
 
     def _return_lent(self, stage: int) -> None:
-        """Write lent copies back to the buffer. A buffer in memory has lent its own tensors, not copies."""
-        if self._buffer.is_memory(stage):
-            return
+        """Write lent tensors back to the buffer. A buffer in memory has lent its own memory, not copies."""
         keys = [(stage, param) for param in range(len(self._stages[stage].params))]
+        if self._buffer.is_memory(stage):
+            held = self._buffer.look(stage)
+            for key in keys if held else ():
+                if key in self._lent:
+                    # The loop may have given it other memory: `p.grad.data = ...`.
+                    held[key[1]] = self._lent[key].detach()
+            return
         lent = {key[1]: self._lent.pop(key) for key in keys if key in self._lent}
         if lent:
             self._returned.update((stage, param) for param in lent)
@@ -155,17 +200,24 @@ class BufferedSums:
     def begin_undoable(self, stages: Collection[int]) -> None:
         """From now until `forget`, save the sums of these stages before they change."""
         self._undoable = frozenset(stages)
-
-    def is_saved(self, stage: int) -> bool:
-        """True if the sums of a stage are saved. The saved tensors must not be changed in place."""
-        return stage in self._saved
+        for stage in {stage for stage, _ in self._lent}:
+            self.save(stage)  # the loop may change a lent sum at any time
 
     def save(self, stage: int) -> None:
         """Save the sums of a stage for `restore`. Do nothing if they are saved, or if no undo needs them."""
         if stage in self._undoable and stage not in self._saved:
             self.settle(stage)
+            lent = {key: self._lent[key] for key in self._lent if key[0] == stage}
             self._return_lent(stage)
+            held = self._buffer.look(stage) if self._buffer.is_memory(stage) else []
+            mine = {param: held[param] for _, param in lent} if held else {}
+            # Copies of these are saved, because the loop may change its tensors at any time.
+            for param, total in mine.items():
+                held[param] = _copy(total)
             self._buffer.keep(stage)
+            for param, total in mine.items():
+                held[param] = total
+            self._lent.update(lent)
             self._saved.add(stage)  # last: `restore` must not look for sums that could not be saved
 
     def restore(self, keys: Collection[ParamKey]) -> None:
@@ -178,6 +230,7 @@ class BufferedSums:
                     self._buffer.drop(spec.index, param)
         # Tensors that the loop still has belong to the step that was undone.
         self._lent.clear()
+        self._loans.clear()
         self._returned.clear()
 
     def forget(self) -> None:
@@ -189,8 +242,21 @@ class BufferedSums:
     def close(self) -> None:
         """Release memory and files."""
         self._lent.clear()
+        self._loans.clear()
         self._open.clear()
         self._buffer.close()
+
+
+def _filled(mine: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of the loop with the values of a sum."""
+    if mine.data_ptr() != total.data_ptr():
+        mine.detach().copy_(total)
+    return mine
+
+
+def _alias(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None, "a sum that was lent is there"
+    return gradient.detach()
 
 
 def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:

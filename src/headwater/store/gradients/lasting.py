@@ -12,6 +12,7 @@ import torch
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Fabric
 from headwater.store.gradients.assembly import HostAssembly
+from headwater.store.gradients.loans import is_used_elsewhere
 from headwater.store.gradients.rank_sums import Beginning, RankSums
 from headwater.store.gradients.storage import GradientStorage
 
@@ -45,9 +46,10 @@ class LastingSums:
 
     def _begin(self, key: ParamKey) -> Beginning:
         """Prepare an addition to a sum: drop this rank's copy of it. Called by `shared` for each addition."""
+        copy, generation = self._copy(key), self._generation[key]
         # A loop that reads the gradient again must see the new sum.
         self._lent.pop(key, None)
-        copy, generation = self._copies.pop(key, None), self._generation[key]
+        self._copies.pop(key, None)
         put_back: Callable[[], None] | None = None
         if copy is not None:
             put_back = functools.partial(self._put_back, key, copy, generation)
@@ -82,8 +84,15 @@ class LastingSums:
 
     def value(self, key: ParamKey) -> torch.Tensor:
         """Return a sum, or the copy that is used instead of it."""
-        copy = self._copies.get(key)
+        copy = self._copy(key)
         return self.shared.whole(key) if copy is None else copy
+
+    def _copy(self, key: ParamKey) -> torch.Tensor | None:
+        """Return the copy that is used instead of a sum, or `None`."""
+        if key in self._lent:
+            # The loop may have given it other memory: `p.grad.data = ...`.
+            self._copies[key] = self._lent[key].detach()
+        return self._copies.get(key)
 
     def lend(self, key: ParamKey) -> torch.Tensor | None:
         """Replace a sum by a copy from now on, and return the copy; `None` if nothing was added.
@@ -98,18 +107,19 @@ class LastingSums:
 
     def replace(self, key: ParamKey, value: torch.Tensor) -> None:
         """Replace a sum by `value`, which must be the same on all ranks."""
-        self._lent.pop(key, None)
-        self._copies[key] = value
+        self._lent[key], self._copies[key] = value, value.detach()
 
     def take(self, key: ParamKey) -> torch.Tensor | None:
         """Give up a sum for an update. Return the copy that was used instead of the sum, or `None`.
 
         The update may change the copy in place.
         """
-        copy = self._copies.pop(key, None)
+        copy = self._copy(key)
         if copy is not None and key in self._lent:
+            del self._copies[key]
             lent = weakref.ref(self._lent.pop(key))
-            copy = copy if lent() is None else copy.clone()  # the user's loop still has the lent tensor
+            # The user's loop may still have the lent tensor, or a view of it.
+            copy = copy.clone() if lent() is not None or is_used_elsewhere(copy) else copy
         self.give_up(key)
         return copy
 

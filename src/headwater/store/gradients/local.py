@@ -49,7 +49,14 @@ class LocalGradients(EditableGradients):
         stage, param = key
         opened = self._sums.open(stage)
         before = opened.gradients[param]
-        total = opened.gradients[param] = self._added(key, before, gradient)
+        # With `backward(create_graph=True)` the loop may differentiate the gradients that it reads.
+        recorded = self._recorded(key, before, gradient) if gradient.requires_grad else None
+        total = self._added(key, before, gradient) if recorded is None else recorded.detach()
+        opened.gradients[param] = total
+        if total is not before or total.is_sparse:  # an addition gives a sparse tensor other memory
+            self._sums.stop_lending(key)
+        if recorded is not None:
+            self._sums.note_lent(key, recorded)
         opened.received.add(param)
         self.status.arrive(key, is_sparse=total.is_sparse)
         # Measured now, while the sum is in the cache. A sum on disk then need not be read for its norm.
@@ -66,7 +73,14 @@ class LocalGradients(EditableGradients):
             return gradient.detach() if gradient.dtype == wide else gradient.to(wide)
         if total.dtype in NARROW:
             total = total.to(self._stages[key[0]].params[key[1]].dtype)
-        return add(total, gradient, in_place=not self._sums.is_saved(key[0]))
+        return add(total, gradient, in_place=self._sums.may_change(key))
+
+    def _recorded(self, key: ParamKey, total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a gradient that has a graph and of the gradients before, with its graph."""
+        if total is None:
+            return gradient if self._sum_dtype is None else gradient.to(self._sum_dtype)
+        before = self._sums.lent_before(key, total)
+        return add(total if before is None else before, gradient, in_place=False)
 
     def drain(self) -> None:
         pass
@@ -107,6 +121,7 @@ class LocalGradients(EditableGradients):
 
     def drop(self, key: ParamKey) -> None:
         self.status.consumed.discard(key)
+        self._sums.stop_lending(key)
         if key in self.status.present:
             self._sums.drop(key)
             self.status.leave(key)
@@ -131,8 +146,13 @@ class LocalGradients(EditableGradients):
         stage, param = key
         self._sums.open(stage).gradients[param] = gradient.detach()
         self._sums.stop_lending(key)
+        # As in plain PyTorch, the loop's tensor is the gradient from now on.
+        self._sums.note_lent(key, gradient)
         self.status.arrive(key, is_sparse=gradient.is_sparse)
         self.status.consumed.discard(key)
+
+    def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
+        return self._sums.lent_before(key, like)
 
     def remember(self, keys: Collection[ParamKey] | None = None) -> None:
         self._sums.settle_all()

@@ -110,7 +110,7 @@ class LoopGradients(EditableGradients):
             total.mul_(factor())
 
     def replace(self, key: ParamKey, gradient: torch.Tensor) -> None:
-        self._sums.replace(key, gradient.detach())
+        self._sums.replace(key, gradient)
         self.status.present.add(key)
         self.status.consumed.discard(key)
 
