@@ -206,12 +206,10 @@ WRITES_TO_STORAGE = {
     "copy": lambda tensor: tensor.untyped_storage().copy_(torch.zeros(6, 6).untyped_storage()),
     "resize": lambda tensor: tensor.untyped_storage().resize_(0),
     "item": lambda tensor: tensor.untyped_storage().__setitem__(0, 1),
-    "typed item": lambda tensor: tensor._typed_storage().__setitem__(0, 1.0),
 }
 
 
 @pytest.mark.parametrize("take", [lambda w: w, lambda w: w.data, lambda w: w.detach(), lambda w: w[0]])
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("write", WRITES_TO_STORAGE)
 def test_the_storage_of_a_parameter_is_read_only(write, take, tmp_path):
     place = Place("memory", tmp_path)

@@ -114,6 +114,9 @@ class LoopGradients(EditableGradients):
         self.status.present.add(key)
         self.status.consumed.discard(key)
 
+    def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
+        return None
+
     def remember(self, keys: Collection[ParamKey] | None = None) -> None:
         self.forget()
         self.status.present = self._sums.find()

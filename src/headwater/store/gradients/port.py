@@ -127,12 +127,12 @@ class EditableGradients(GradientSink):
     def replace(self, key: ParamKey, gradient: Tensor) -> None:
         """Replace the sum of one parameter. The caller may change the tensor in place until the commit."""
 
+    @abc.abstractmethod
     def kept(self, key: ParamKey, like: Tensor) -> Tensor | None:
         """Return the tensor that the loop got of a gradient and still keeps; `None` if it is not like `like`.
 
         With several ranks it is not known.
         """
-        return None
 
     @abc.abstractmethod
     def remember(self, keys: Collection[ParamKey] | None = None) -> None:
