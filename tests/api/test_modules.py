@@ -78,6 +78,31 @@ def test_outputs_in_dataclasses_and_containers(plan, used, tmp_path):
     check(script, plan, tmp_path)
 
 
+class Spectrum(nn.Module):
+    """A model whose output is complex: a vector, or a number."""
+
+    def __init__(self, *, reduced):
+        super().__init__()
+        self.layers = layers()
+        self.reduced = reduced
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        values = torch.view_as_complex(x.view(-1, 3, 2)).conj()
+        return values.sum() if self.reduced else values
+
+
+@some_plan
+@pytest.mark.parametrize("reduced", [False, True])
+def test_complex_outputs(plan, reduced, tmp_path):
+    def script(place):
+        model = place.compile(Spectrum(reduced=reduced))
+        return train(model, lambda number: model(torch.randn(4, 6)).abs().square().mean())
+
+    check(script, plan, tmp_path)
+
+
 class Flexible(nn.Module):
     """A model that takes keywords, lists, `None` and a flag."""
 

@@ -190,6 +190,8 @@ def _loss_of(output: torch.Tensor) -> torch.Tensor:
     # Softmax and sum are not defined for these layouts.
     if output.is_nested or output.layout is not torch.strided:
         output = _elements(output)
+    if output.is_complex():
+        output = torch.view_as_real(output.resolve_conj())  # only a real loss has a gradient
     if output.dim() == 0 or not output.is_floating_point():
         return output.float()
     return output.float().log_softmax(-1).sum()
