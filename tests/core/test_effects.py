@@ -3,7 +3,9 @@
 import dataclasses
 from collections import deque
 from functools import partial
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -78,6 +80,65 @@ def test_attributes_in_slots_are_restored():
         function()
         assert (owner.state(), frozen.count) == ((1, ["a", "b"], 5, 5, True), 1)
     assert (owner.state(), frozen.count) == ((0, ["a"], 1, 2, False), 0)
+
+
+def test_attributes_of_classes_and_functions_are_restored():
+    class Base:
+        total = 0
+        seen: ClassVar = []
+
+    class Owner(Base):
+        other = 1
+
+    def helper():
+        helper.calls += 1
+
+    helper.calls = 0
+
+    def function():
+        Base.total += 1
+        Base.seen.append(1)
+        Owner.other, Owner.new = 2, 3
+        helper()
+        function.own = True
+
+    owner = Owner()
+    with effects_undone(hooked(lambda: (owner, helper, function))):
+        function()
+        assert (Owner.total, Owner.seen, Owner.other, Owner.new, helper.calls) == (1, [1], 2, 3, 1)
+    assert (Owner.total, Owner.seen, Owner.other, helper.calls) == (0, [], 1, 0)
+    assert not hasattr(Owner, "new") and not hasattr(function, "own")
+
+
+def test_the_class_of_a_module_is_restored():
+    class Own(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            type(self).calls += 1
+            return x
+
+    model = Own()
+    with effects_undone(model):
+        model(1)
+        assert Own.calls == 1
+    assert Own.calls == 0
+
+
+def test_owners_of_methods_of_python_are_reached():
+    waiting = deque([1, 2])
+    take = waiting.popleft
+    with effects_undone(hooked(lambda: take)):
+        take()
+    assert list(waiting) == [1, 2]
+
+
+def test_small_arrays_are_restored():
+    counts, parts = np.zeros(3), np.array([np.nan, 1.0])[1:]
+    with effects_undone(hooked(lambda: (counts, parts))):
+        counts[1] += 1
+        parts[0] = 5
+    assert counts.sum() == 0 and parts[0] == 1
 
 
 def test_state_is_restored_after_an_error_too():

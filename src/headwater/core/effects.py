@@ -6,15 +6,27 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-from headwater.core.containers import CONTAINERS, Items, has_items, items_of, restore
-from headwater.core.random_states import DEFAULTS, GENERATORS, set_state, state_of
+from headwater.core.containers import CONTAINERS, has_items
+from headwater.core.python_records import (
+    OfArray,
+    OfCell,
+    OfClass,
+    OfContainer,
+    OfGenerator,
+    OfSlot,
+    OfVariables,
+    Record,
+    put_changed,
+)
+from headwater.core.random_states import DEFAULTS, GENERATORS
 
 _DEEPEST = 4
 """Maximum references to follow from a function: to a cell, an object, its dictionary, a list in it."""
@@ -24,6 +36,9 @@ _DEEPEST_IN_MODULE = 2
 
 _LARGEST = 1000
 """The items of larger containers are not visited."""
+
+_LARGEST_ARRAY_BYTES = 1 << 20
+"""The values of larger numpy arrays are not recorded."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The dictionaries in which torch keeps the hooks of a module."""
@@ -63,7 +78,8 @@ def functions_of(model: nn.Module) -> list[Any]:
 def effects_undone(model: nn.Module) -> Iterator[None]:
     """Enter a context. At its end, restore all Python objects that a model's forward and hooks can reach.
 
-    Changes of tensors in place, files and anything outside of Python's objects stay.
+    Changes of tensors in place, of numpy arrays of more than 1 MiB, files and anything outside of Python's
+    objects stay.
     """
     before = PythonState.of(model)
     try:
@@ -72,6 +88,7 @@ def effects_undone(model: nn.Module) -> Iterator[None]:
         before.put_back()
 
 
+@final
 class PythonState:
     """A record of objects, variables, containers and random generators, which can be restored later.
 
@@ -80,13 +97,7 @@ class PythonState:
 
     def __init__(self) -> None:
         self._seen: dict[int, object] = {}  # keeps them alive, so that an identity means one object
-        self._containers: list[tuple[Any, Items]] = []
-        self._cells: list[tuple[CellType, object]] = []
-        self._globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._slots: list[tuple[MemberDescriptorType, Any, object]] = []  # with the object and its value
-        self._modules: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._generators: list[tuple[Any, Any]] = []
+        self._records: list[Record] = []
 
     @classmethod
     def of(cls, model: nn.Module) -> PythonState:
@@ -101,20 +112,24 @@ class PythonState:
         for function in functions:
             state.visit(function, _DEEPEST)
         if functions:  # torch's own modules draw from torch's generator only
-            state._generators += [(generator, state_of(generator)) for generator in DEFAULTS]
+            state._records += map(OfGenerator, DEFAULTS)
         return state
 
     def visit(self, value: Any, depth: int) -> None:
         """Record the state of a value, and of all objects that are at most `depth` references away."""
         if depth < 0 or type(value) in _WITHOUT_STATE or id(value) in self._seen:
             return
-        if isinstance(value, torch.Tensor | type | ModuleType):
+        if isinstance(value, torch.Tensor | ModuleType):
             return
         # Before its parts, which may refer back to it.
         self._seen[id(value)] = value
-        if isinstance(value, MethodType):
+        if isinstance(value, type):
+            self._visit_class(value, depth)
+        elif isinstance(value, MethodType):
             self.visit(value.__self__, depth)
             self.visit(value.__func__, depth)
+        elif isinstance(value, BuiltinMethodType):  # such as `append` of a list
+            self.visit(value.__self__, depth)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self.visit(part, depth - 1)
@@ -124,7 +139,10 @@ class PythonState:
         elif isinstance(value, CONTAINERS):
             self._visit_container(value, depth)
         elif isinstance(value, GENERATORS):
-            self._generators.append((value, state_of(value)))
+            self._records.append(OfGenerator(value))
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _LARGEST_ARRAY_BYTES and value.flags.writeable and not value.dtype.hasobject:
+                self._records.append(OfArray(value))
         elif isinstance(value, nn.Module) and not _is_foreign(type(value)):
             self._visit_module(value, depth)
         elif not _is_foreign(type(value)):
@@ -133,135 +151,109 @@ class PythonState:
     def _visit_function(self, function: FunctionType, depth: int) -> None:
         for cell in function.__closure__ or ():
             try:
-                content = cell.cell_contents
+                record = OfCell(cell)
             except ValueError:  # it is empty
                 continue
-            self._cells.append((cell, content))
-            self.visit(content, depth - 1)
+            self._records.append(record)
+            self.visit(record.content, depth - 1)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.visit(default, depth - 1)
-        space = function.__globals__
-        used = {name: space[name] for name in function.__code__.co_names if name in space}
+        self._visit_attributes(function, depth)
         # Only names in the code: a module's other variables are not its state.
-        self._globals.append((space, used))
-        for value in used.values():
-            # Functions that a function calls would lead through whole libraries.
+        used = OfVariables(function.__globals__, function.__code__.co_names)
+        self._records.append(used)
+        for value in used.values.values():
+            # The code of functions that a function calls would lead through whole libraries.
             if not isinstance(value, FunctionType):
                 self.visit(value, depth - 1)
+            elif not _is_foreign(value):
+                self._visit_attributes(value, depth - 1)
 
     def _visit_container(self, container: Any, depth: int) -> None:
-        items = items_of(container)
-        self._containers.append((container, items))
+        record = OfContainer(container)
+        self._records.append(record)
+        items = record.items
         if len(items) <= _LARGEST:
             for item in items.values() if isinstance(items, dict) else items:
                 self.visit(item, depth - 1)
 
-    def _visit_object(self, value: Any, depth: int) -> None:
-        parts: list[Any] = []
-        if hasattr(value, "__dict__"):
-            attributes = dict(vars(value))
-            self._objects.append((vars(value), attributes))
-            parts += attributes.values()
-        for slot in _slots_of(type(value)):
-            content = _content(slot, value)
-            self._slots.append((slot, value, content))
-            parts.append(content)
-        for part in parts:
+    def _visit_class(self, cls: type, depth: int) -> None:
+        for base in cls.__mro__:
+            if base.__module__.partition(".")[0] in _FOREIGN or (base is not cls and id(base) in self._seen):
+                continue
+            self._seen[id(base)] = base
+            record = OfClass(base)
+            self._records.append(record)
+            for value in record.attributes.values():
+                self.visit(value, depth - 1)
+
+    def _visit_attributes(self, value: Any, depth: int) -> None:
+        record = OfContainer(vars(value))
+        self._records.append(record)
+        for part in vars(value).values():
             self.visit(part, depth - 1)
+
+    def _visit_object(self, value: Any, depth: int) -> None:
+        self.visit(type(value), depth)
+        if hasattr(value, "__dict__"):
+            self._visit_attributes(value, depth)
+        for slot in _slots_of(type(value)):
+            record = OfSlot(slot, value)
+            self._records.append(record)
+            self.visit(record.content, depth - 1)
 
     def _visit_module(self, module: nn.Module, depth: int) -> None:
         attributes = vars(module)
-        own = _own_attributes(attributes)
-        self._modules.append((attributes, own))
+        record = _OfModule(attributes)
+        self._records.append(record)
         for name in _STATE_OF_TORCH:
             if isinstance(container := attributes.get(name), CONTAINERS):
-                self._containers.append((container, items_of(container)))
-        for attribute in own.values():
+                self._records.append(OfContainer(container))
+        self.visit(type(module), depth)
+        for attribute in record.own.values():
             self.visit(attribute, depth - 1)
 
     def add_places_of(self, other: PythonState) -> None:
         """Record also the present state of all objects that `other` has recorded."""
-        self._containers += [(container, items_of(container)) for container, _ in other._containers]
-        self._cells += [(cell, cell.cell_contents) for cell, _ in other._cells]
-        for space, used in other._globals:
-            self._globals.append((space, {name: space[name] for name in used if name in space}))
-        self._objects += [(attributes, dict(attributes)) for attributes, _ in other._objects]
-        self._slots += [(slot, value, _content(slot, value)) for slot, value, _ in other._slots]
-        self._modules += [(attributes, _own_attributes(attributes)) for attributes, _ in other._modules]
-        self._generators += [(generator, state_of(generator)) for generator, _ in other._generators]
+        self._records += [record.again() for record in other._records]
 
     def is_present(self) -> bool:
         """True if nothing has changed since the state was recorded."""
-        return (
-            all(has_items(container, items) for container, items in self._containers)
-            and all(cell.cell_contents is content for cell, content in self._cells)
-            and all(_has(space, used) for space, used in self._globals)
-            and all(has_items(attributes, before) for attributes, before in self._objects)
-            and all(_content(slot, value) is content for slot, value, content in self._slots)
-            and all(has_items(_own_attributes(attributes), before) for attributes, before in self._modules)
-            and all(state_of(generator) == state for generator, state in self._generators)
-        )
+        return all(record.is_present() for record in self._records)
 
     def put_back(self) -> None:
         """Restore the recorded state of all objects that have changed."""
-        for cell, content in self._cells:
-            cell.cell_contents = content
-        for space, used in self._globals:
-            _set_changed(space, used)
-        for attributes, before in self._objects:
-            restore(attributes, before)
-        for slot, value, content in self._slots:
-            _set_content(slot, value, content)
-        for attributes, before in self._modules:
-            now = _own_attributes(attributes)
-            if not has_items(now, before):
-                for name in now.keys() - before.keys():
-                    del attributes[name]
-                _set_changed(attributes, before)
-        for container, items in self._containers:
-            restore(container, items)
-        for generator, state in self._generators:
-            if state_of(generator) != state:
-                set_state(generator, state)
+        for record in self._records:
+            record.put_back()
 
 
-def _has(space: dict[str, Any], before: dict[str, Any]) -> bool:
-    return all(name in space and space[name] is value for name, value in before.items())
+@final
+class _OfModule(Record):
+    """The attributes of a module that are not torch's."""
 
+    __slots__ = ("_attributes", "own")
 
-def _set_changed(space: dict[str, Any], before: dict[str, Any]) -> None:
-    for name, value in before.items():
-        if name not in space or space[name] is not value:
-            space[name] = value
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self._attributes, self.own = attributes, _own_attributes(attributes)
+
+    def is_present(self) -> bool:
+        return has_items(_own_attributes(self._attributes), self.own)
+
+    def put_back(self) -> None:
+        now = _own_attributes(self._attributes)
+        if not has_items(now, self.own):
+            for name in now.keys() - self.own.keys():
+                del self._attributes[name]
+            put_changed(self._attributes, self.own)
+
+    def again(self) -> Record:
+        return _OfModule(self._attributes)
 
 
 def _slots_of(cls: type) -> list[MemberDescriptorType]:
     """Return the descriptors of the attributes that a class and its bases keep in `__slots__`."""
     bases = [base for base in cls.__mro__ if "__slots__" in vars(base) and not _is_foreign(base)]
     return [slot for base in bases for slot in vars(base).values() if isinstance(slot, MemberDescriptorType)]
-
-
-_EMPTY = object()
-"""A mark that stands for a slot without a value."""
-
-
-def _content(slot: MemberDescriptorType, value: Any) -> object:
-    """Return the attribute of an object that is in a slot. A property or `__getattr__` is not called."""
-    try:
-        content: object = slot.__get__(value)
-    except AttributeError:
-        return _EMPTY
-    return content
-
-
-def _set_content(slot: MemberDescriptorType, value: Any, content: object) -> None:
-    """Set the attribute of an object that is in a slot, also of a frozen dataclass, or empty the slot."""
-    if _content(slot, value) is content:
-        return
-    if content is _EMPTY:
-        slot.__delete__(value)
-    else:
-        slot.__set__(value, content)
 
 
 def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,216 @@
+"""Records of single Python objects. Each can tell whether its object has changed, and put it back."""
+
+from __future__ import annotations
+
+import abc
+from types import CellType, FunctionType, MemberDescriptorType
+from typing import Any, final
+
+import numpy as np
+
+from headwater.core.containers import Items, has_items, items_of, restore
+from headwater.core.random_states import set_state, state_of
+
+
+class Record(abc.ABC):
+    """Interface: the state of one object at one moment."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def is_present(self) -> bool:
+        """True if the object still has this state."""
+
+    @abc.abstractmethod
+    def put_back(self) -> None:
+        """Give the object this state again."""
+
+    @abc.abstractmethod
+    def again(self) -> Record:
+        """Return a record of the object's present state."""
+
+
+@final
+class OfContainer(Record):
+    """The items of a list, dictionary, set or deque. The attributes of an object are a dictionary too."""
+
+    __slots__ = ("container", "items")
+
+    def __init__(self, container: Any) -> None:
+        self.container, self.items = container, items_of(container)
+
+    def is_present(self) -> bool:
+        return has_items(self.container, self.items)
+
+    def put_back(self) -> None:
+        restore(self.container, self.items)
+
+    def again(self) -> Record:
+        return OfContainer(self.container)
+
+
+@final
+class OfCell(Record):
+    """The variable of an enclosing function.
+
+    Raises:
+        ValueError: if the variable has no value.
+    """
+
+    __slots__ = ("_cell", "content")
+
+    def __init__(self, cell: CellType) -> None:
+        self._cell, self.content = cell, cell.cell_contents
+
+    def is_present(self) -> bool:
+        return self._cell.cell_contents is self.content
+
+    def put_back(self) -> None:
+        self._cell.cell_contents = self.content
+
+    def again(self) -> Record:
+        return OfCell(self._cell)
+
+
+@final
+class OfVariables(Record):
+    """Some variables of a Python module. Its other variables may change."""
+
+    __slots__ = ("_space", "values")
+
+    def __init__(self, space: dict[str, Any], names: Any) -> None:
+        self._space = space
+        self.values = {name: space[name] for name in names if name in space}
+
+    def is_present(self) -> bool:
+        return all(name in self._space and self._space[name] is value for name, value in self.values.items())
+
+    def put_back(self) -> None:
+        put_changed(self._space, self.values)
+
+    def again(self) -> Record:
+        return OfVariables(self._space, self.values)
+
+
+@final
+class OfSlot(Record):
+    """The attribute of an object that is in a slot of its class, or that the slot is empty."""
+
+    __slots__ = ("_object", "_slot", "content")
+
+    def __init__(self, slot: MemberDescriptorType, value: Any) -> None:
+        self._slot, self._object = slot, value
+        self.content = self._present()
+
+    def _present(self) -> object:
+        # A property or `__getattr__` of the object is not called.
+        try:
+            content: object = self._slot.__get__(self._object)
+        except AttributeError:
+            return _EMPTY
+        return content
+
+    def is_present(self) -> bool:
+        return self._present() is self.content
+
+    def put_back(self) -> None:
+        if self.is_present():
+            return
+        if self.content is _EMPTY:
+            self._slot.__delete__(self._object)
+        else:
+            self._slot.__set__(self._object, self.content)  # also if it is a frozen dataclass
+
+    def again(self) -> Record:
+        return OfSlot(self._slot, self._object)
+
+
+@final
+class OfClass(Record):
+    """The attributes of a class, without its methods and those that Python adds, such as `__doc__`."""
+
+    __slots__ = ("_class", "attributes")
+
+    def __init__(self, cls: type) -> None:
+        self._class, self.attributes = cls, _attributes_of_class(cls)
+
+    def is_present(self) -> bool:
+        return has_items(_attributes_of_class(self._class), self.attributes)
+
+    def put_back(self) -> None:
+        now = _attributes_of_class(self._class)
+        # By Python's own class: a metaclass may refuse changes.
+        for name in now.keys() - self.attributes.keys():
+            type.__delattr__(self._class, name)
+        for name, value in self.attributes.items():
+            if now.get(name, _EMPTY) is not value:
+                type.__setattr__(self._class, name, value)
+
+    def again(self) -> Record:
+        return OfClass(self._class)
+
+
+@final
+class OfArray(Record):
+    """The values of a numpy array."""
+
+    __slots__ = ("_array", "_values")
+
+    def __init__(self, array: Any) -> None:
+        self._array, self._values = array, array.copy()
+
+    def is_present(self) -> bool:
+        # As bytes: NaN equals no other value.
+        same_shape = bool(self._array.shape == self._values.shape)
+        return same_shape and self._array.tobytes() == self._values.tobytes()
+
+    def put_back(self) -> None:
+        # The values of an array that was resized in place are lost.
+        if self._array.shape == self._values.shape and not self.is_present():
+            np.copyto(self._array, self._values)
+
+    def again(self) -> Record:
+        return OfArray(self._array)
+
+
+@final
+class OfGenerator(Record):
+    """The state of a random generator."""
+
+    __slots__ = ("_generator", "_state")
+
+    def __init__(self, generator: Any) -> None:
+        self._generator, self._state = generator, state_of(generator)
+
+    def is_present(self) -> bool:
+        return bool(state_of(self._generator) == self._state)
+
+    def put_back(self) -> None:
+        if not self.is_present():
+            set_state(self._generator, self._state)
+
+    def again(self) -> Record:
+        return OfGenerator(self._generator)
+
+
+_EMPTY = object()
+"""A mark that stands for an attribute without a value."""
+
+
+def put_changed(space: dict[str, Any], before: Items) -> None:
+    """Set the items of a dictionary that differ from those before. Other items stay."""
+    assert isinstance(before, dict)
+    for name, value in before.items():
+        if name not in space or space[name] is not value:
+            space[name] = value
+
+
+_METHODS = (FunctionType, classmethod, staticmethod, property)
+
+
+def _attributes_of_class(cls: type) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(cls).items()
+        if not (isinstance(value, _METHODS) or name[:2] == name[-2:] == "__")
+    }
