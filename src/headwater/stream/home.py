@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.core.stage import ParamKey, ParamSpec, dense_strides
-from headwater.store.gradients.port import editable
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
@@ -93,7 +92,7 @@ class Home:
         if self.key in self.store.gradients.status.sparse:
             zeros = zeros.to_sparse(1)
         # A loop may keep the tensors of its gradients, and use them again in each step.
-        kept = editable(self.store.gradients).kept(self.key, zeros)
+        kept = self.store.kept_gradient(self.key, zeros)
         self.set_gradient(zeros if kept is None or kept.requires_grad else kept.zero_())
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
