@@ -304,7 +304,7 @@ def test_set_copies_values_and_refuses_other_memory(tmp_path):
         weight.set_(weight)
         assert torch.equal(weight.clone(), torch.full((6, 6), 0.5))
         for tensor in (weight, weight.data):
-            with pytest.raises(StreamError, match="replace the memory"):
+            with pytest.raises(StreamError, match="other memory"):
                 tensor.set_(torch.zeros(36), 0, (6, 6), (6, 1))
     with pytest.raises(StreamError, match="changed in place"):
         weight.set_(torch.zeros(6, 6))
@@ -359,6 +359,6 @@ def test_backward_of_a_forward_before_the_change_and_after_another_forward(tmp_p
     loss = model(inputs(0)).sum()
     swap(model)
     model(inputs(1))
-    with pytest.raises(StreamError, match="its structure was changed"):
+    with pytest.raises(StreamError, match="structure was changed"):
         loss.backward()
     cstorch.release(model)

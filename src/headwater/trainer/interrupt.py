@@ -30,6 +30,7 @@ class Interrupt:
 
     Attributes:
         requested: True if the run should stop as soon as its step is complete.
+        hung_up: True if the terminal was closed.
 
     Args:
         last_checkpoint: returns the last complete checkpoint; `None` before the first one.
@@ -38,6 +39,7 @@ class Interrupt:
     def __init__(self, last_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
         self._last_checkpoint = last_checkpoint
         self.requested = False  # set by a signal here, or when another rank got one
+        self.hung_up = False
         self._heard = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -57,7 +59,7 @@ class Interrupt:
 
         When a terminal closes, both the kernel and the shell send the signal.
         """
-        self.requested = True
+        self.requested = self.hung_up = True
 
 
 def _say(text: str) -> None:
@@ -83,8 +85,13 @@ def interrupts(last_checkpoint: Callable[[], Path | None] = lambda: None) -> Ite
     handlers: dict[int, Handler] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), interrupt.handle)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         handlers[signal.SIGHUP] = interrupt.handle_hangup
-    with handled(handlers):
-        yield interrupt
+    try:
+        with handled(handlers):
+            yield interrupt
+    finally:
+        if interrupt.hung_up:
+            # The shell may send the signal again while the process ends.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def shielded(items: Iterable[Item]) -> Iterator[Item]:

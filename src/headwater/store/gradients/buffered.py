@@ -60,8 +60,9 @@ class BufferedSums:
             # Before the sums are taken out of the buffer.
             self.save(stage)
             self._return_lent(stage)
-            held = self._buffer.take(stage) or [None] * len(self._stages[stage].params)
-            sums = [self._in_lent_memory((stage, param), total) for param, total in enumerate(held)]
+            sums = self._buffer.take(stage) or [None] * len(self._stages[stage].params)
+            if self._loans:
+                sums = [self._in_lent_memory((stage, param), total) for param, total in enumerate(sums)]
             self._open[stage] = OpenStage(sums)
         return self._open[stage]
 
@@ -71,7 +72,7 @@ class BufferedSums:
         if opened is None:
             return
         self._buffer.put(stage, opened.gradients)
-        for param, total in enumerate(opened.gradients):
+        for param, total in enumerate(opened.gradients if self._loans else ()):
             mine = None if total is None else self.lent_before((stage, param), total)
             if mine is not None and total is not None and mine.data_ptr() == total.data_ptr():
                 # The loop still has the tensor, and may change it.
@@ -181,6 +182,8 @@ class BufferedSums:
 
     def _return_lent(self, stage: int) -> None:
         """Write lent tensors back to the buffer. A buffer in memory has lent its own memory, not copies."""
+        if not self._lent:
+            return
         keys = [(stage, param) for param in range(len(self._stages[stage].params))]
         if self._buffer.is_memory(stage):
             held = self._buffer.look(stage)
