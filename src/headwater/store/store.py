@@ -218,10 +218,6 @@ class WeightStore:
         self.access.flush(key[0])
         editable(self.gradients).replace(key, gradient.to(self.gradient_device(key[0])))
 
-    def kept_gradient(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor of a gradient that the loop still keeps; see `EditableGradients.kept`."""
-        return editable(self.gradients).kept(key, like)
-
     def borrow_gradient(self, key: ParamKey) -> torch.Tensor | None:
         """Return the gradient sum of one parameter, or `None`; see `GradientSink.borrow`."""
         gradients = self.gradients

@@ -59,8 +59,7 @@ class Executor:
         *,
         compiled: bool = False,
     ) -> None:
-        self._plan = plan
-        self._store = store
+        self._plan, self._store = plan, store
         self._binder = binder
         self._weights = weights
         self._backward = BackwardWatch(self._end_backward)

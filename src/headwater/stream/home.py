@@ -92,7 +92,7 @@ class Home:
         if self.key in self.store.gradients.status.sparse:
             zeros = zeros.to_sparse(1)
         # A loop may keep the tensors of its gradients, and use them again in each step.
-        kept = self.store.kept_gradient(self.key, zeros)
+        kept = self.store.gradients.kept(self.key, zeros)
         self.set_gradient(zeros if kept is None or kept.requires_grad else kept.zero_())
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:

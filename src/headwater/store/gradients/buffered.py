@@ -10,7 +10,6 @@ the update gets a copy if the loop can still reach the memory.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Collection, Sequence
 from typing import final
 
@@ -18,7 +17,7 @@ import torch
 
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.store.gradients.buffer import GradientBuffer
-from headwater.store.gradients.loans import is_used_elsewhere
+from headwater.store.gradients.loans import Loans, filled, is_used_elsewhere
 from headwater.store.gradients.port import Gradients
 
 
@@ -39,6 +38,9 @@ class OpenStage:
 class BufferedSums:
     """The gradient sums of one rank. Some may be lent to the user's loop, or saved for an undo.
 
+    Attributes:
+        loans: the tensors that the loop got.
+
     Args:
         stages: the stages.
         buffer: holds the sums of stages that are not open.
@@ -49,7 +51,7 @@ class BufferedSums:
         self._buffer = buffer
         self._open: dict[int, OpenStage] = {}
         self._lent: dict[ParamKey, torch.Tensor] = {}
-        self._loans: dict[ParamKey, weakref.ref[torch.Tensor]] = {}  # the last tensor that the loop got
+        self.loans = Loans()
         self._returned: set[ParamKey] = set()  # sums in files that were lent, and written back
         self._undoable: frozenset[int] = frozenset()  # stages that must be saved before a sum of them changes
         self._saved: set[int] = set()  # the stages in `_undoable` whose sums are saved
@@ -61,8 +63,8 @@ class BufferedSums:
             self.save(stage)
             self._return_lent(stage)
             sums = self._buffer.take(stage) or [None] * len(self._stages[stage].params)
-            if self._loans:
-                sums = [self._in_lent_memory((stage, param), total) for param, total in enumerate(sums)]
+            if self.loans.tensors:
+                sums = [self.loans.in_kept_memory((stage, param), total) for param, total in enumerate(sums)]
             self._open[stage] = OpenStage(sums)
         return self._open[stage]
 
@@ -72,8 +74,8 @@ class BufferedSums:
         if opened is None:
             return
         self._buffer.put(stage, opened.gradients)
-        for param, total in enumerate(opened.gradients if self._loans else ()):
-            mine = None if total is None else self.lent_before((stage, param), total)
+        for param, total in enumerate(opened.gradients if self.loans.tensors else ()):
+            mine = None if total is None else self.loans.kept((stage, param), total)
             if mine is not None and total is not None and mine.data_ptr() == total.data_ptr():
                 # The loop still has the tensor, and may change it.
                 self._lent[stage, param] = mine
@@ -128,27 +130,14 @@ class BufferedSums:
                 lent = {index: total for index, total in enumerate(held) if (stage, index) in present}
             for index, total in lent.items():
                 if total is not None and (stage, index) not in self._lent:
-                    mine = self.lent_before((stage, index), total)
-                    self.note_lent((stage, index), total.detach() if mine is None else _filled(mine, total))
+                    mine = self.loans.kept((stage, index), total)
+                    self.note_lent((stage, index), total.detach() if mine is None else filled(mine, total))
         return self._lent[key]
 
     def note_lent(self, key: ParamKey, lent: torch.Tensor) -> None:
         """Record the tensor by which the loop reads and changes a sum. Its values are those of the sum."""
         self._lent[key] = lent
-        self._loans[key] = weakref.ref(lent)
-
-    def lent_before(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the last tensor that the loop got of a gradient, if it has it still and is like `like`."""
-        loan = self._loans.get(key)
-        mine = None if loan is None else loan()
-        if mine is None or (mine.layout, mine.dtype, mine.shape) != (like.layout, like.dtype, like.shape):
-            return None
-        return None if mine.is_sparse else mine
-
-    def _in_lent_memory(self, key: ParamKey, total: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a sum in the memory of the tensor that the loop has of it, or else the sum itself."""
-        mine = None if total is None else self.lent_before(key, total)
-        return total if total is None or mine is None else _filled(mine, total).detach()
+        self.loans.note(key, lent)
 
     def may_change(self, key: ParamKey) -> bool:
         """True if a sum may be changed in place: it is not the tensor that is saved for an undo."""
@@ -161,7 +150,7 @@ class BufferedSums:
     def stop_lending(self, key: ParamKey) -> None:
         """Forget that a sum was lent. Called when another tensor replaces the sum."""
         self._lent.pop(key, None)
-        self._loans.pop(key, None)
+        self.loans.tensors.pop(key, None)
         self._returned.discard(key)
 
     def end_loan(self, key: ParamKey) -> None:
@@ -172,7 +161,7 @@ class BufferedSums:
             held = self._buffer.look(stage)
             # Dropped first: then only the loop's own references are left.
             del self._lent[key]
-            mine = self._loans[key]()
+            mine = self.loans.last(key)
             if mine is not None or is_used_elsewhere(held[param]):
                 # Until the copy is there: memory may be missing for it.
                 self._lent[key] = _alias(held[param]) if mine is None else mine
@@ -233,7 +222,7 @@ class BufferedSums:
                     self._buffer.drop(spec.index, param)
         # Tensors that the loop still has belong to the step that was undone.
         self._lent.clear()
-        self._loans.clear()
+        self.loans.tensors.clear()
         self._returned.clear()
 
     def forget(self) -> None:
@@ -245,16 +234,9 @@ class BufferedSums:
     def close(self) -> None:
         """Release memory and files."""
         self._lent.clear()
-        self._loans.clear()
+        self.loans.tensors.clear()
         self._open.clear()
         self._buffer.close()
-
-
-def _filled(mine: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of the loop with the values of a sum."""
-    if mine.data_ptr() != total.data_ptr():
-        mine.detach().copy_(total)
-    return mine
 
 
 def _alias(gradient: torch.Tensor | None) -> torch.Tensor:

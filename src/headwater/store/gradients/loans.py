@@ -1,8 +1,53 @@
-"""Tells whether a user's loop can still reach the memory of a gradient."""
+"""The tensors by which a user's loop reads gradients, and whether it can still reach their memory."""
 
 from __future__ import annotations
 
+import weakref
+from typing import final
+
 import torch
+
+from headwater.core.stage import ParamKey
+
+
+@final
+class Loans:
+    """The last tensor of each gradient that a user's loop got. The loop may have dropped it since.
+
+    Attributes:
+        tensors: weak references to these tensors.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[ParamKey, weakref.ref[torch.Tensor]] = {}
+
+    def note(self, key: ParamKey, lent: torch.Tensor) -> None:
+        """Record the tensor that the loop gets of a gradient."""
+        self.tensors[key] = weakref.ref(lent)
+
+    def last(self, key: ParamKey) -> torch.Tensor | None:
+        """Return the last tensor that the loop got of a gradient, if the loop still has it."""
+        loan = self.tensors.get(key)
+        return None if loan is None else loan()
+
+    def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
+        """Return the same tensor, if it is dense and has the dtype and shape of `like`."""
+        mine = self.last(key)
+        if mine is None or (mine.layout, mine.dtype, mine.shape) != (like.layout, like.dtype, like.shape):
+            return None
+        return None if mine.is_sparse else mine
+
+    def in_kept_memory(self, key: ParamKey, total: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a sum in the memory of the tensor that the loop has of it, or else the sum itself."""
+        mine = None if total is None else self.kept(key, total)
+        return total if total is None or mine is None else filled(mine, total).detach()
+
+
+def filled(mine: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of the loop with the values of a sum."""
+    if mine.data_ptr() != total.data_ptr():
+        mine.detach().copy_(total)
+    return mine
 
 
 def is_used_elsewhere(gradient: torch.Tensor | None) -> bool:

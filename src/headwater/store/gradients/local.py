@@ -50,7 +50,9 @@ class LocalGradients(EditableGradients):
         opened = self._sums.open(stage)
         before = opened.gradients[param]
         # With `backward(create_graph=True)` the loop may differentiate the gradients that it reads.
-        recorded = self._recorded(key, before, gradient) if gradient.requires_grad else None
+        recorded = (
+            _recorded(self._sums, key, before, gradient, self._sum_dtype) if gradient.requires_grad else None
+        )
         total = self._added(key, before, gradient) if recorded is None else recorded.detach()
         opened.gradients[param] = total
         if total is not before or total.is_sparse:  # an addition gives a sparse tensor other memory
@@ -74,13 +76,6 @@ class LocalGradients(EditableGradients):
         if total.dtype in NARROW:
             total = total.to(self._stages[key[0]].params[key[1]].dtype)
         return add(total, gradient, in_place=self._sums.may_change(key))
-
-    def _recorded(self, key: ParamKey, total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a gradient that has a graph and of the gradients before, with its graph."""
-        if total is None:
-            return gradient if self._sum_dtype is None else gradient.to(self._sum_dtype)
-        before = self._sums.lent_before(key, total)
-        return add(total if before is None else before, gradient, in_place=False)
 
     def drain(self) -> None:
         pass
@@ -152,7 +147,7 @@ class LocalGradients(EditableGradients):
         self.status.consumed.discard(key)
 
     def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
-        return self._sums.lent_before(key, like)
+        return self._sums.loans.kept(key, like)
 
     def remember(self, keys: Collection[ParamKey] | None = None) -> None:
         self._sums.settle_all()
@@ -181,3 +176,17 @@ class LocalGradients(EditableGradients):
 
 def _norm_on_host(gradient: torch.Tensor) -> torch.Tensor:
     return gradient_norm(gradient).to("cpu")
+
+
+def _recorded(
+    sums: BufferedSums,
+    key: ParamKey,
+    total: torch.Tensor | None,
+    gradient: torch.Tensor,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """Return the sum of a gradient that has a graph and of the gradients before, with its graph."""
+    if total is None:
+        return gradient if dtype is None else gradient.to(dtype)
+    before = sums.loans.kept(key, total)
+    return add(total if before is None else before, gradient, in_place=False)

@@ -101,6 +101,13 @@ class GradientSink(abc.ABC):
         """
 
     @abc.abstractmethod
+    def kept(self, key: ParamKey, like: Tensor) -> Tensor | None:
+        """Return the tensor that the loop got of a gradient and still keeps; `None` if it is not like `like`.
+
+        With several ranks it is not known.
+        """
+
+    @abc.abstractmethod
     def multiply(self, key: ParamKey, factor: Callable[[], Tensor]) -> None:
         """Multiply the sum of one parameter by `factor()`, if the sum is present.
 
@@ -126,13 +133,6 @@ class EditableGradients(GradientSink):
     @abc.abstractmethod
     def replace(self, key: ParamKey, gradient: Tensor) -> None:
         """Replace the sum of one parameter. The caller may change the tensor in place until the commit."""
-
-    @abc.abstractmethod
-    def kept(self, key: ParamKey, like: Tensor) -> Tensor | None:
-        """Return the tensor that the loop got of a gradient and still keeps; `None` if it is not like `like`.
-
-        With several ranks it is not known.
-        """
 
     @abc.abstractmethod
     def remember(self, keys: Collection[ParamKey] | None = None) -> None:

@@ -117,6 +117,9 @@ class RankGradients(GradientSink):
     def borrow(self, key: ParamKey) -> torch.Tensor | None:
         return self.sums.whole(key).clone() if key in self.status.present else None
 
+    def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
+        return None
+
     def multiply(self, key: ParamKey, factor: Callable[[], torch.Tensor]) -> None:
         if key in self.status.present and self.sums.is_mine(key):
             with self.sums.storage.changing(key) as total:
