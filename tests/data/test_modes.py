@@ -227,6 +227,7 @@ def test_labelled_texts_of_a_tokenizer_without_special_tokens(tokenizer, tmp_pat
         ({"text": "a", "label": "glda"}, ("sad", "glad"), "expected a class of --labels, got 'glda'"),
         ({"text": "a", "label": "glad"}, (), "expected the number of a class, got 'glad'"),
         ({"text": "a", "label": -1}, (), "expected the number of a class, got -1"),
+        ({"text": "a", "label": "12345678901"}, (), "expected the number of a class, got '12345678901'"),
         ({"text": "a", "label": True}, (), "expected the number of a class, got True"),
         ({"text": "a"}, (), "record has no field 'label'"),
     ],

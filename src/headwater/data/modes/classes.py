@@ -108,8 +108,9 @@ def _class(context: Context, record: Record) -> int:
 
 def _number(label: Any) -> int | None:
     """Return the number that a label is. In a CSV file all values are text."""
-    if isinstance(label, str) and label.isascii() and label.isdigit():
-        label = int(label[:10])
+    # The largest number has ten digits. Python refuses to read a text of thousands of digits.
+    if isinstance(label, str) and label.isascii() and label.isdigit() and len(label) <= 10:
+        label = int(label)
     is_number = isinstance(label, int) and not isinstance(label, bool) and 0 <= label < 1 << 31
     return label if is_number else None
 
