@@ -125,6 +125,29 @@ def test_the_class_of_a_module_is_restored():
     assert Own.calls == 0
 
 
+def encoder(x):
+    return x
+
+
+def test_functions_and_classes_that_a_forward_registers_stay_registered():
+    class Registry:
+        known: ClassVar = {"first": 1}
+
+        def __setitem__(self, name, value):
+            self.known[name] = value
+
+    registry, value = Registry(), torch.ones(1)
+
+    def function():
+        registry["first"] = 2
+        registry["encoder"], registry["class"] = encoder, Registry
+        registry["closure"], registry["tensor"] = lambda: value, value
+
+    with effects_undone(hooked(function)):
+        function()
+    assert Registry.known == {"first": 1, "encoder": encoder, "class": Registry}
+
+
 def test_owners_of_methods_of_python_are_reached():
     waiting = deque([1, 2])
     take = waiting.popleft

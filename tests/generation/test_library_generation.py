@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from headwater.config.models.huggingface import HuggingFaceConfig
+from headwater.core.effects import effects_undone
 from headwater.core.errors import ConfigError
 from headwater.generation.batcher import Batcher
 from headwater.generation.requests import GenerationRequest, Limits
@@ -75,6 +76,22 @@ def test_greedy_tokens_equal_those_of_the_library(model):
     assert [each.output for each in found] == expected
     assert hasattr(ours.new_cache(4), "layers") == (family in SIDE_BY_SIDE)
     assert ours.hf.config._attn_implementation == theirs.config._attn_implementation
+
+
+def test_the_attention_is_known_after_a_first_run_that_was_undone(model):
+    family, ours, _ = model
+    if family != "gpt2":
+        return
+
+    def generate():
+        batcher = Batcher(ours, "cpu", Limits(100, 5, 3))
+        batcher.add(GenerationRequest((1, 2), 3))
+        batcher.run()
+
+    transformers.AttentionInterface._global_mapping.pop("headwater_side_by_side", None)
+    with effects_undone(ours):  # as in the dry run of a planner
+        generate()
+    generate()
 
 
 def test_attention_with_unknown_tensors_is_refused(model, monkeypatch):

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-from headwater.core.containers import CONTAINERS, has_items
+from headwater.core.containers import CONTAINERS, Items, has_items
 from headwater.core.python_records import (
     OfArray,
     OfCell,
     OfClass,
     OfContainer,
     OfGenerator,
+    OfRegistry,
     OfSlot,
     OfVariables,
     Record,
@@ -165,14 +166,26 @@ class PythonState:
         for value in used.values.values():
             # The code of functions that a function calls would lead through whole libraries.
             if not isinstance(value, FunctionType):
-                self.visit(value, depth - 1)
+                self._visit_shared(value, depth - 1)
             elif not _is_foreign(value):
                 self._visit_attributes(value, depth - 1)
+
+    def _visit_shared(self, value: Any, depth: int) -> None:
+        """Record the state of a variable of a Python module or a class. A dictionary is a registry."""
+        if isinstance(value, dict) and depth >= 0 and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            registry = OfRegistry(value)
+            self._records.append(registry)
+            self._visit_items(registry.items, depth)
+        else:
+            self.visit(value, depth)
 
     def _visit_container(self, container: Any, depth: int) -> None:
         record = OfContainer(container)
         self._records.append(record)
-        items = record.items
+        self._visit_items(record.items, depth)
+
+    def _visit_items(self, items: Items, depth: int) -> None:
         if len(items) <= _LARGEST:
             for item in items.values() if isinstance(items, dict) else items:
                 self.visit(item, depth - 1)
@@ -185,7 +198,7 @@ class PythonState:
             record = OfClass(base)
             self._records.append(record)
             for value in record.attributes.values():
-                self.visit(value, depth - 1)
+                self._visit_shared(value, depth - 1)
 
     def _visit_attributes(self, value: Any, depth: int) -> None:
         record = OfContainer(vars(value))

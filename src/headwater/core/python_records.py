@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from types import CellType, FunctionType, MemberDescriptorType
+from types import CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, final
 
 import numpy as np
@@ -47,6 +47,33 @@ class OfContainer(Record):
 
     def again(self) -> Record:
         return OfContainer(self.container)
+
+
+@final
+class OfRegistry(Record):
+    """The items of a dictionary that belongs to a class or a Python module, not to one object.
+
+    Definitions that were added stay: functions without enclosing variables, classes and Python modules.
+    They hold nothing of the forward that added them, and code that registers them often does so only once.
+    """
+
+    __slots__ = ("_registry", "items")
+
+    def __init__(self, registry: dict[Any, Any]) -> None:
+        self._registry = registry
+        self.items: Any = items_of(registry)
+
+    def is_present(self) -> bool:
+        return has_items(self._registry, self.items)
+
+    def put_back(self) -> None:
+        now = items_of(self._registry)
+        assert isinstance(now, dict)
+        added = {name: now[name] for name in now if name not in self.items and _is_definition(now[name])}
+        restore(self._registry, self.items | added)
+
+    def again(self) -> Record:
+        return OfRegistry(self._registry)
 
 
 @final
@@ -203,6 +230,12 @@ def put_changed(space: dict[str, Any], before: Items) -> None:
     for name, value in before.items():
         if name not in space or space[name] is not value:
             space[name] = value
+
+
+def _is_definition(value: Any) -> bool:
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None
+    return isinstance(value, type | ModuleType)
 
 
 _METHODS = (FunctionType, classmethod, staticmethod, property)

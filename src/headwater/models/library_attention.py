@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -50,7 +49,6 @@ def side_by_side_attention(model: Any, pieces: Sequence[Piece]) -> Iterator[None
         _PIECES.reset(token)
 
 
-@functools.cache
 def _register() -> None:
     """Make the attention known to the library. Without a mask function of this name, it makes no masks."""
     from transformers import AttentionInterface
