@@ -101,6 +101,12 @@ def _random(key: str, shape: tuple[int, ...]) -> torch.Tensor:
 def train(store: WeightStore, step: int, *, used: Iterable[int] | None = None) -> None:
     """Fetch the stages `used` (default: all), add gradients that depend on step and name, and commit."""
     stages = [store.stages[index] for index in used] if used is not None else store.stages
+    add_gradients(store, step, stages)
+    store.commit(Update(step, {"lr": 0.01 / (step + 1)}))
+
+
+def add_gradients(store: WeightStore, step: int, stages: Sequence[StageSpec]) -> None:
+    """Fetch the stages, and add gradients that depend on step and name."""
     store.begin_step()
     for stage in stages:
         fetch_stage(store, stage.index)
@@ -110,7 +116,6 @@ def train(store: WeightStore, step: int, *, used: Iterable[int] | None = None) -
                 gradient = _random(f"{step} {spec.name}", spec.shape).to(spec.wire_dtype)
                 store.add_gradient((stage.index, index), gradient, last=True)
     store.end_micro_batch()
-    store.commit(Update(step, {"lr": 0.01 / (step + 1)}))
 
 
 def fetch_stage(store: WeightStore, stage: int) -> None:

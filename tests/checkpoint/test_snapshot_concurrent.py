@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_runs import MOMENTUM, STAGES, assert_same, fetch_stage, make_store, train
+from checkpoint_runs import MOMENTUM, STAGES, add_gradients, assert_same, fetch_stage, make_store, train
 from torch import nn
 
 from headwater.core.errors import DiskFullError
@@ -67,6 +67,34 @@ def test_a_snapshot_includes_only_updates_up_to_its_step(tmp_path, used, order):
         fetch_stage(store, stage)
     assert_is_step(snapshot.run(), 2)
     assert_same(store, reference)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk", "device"])
+@pytest.mark.parametrize("first", ["the snapshot", "an update"])
+def test_a_snapshot_includes_the_older_of_two_commits_of_a_stage(tmp_path, tier, first):
+    """Two optimizers share the stages: one commits before the snapshot begins, the other afterwards."""
+    folder = tmp_path / "tier" if tier == "disk" else None
+    store, reference = make_store(folder, on_device=tier == "device"), make_store()
+    for each in (store, reference):
+        add_gradients(each, 0, each.stages)
+        commit_some(each, 0)
+    snapshot = Snapshot(store, tmp_path / "c", 1)
+    commit_some(store, 1)
+    if first == "an update":
+        fetch_stage(store, 0)
+    loaded = make_store()
+    SavedCheckpoint(snapshot.run()).restore(loaded)
+    assert_same(loaded, reference)
+    commit_some(reference, 1)
+    assert_same(store, reference)
+    store.close()
+
+
+def commit_some(store, param: int) -> None:
+    """Commit the gradient of one parameter of each stage, as one of two optimizers."""
+    keys = [key for key in store.gradients.status.present if key[1] == param]
+    update = Update(1, {"lr": 0.1})
+    store.commit(update, dict.fromkeys(keys, update))
 
 
 def test_a_weight_replaced_during_a_snapshot_is_saved_with_its_old_values(tmp_path):

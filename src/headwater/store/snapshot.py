@@ -28,7 +28,7 @@ class Snapshot:
     lock. An error on a training thread does not stop training; `run` raises it.
 
     Args:
-        store: the store; it has one snapshot at a time.
+        store: the store; it has one snapshot at a time. With several ranks, all have called `flush` before.
         folder: the checkpoint; it appears under this name when it is complete.
         step: training steps before it.
         buffers: tensors of the model that are not parameters; written at once.
@@ -61,9 +61,11 @@ class Snapshot:
         self._failure: HeadwaterError | None = None
         self._hook_before = store.access.before_update
         self._received = receive_pieces(store)
+        # A later commit that takes these gradients would become one pending update with the older commits.
+        uncommitted = {stage for stage, _ in store.gradients.status.present}
         for stage in store.stages:
             # On this thread, because another thread would need its own workspaces on the device.
-            if store.tier.on_device(stage.index) is not None:
+            if stage.index in uncommitted or store.tier.on_device(stage.index) is not None:
                 store.flush_stage(stage.index)
         self._files = CheckpointFiles(folder, store.stages, store.rule, buffers=buffers, extras=extras)
         # Last: an error above must not leave a hook behind.
