@@ -41,7 +41,7 @@ from headwater.cli.main import main as headwater_main
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.store.store import WeightStore
-from headwater.stream.at_rest import home_of
+from headwater.stream.detached import home_of
 
 BYTES_PER_PARAMETER = 12
 VOCABULARY = 8192

@@ -14,18 +14,12 @@ from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor
 from headwater.core.stage import ParamSpec
 from headwater.store.layout import Scalars
-from headwater.stream.at_rest import (
-    LAYOUT,
-    AtRest,
-    all_of,
-    becomes_parameter_when_marked,
-    is_metadata,
-    on_values,
-    stand_in,
-)
+from headwater.stream.at_rest import AtRest, all_of, on_values
 from headwater.stream.home import Home
+from headwater.stream.new_parameters import becomes_parameter_when_marked
 from headwater.stream.parameter_memory import KeptHome
 from headwater.stream.parameters import ParameterAtRest
+from headwater.stream.placeholders import LAYOUT, is_metadata, stand_in
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from headwater.core.empty import settle_lazy_parameters
 from headwater.core.precision import Precision
 from headwater.fabric.membership import current
 from headwater.plan.writes import refuse_assignments_after_use
-from headwater.stream.at_rest import values_of
+from headwater.stream.detached import values_of
 
 if TYPE_CHECKING:
     from headwater.api.planner import Planner

@@ -15,7 +15,7 @@ from torch.nn.utils import stateless
 
 from headwater.core.errors import StreamError
 from headwater.core.overlap import overlapping
-from headwater.stream.at_rest import values_of
+from headwater.stream.detached import values_of
 
 _LENDER = getattr(getattr(stateless, "_functional_call", None), "__code__", None)
 """The code of torch's `functional_call`, which replaces parameters while the model runs."""

@@ -1,4 +1,4 @@
-"""Operations on tensors whose values are in the weight store. They read the store, and write changes back.
+"""Operations on tensors whose values are in the weight store, and the views that such operations return.
 
 [Note: parameters at rest]
 Inside the forward of its module a parameter is a plain `nn.Parameter` over a slab. Between forwards the same
@@ -7,12 +7,6 @@ and dtypes are known without the store. Values are read from the store, and valu
 are written back. Gradients are added to the sums in the store. A view of a parameter in plain PyTorch
 (`param.data`, `param[0]`, …) is a `PartAtRest`, which works the same way. So a model or a loop can read and
 write weights anywhere: it never reads memory without values, and no write is lost.
-
-[Note: new parameters]
-`nn.Parameter(tensor)` shares the memory of the tensor, but a tensor at rest has no such memory. So the new
-parameter is a copy, and its attribute `taken_from` refers to the original. In plain PyTorch the two would be
-tied, so a model with both of them is refused. `nn.Parameter.__new__` calls `detach`, expects a tensor of the
-same class, and sets `_is_param`; at that moment the copy becomes a plain parameter.
 """
 
 from __future__ import annotations
@@ -21,43 +15,22 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from headwater.core.errors import StreamError
-from headwater.core.lazy import LazyTensor, StoredTensor
 from headwater.core.read_only_storage import Storage, read_only
 from headwater.plan.alive import has_storage
 from headwater.stream.home import Home
-from headwater.stream.parameter_memory import KeptHome, Memory, Values
+from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
+from headwater.stream.parameter_memory import KeptHome
+from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, is_metadata, stand_in
 from headwater.stream.recorded import RecordedRead
 
 logger = logging.getLogger(__name__)
-
-_VALUE_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-_METADATA = frozenset({
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.Tensor.nelement,
-    torch.Tensor.element_size, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.get_device,
-    torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_signed,
-    torch.Tensor.is_contiguous, torch.Tensor.is_shared, torch.Tensor.is_pinned,
-    torch.Tensor.__len__, torch.Tensor.__hash__, torch.Tensor.requires_grad_, torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.is_floating_point, torch.is_complex, torch.numel,
-})  # fmt: skip
-
-DATA: Any = torch.Tensor.data
-"""The attribute `data`; its getter and setter are functions that `__torch_function__` sees."""
-
-LAYOUT = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
-"""Functions that depend on strides. They run on `meta`, because a tensor at rest is one expanded element."""
-
-BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
-"""Functions that identify tensors in an autograd graph and do not read their values."""
 
 View = Callable[[torch.Tensor], torch.Tensor]
 T = TypeVar("T", bound=torch.Tensor)
@@ -98,7 +71,7 @@ class AtRest:
         Raises:
             StreamError: if the values are in the store: other processes would not see later changes.
         """
-        view = _plain_view(self)
+        view = plain_view(self)
         if view is self:
             raise _not_shared(self.home)
         found: torch.Tensor = view.share_memory_()
@@ -125,14 +98,6 @@ def all_of(whole: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _become_parameter(tensor: torch.Tensor, value: bool) -> None:
-    tensor.__class__ = nn.Parameter
-
-
-becomes_parameter_when_marked = property(lambda tensor: False, _become_parameter)
-"""The attribute `_is_param` of a tensor at rest; see [Note: new parameters]."""
-
-
 class PartAtRest(AtRest, torch.Tensor):
     """A tensor at rest that would be a view of a parameter in plain PyTorch.
 
@@ -150,7 +115,7 @@ class PartAtRest(AtRest, torch.Tensor):
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `StreamError` if the values are in the store. Otherwise set the memory, as torch does."""
-        view = _plain_view(self)
+        view = plain_view(self)
         if view is self:
             raise moved(self.home, "set_")
         return view.set_(*args, **kwargs)
@@ -167,87 +132,9 @@ class PartAtRest(AtRest, torch.Tensor):
                 return func(*args, **(kwargs or {}))
             if func is torch.Tensor.detach and becomes_parameter(sys._getframe(1)):
                 return new_parameter(args[0], args[0].source.param)
-            if func == DATA.__set__ and _plain_view(args[0]) is args[0]:
+            if func == DATA.__set__ and plain_view(args[0]) is args[0]:
                 raise moved(args[0].home, "tensor.data.data = …")
             return on_values(func, args, kwargs or {})
-
-
-class DetachedAtRest(AtRest, StoredTensor):
-    """The result of `detach` of a parameter at rest. Writes to it, or to its views, reach the store.
-
-    Attributes:
-        source: the memory of the parameter.
-        again_of: the detached tensor that `detach` was called on; `None` if it was called on the parameter.
-    """
-
-    again_of: DetachedAtRest | None = None
-    selection = staticmethod(all_of)
-
-    @classmethod
-    def of(cls, param: Any) -> DetachedAtRest:
-        """Return the detached tensor of a parameter at rest."""
-        found = cls(Values(param), param.home.spec.shape, param.home.spec.dtype, param.home.device)
-        found.source, found.owner = found.read_pieces.memory, param  # type: ignore[attr-defined]
-        return found
-
-    @property
-    def home(self) -> Home:  # type: ignore[override]
-        found: Home = self.source.home
-        return found
-
-    @property
-    def meta(self) -> torch.Tensor:
-        home: Any = self.home
-        values: torch.Tensor = home.read() if isinstance(home, KeptHome) else home.meta
-        return values
-
-    @property
-    def _is_param(self) -> bool:
-        return False
-
-    @_is_param.setter
-    def _is_param(self, value: bool) -> None:
-        self._become_lazy()
-        self._is_param = value
-
-    def _become_lazy(self) -> None:
-        """Change the class to `LazyTensor`, which is read-only, because the tensor will require a gradient.
-
-        The tensor on which `detach` was called changes too: `nn.Parameter(tensor)` expects one class.
-        """
-        made_of = self.again_of
-        self.__class__ = LazyTensor  # type: ignore[assignment]
-        if isinstance(made_of, DetachedAtRest):
-            made_of._become_lazy()
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            own = args[0] if args and isinstance(args[0], DetachedAtRest) else None
-            if own is not None and func in LAYOUT:
-                return func(own.meta, *args[1:], **kwargs)
-            if own is not None and is_metadata(func):
-                result = func(*args, **kwargs)
-                if own.requires_grad:
-                    own._become_lazy()
-                return result
-            if own is not None and func is torch.Tensor.detach:
-                return own._again()
-            if own is not None and func == DATA.__set__ and _plain_view(own) is own:
-                raise moved(own.home, "tensor.data = …")
-            return on_values(func, args, kwargs)
-
-    def _again(self) -> DetachedAtRest:
-        found = type(self)(self.read_pieces, self.shape, self.dtype, self.device)
-        found.source, found.owner, found.again_of = self.source, self.owner, self
-        return found
-
-    def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `StreamError`: a tensor at rest cannot get other memory."""
-        raise moved(self.home, "set_")
 
 
 class RecordedPart(torch.Tensor):
@@ -287,59 +174,6 @@ def refresh_views(tree: object) -> None:
             leaf.read.refresh()
 
 
-def values_of(value: object) -> torch.Tensor | None:
-    """Return the parameter whose values a stored tensor reads. Return `None` for any other object."""
-    read = value.read_pieces if isinstance(value, StoredTensor) else None
-    return read.memory.param if isinstance(read, Values) and read.memory.kept is None else None
-
-
-def home_of(value: object) -> Home | None:
-    """Return the place in the store of a parameter at rest, or of its view. `None` for other objects."""
-    if isinstance(value, AtRest):
-        home = getattr(value, "home", None)
-        return home if isinstance(home, Home) else None
-    return getattr(values_of(value), "home", None)
-
-
-def tied_by_data(name: str, other: str) -> StreamError:
-    """Return the error for an assignment after which two streamed parameters would share memory."""
-    return StreamError(
-        "two parameters would share memory, but a streamed parameter needs separate memory",
-        where=f"{name}.data = {other}.data",
-        remedy=f"make them one Parameter, model.{name} = model.{other}, or assign a copy, "
-        f"model.{name}.data = model.{other}.data.clone()",
-    )
-
-
-def new_parameter(value: Any, source: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `value`. The caller, `nn.Parameter(value)`, turns the copy into a plain parameter.
-
-    Until then the copy has the class of `value`; see [Note: new parameters].
-
-    Args:
-        value: a parameter at rest, or a view of one.
-        source: that parameter.
-    """
-    plain = _plain_view(value)
-    new: Any = torch.Tensor._make_subclass(type(value), read_copy(value) if plain is value else plain)
-    new.taken_from = source
-    return cast(torch.Tensor, new)
-
-
-def read_copy(value: Any) -> torch.Tensor:
-    """Read the values of a tensor at rest, or of a stored tensor, from the store, and return a copy."""
-    if isinstance(value, StoredTensor):
-        # `materialize` reads piece by piece, so that all values are in memory only once.
-        return value.materialize()
-    values: torch.Tensor = value.selection(value.home.read())
-    return values
-
-
-def becomes_parameter(caller: FrameType) -> bool:
-    """True if `caller` is the frame of `nn.Parameter(tensor)`."""
-    return caller.f_code is nn.Parameter.__new__.__code__
-
-
 def changed_while_recording(home: Home) -> StreamError:
     """Return the error for a parameter that is changed in place outside of `torch.no_grad()`."""
     return StreamError(
@@ -365,26 +199,6 @@ def _not_shared(home: Home) -> StreamError:
         remedy="share a copy, parameter.detach().clone().share_memory_(), or first call "
         "headwater.release(model)",
     )
-
-
-def is_metadata(func: Any) -> bool:
-    """True if a torch function needs only metadata of a tensor (shape, dtype, …), not its values."""
-    if func in _METADATA:
-        return True
-    is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
-    return is_attribute and getattr(func.__self__, "__name__", "") not in _VALUE_ATTRIBUTES
-
-
-def stand_in(kind: type[T], shape: Sequence[int], like: torch.Tensor) -> T:
-    """Return a placeholder of class `kind`: every element is NaN (integers: 0), in the memory of one element.
-
-    Args:
-        kind: the class.
-        shape: the shape.
-        like: a tensor with the dtype and the device.
-    """
-    value = float("nan") if like.is_floating_point() else 0
-    return torch.full((), value, dtype=like.dtype, device=like.device).expand(tuple(shape)).as_subclass(kind)
 
 
 class _Read(torch.autograd.Function):
@@ -415,7 +229,7 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return _Operation(func, args, kwargs).run()
 
 
-def _plain_view(leaf: Any) -> Any:
+def plain_view(leaf: Any) -> Any:
     """Return a plain view if the values of a tensor at rest have left the store, otherwise `leaf` itself.
 
     If it is a recorded view, its values are those of the weight afterwards.
@@ -427,25 +241,12 @@ def _plain_view(leaf: Any) -> Any:
     return leaf.selection(home.read()) if isinstance(home, KeptHome) else leaf
 
 
-def whole_memory(value: object, param: Any) -> Memory | None:
-    """Return the memory of a view that has all elements of `param` in the same layout, otherwise `None`.
-
-    It may be the present memory of the parameter or a former one.
-    """
-    if not isinstance(value, PartAtRest | DetachedAtRest) or not isinstance(value.source, Memory):
-        return None
-    layout, own = value.meta, param.home.meta
-    same = layout.shape == own.shape and layout.stride() == own.stride()
-    same = same and value.dtype == param.home.spec.dtype and value.source.param is param
-    return value.source if same else None
-
-
 def plain_value(value: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor if the values of a tensor at rest have left the store, else `value` itself.
 
     A recorded view becomes a plain tensor too.
     """
-    found: torch.Tensor = value.plain() if isinstance(value, RecordedPart) else _plain_view(value)
+    found: torch.Tensor = value.plain() if isinstance(value, RecordedPart) else plain_view(value)
     return found
 
 
@@ -455,7 +256,7 @@ class _Operation:
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._func = func
         leaves, self._structure = tree_flatten((args, kwargs))
-        self._leaves = [_plain_view(leaf) for leaf in leaves]
+        self._leaves = [plain_view(leaf) for leaf in leaves]
         self._at_rest = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, AtRest)}
         self._views = [leaf for leaf in self._leaves if isinstance(leaf, RecordedPart)]
         self._reads = [view.read for view in self._views]

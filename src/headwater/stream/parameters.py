@@ -10,32 +10,23 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from headwater.core.errors import StreamError
+from headwater.core.lazy import StoredTensor
 from headwater.store.gradients.port import consumed_error
 from headwater.stream.at_rest import (
-    BY_IDENTITY,
-    DATA,
-    LAYOUT,
     AtRest,
-    DetachedAtRest,
     RecordedPart,
     all_of,
-    becomes_parameter,
-    becomes_parameter_when_marked,
     changed_while_recording,
-    home_of,
-    is_metadata,
     moved,
-    new_parameter,
     on_values,
     plain_value,
-    read_copy,
-    stand_in,
-    tied_by_data,
-    whole_memory,
 )
+from headwater.stream.detached import DetachedAtRest, home_of, whole_memory
 from headwater.stream.exposed_gradients import exposed_on
 from headwater.stream.home import Home
+from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
 from headwater.stream.parameter_memory import Memory, leave_memory, present_memory, return_to_memory
+from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, is_metadata, stand_in
 
 _WITHOUT_VALUES = frozenset({torch.Tensor.detach_, torch._has_compatible_shallow_copy_type})
 """Functions that work on a consumed gradient, because they need no values."""
@@ -149,9 +140,12 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
     if value is param or (whole is not None and whole is present_memory(param)):
         return
     if source is not None and source != home:
-        raise tied_by_data(home.spec.name, source.spec.name)
-    if source is not None:
-        value = value.selection(home.read()).clone() if isinstance(value, AtRest) else read_copy(value)
+        raise _tied_by_data(home.spec.name, source.spec.name)
+    if source is not None and isinstance(value, AtRest):
+        value = value.selection(home.read()).clone()
+    elif source is not None and isinstance(value, StoredTensor):
+        # `materialize` reads piece by piece, so that all values are in memory only once.
+        value = value.materialize()
     leave_memory(param)
     value = plain_value(value)
     if not home.fits(value):
@@ -165,6 +159,16 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
     torch.autograd.graph.increment_version(param)
     if whole is not None:
         return_to_memory(whole)
+
+
+def _tied_by_data(name: str, other: str) -> StreamError:
+    """Return the error for an assignment after which two streamed parameters would share memory."""
+    return StreamError(
+        "two parameters would share memory, but a streamed parameter needs separate memory",
+        where=f"{name}.data = {other}.data",
+        remedy=f"make them one Parameter, model.{name} = model.{other}, or assign a copy, "
+        f"model.{name}.data = model.{other}.data.clone()",
+    )
 
 
 def _is_replaced(param: object, value: torch.Tensor) -> bool:

@@ -1,0 +1,50 @@
+"""Placeholders of tensors whose values are elsewhere, and the torch functions that need no values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+_VALUE_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_METADATA = frozenset({
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.Tensor.nelement,
+    torch.Tensor.element_size, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.get_device,
+    torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_signed,
+    torch.Tensor.is_contiguous, torch.Tensor.is_shared, torch.Tensor.is_pinned,
+    torch.Tensor.__len__, torch.Tensor.__hash__, torch.Tensor.requires_grad_, torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.is_floating_point, torch.is_complex, torch.numel,
+})  # fmt: skip
+
+DATA: Any = torch.Tensor.data
+"""The attribute `data`; its getter and setter are functions that `__torch_function__` sees."""
+
+LAYOUT = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
+"""Functions that depend on strides. They run on `meta`, because a tensor at rest is one expanded element."""
+
+BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+"""Functions that identify tensors in an autograd graph and do not read their values."""
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def is_metadata(func: Any) -> bool:
+    """True if a torch function needs only metadata of a tensor (shape, dtype, …), not its values."""
+    if func in _METADATA:
+        return True
+    is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
+    return is_attribute and getattr(func.__self__, "__name__", "") not in _VALUE_ATTRIBUTES
+
+
+def stand_in(kind: type[T], shape: Sequence[int], like: torch.Tensor) -> T:
+    """Return a placeholder of class `kind`: every element is NaN (integers: 0), in the memory of one element.
+
+    Args:
+        kind: the class.
+        shape: the shape.
+        like: a tensor with the dtype and the device.
+    """
+    value = float("nan") if like.is_floating_point() else 0
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(tuple(shape)).as_subclass(kind)
