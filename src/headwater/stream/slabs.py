@@ -157,7 +157,11 @@ class SlabDirectory:
         return [int(self._wants[rank][2]) for rank in others if first + rank < self._fabric.num_csx]
 
     def fail(self, text: str) -> None:
-        """Record why a stage cannot be fetched."""
+        """Record why a stage cannot be fetched. From then on every rank that waits for a stage raises this.
+
+        The text is never cleared. The ranks give up the step at different places. If they continued, a rank
+        could take part in a collective of another step.
+        """
         # Padded with zeros, which overwrite the rest of an earlier, longer text.
         data = text.encode()[: _TEXT_BYTES - 1].ljust(_TEXT_BYTES, b"\0")
         self._text[:_TEXT_BYTES] = np.frombuffer(data, np.uint8)
