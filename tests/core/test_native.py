@@ -342,12 +342,18 @@ def test_the_switch_and_a_failure_leave_torchs_kernels(no_memory, monkeypatch, c
         assert native_library("sample", ("-DNUMBER=9",)) is None
     levels = [record.levelname for record in caplog.records]
     assert levels == ["DEBUG", "INFO"] and "false" in caplog.text
+    assert "to use it, remove the cause that the message names, or name another compiler" in caplog.text
 
 
 def test_a_user_without_a_home(monkeypatch, source):
     monkeypatch.setattr(native, "cache_folder", lambda: None)
-    with pytest.raises(RunError, match="home"):
+    with pytest.raises(RunError, match="home") as error:
         load(source, FLAGS)
+    assert "XDG_CACHE_HOME" in error.value.remedy
+    monkeypatch.undo()
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source.parent))  # as the remedy says
+    assert load(source, FLAGS).number() == 7
 
 
 def test_the_processor_has_flags():

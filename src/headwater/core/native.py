@@ -57,6 +57,8 @@ _FEATURES = frozenset({"flags", "Features"})
 _TYPE = _FEATURES | {"vendor_id", "cpu family", "model", "CPU implementer", "CPU variant", "CPU part"}
 _LOCK = ProcessLock()
 
+_OTHER_CACHE = "set XDG_CACHE_HOME to another folder, in which this user can write and execute files"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Language:
@@ -106,7 +108,8 @@ def _loaded_once(name: str, flags: tuple[str, ...]) -> ctypes.CDLL | None:
     try:
         return load(_source(name), flags)
     except HeadwaterError as error:
-        logger.info("the native library %s is not used, because it cannot be built: %s", name, error.what)
+        text = "the native library %s is not used, because it cannot be built: %s; to use it, %s"
+        logger.info(text, name, error.what, error.remedy)
         return None
 
 
@@ -129,7 +132,7 @@ def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) ->
     """
     openmp = openmp_library()
     if openmp is None:
-        raise RunError("torch has loaded no OpenMP library")
+        raise RunError("torch has loaded no OpenMP library", remedy="install torch's wheel for Linux")
     language = _LANGUAGES[source.suffix]
     build = _Build(source, language, flags, openmp)
     path = folder or _default_folder()
@@ -149,8 +152,13 @@ def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) ->
                 failures.append(f"{compiler[0]}: {reason}")
             except subprocess.SubprocessError as error:
                 failures.append(f"{compiler[0]}: {_reason(error)}")
-    missing = f"no {language.title} compiler ({', '.join(language.commands)}) was found"
-    raise RunError("; ".join(failures) or missing)
+    other = f"or name another compiler in the variable {language.variable}"
+    if failures:
+        raise RunError("; ".join(failures), remedy=f"remove the cause that the message names, {other}")
+    commands = ", ".join(language.commands)
+    raise RunError(
+        f"no {language.title} compiler ({commands}) was found", remedy=f"install one of these, {other}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +194,8 @@ class _Build:
         try:
             code = self.source.read_bytes()
         except OSError as error:
-            raise RunError(f"{self.source}: {error.strerror}") from error
+            remedy = "install headwater again, so that this user can read its files"
+            raise RunError(f"{self.source}: {error.strerror}", remedy=remedy) from error
         command = "\0".join((os.environ.get(self.language.variable, ""), *self.flags, str(self.openmp)))
         whole = hashlib.sha256()
         for part in (code, command.encode(), _processor()):
@@ -244,7 +253,7 @@ def _run(command: Sequence[str], most_s: float) -> bytes:
 def _default_folder() -> Path:
     root = cache_folder()
     if root is None:
-        raise RunError("this user has no home folder")
+        raise RunError("this user has no home folder", remedy=_OTHER_CACHE)
     return root / "native"
 
 
@@ -258,12 +267,14 @@ def _own_folder(path: Path) -> Iterator[int]:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise RunError(f"{path}: {error.strerror}") from error
+        raise RunError(f"{path}: {error.strerror}", remedy=_OTHER_CACHE) from error
     try:
         if not _only_this_user_writes(os.fstat(directory)):
-            raise RunError(f"{path}: expected a folder into which only this user can write")
+            expected = "expected a folder into which only this user can write"
+            raise RunError(f"{path}: {expected}", remedy=_OTHER_CACHE)
         if os.fstatvfs(directory).f_flag & os.ST_NOEXEC:
-            raise RunError(f"{path}: expected a file system whose files can be executed, got one with noexec")
+            expected = "expected a file system whose files can be executed, got one with noexec"
+            raise RunError(f"{path}: {expected}", remedy=_OTHER_CACHE)
         yield directory
     finally:
         os.close(directory)
@@ -283,7 +294,10 @@ def _compilers(language: _Language) -> Sequence[tuple[str, ...]]:
     try:
         chosen = shlex.split(named)
     except ValueError as error:
-        raise RunError(f"expected a command in the variable {language.variable}, got {named!r}") from error
+        raise RunError(
+            f"expected a command in the variable {language.variable}, got {named!r}",
+            remedy="close the quotation in the variable, or unset the variable",
+        ) from error
     if chosen:
         return [tuple(chosen)]
     found = [path for name in language.commands if (path := shutil.which(name))]
@@ -346,13 +360,14 @@ def _is_stored(name: str, directory: int) -> bool:
     try:
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode) or not _only_this_user_writes(found):
-            raise RunError(f"{name}: expected a file that only this user can write")
+            expected = "expected a file that only this user can write"
+            raise RunError(f"{name}: {expected}", remedy=f"remove the file, or {_OTHER_CACHE}")
         with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory), "rb") as file:
             content = file.read()
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise RunError(f"{name}: {error.strerror}") from error
+        raise RunError(f"{name}: {error.strerror}", remedy=f"remove the file, or {_OTHER_CACHE}") from error
     return content == _with_checksum(content[:-_CHECKSUM_BYTES])
 
 
@@ -377,7 +392,7 @@ def _store(library: bytes, name: str, directory: int, path: Path) -> None:
     except OSError as error:
         with suppress(OSError):  # a full disk has a part of it
             os.unlink(partial, dir_fd=directory)
-        raise RunError(f"{path}: {error.strerror}") from error
+        raise RunError(f"{path}: {error.strerror}", remedy=f"free space there, or {_OTHER_CACHE}") from error
 
 
 def _with_checksum(library: bytes) -> bytes:
