@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headwater.config.models import ModelConfig
 from headwater.config.models.decoder import DecoderConfig
+from headwater.config.models.huggingface import CONFIG_FILE
 from headwater.config.models.preference import DPOConfig
 from headwater.convert.formats import (
     CONVERTERS,
@@ -35,8 +36,6 @@ from headwater.core.errors import CheckpointError, ConfigError
 from headwater.models.decoder_parameters import layer_namings
 from headwater.models.lora import is_adapter, merge_adapters
 from headwater.models.registry import build_model, init_parameter
-
-CONFIG_FILE = "config.json"
 
 _SHARED = ("head.weight", "mlm.output.weight", "text_model.head.weight")
 """Second names, in a `state_dict`, of weights shared with an embedding. An export skips these names."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headwater.convert.checkpoint import CONFIG_FILE, open_hf, read_config
+from headwater.config.models.huggingface import CONFIG_FILE
+from headwater.convert.checkpoint import open_hf, read_config
 from headwater.convert.folder import MODEL_FILE, read_model_section
 from headwater.convert.shards import has_weights
 from headwater.convert.stored import PICKLED_FILE, StoredTensor, in_file, stored_tensors
