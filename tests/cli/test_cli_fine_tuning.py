@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from run_samples import assert_same_checkpoint, write_params
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from headwater.trainer.pretrained import checkpoint_weights
@@ -67,6 +68,18 @@ def test_adapters_are_trained_on_top_of_an_earlier_run(headwater, params, base, 
     update = 4 * after[f"{layer}.lora_b"] @ after[f"{layer}.lora_a"]
     expected = before[f"{layer}.weight"] + update
     torch.testing.assert_close(exported["transformer.h.0.attn.c_proj.weight"].T, expected)
+
+    code, _, error = headwater(
+        "checkpoint", "export", "--model_dir", tmp_path / "run", "--out", tmp_path / "peft", "--adapters"
+    )
+    assert code == 0, error
+    [file] = (tmp_path / "peft").glob("*.safetensors")
+    name = "base_model.model.transformer.h.0.attn.c_proj.lora_B.weight"
+    assert torch.equal(load_file(file)[name], after[f"{layer}.lora_b"])
+    code, _, error = headwater(
+        "checkpoint", "export", "--model_dir", model_dir, "--out", tmp_path / "none", "--adapters"
+    )
+    assert code == 2 and "the model has no adapters" in error
 
 
 @pytest.fixture

@@ -20,10 +20,12 @@ from headwater.config.files import find_params
 from headwater.config.models import ModelConfig
 from headwater.config.models.huggingface import HuggingFaceConfig
 from headwater.config.run import RunConfig, load_params
+from headwater.convert.adapters import export_adapters
 from headwater.convert.checkpoint import export_hf, open_hf, read_config
 from headwater.core.errors import CorruptError, RunError
 from headwater.core.side_files import end_tokens, keep_generation_tokens, side_files
 from headwater.core.units import format_bytes
+from headwater.models.lora import is_adapter
 from headwater.trainer.checkpoint import CheckpointManager
 from headwater.trainer.checkpoint_inspection import complete_checkpoints, describe, find_damage
 from headwater.trainer.comparison import is_folder_of_weights, model_of, tensors_of
@@ -54,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     export.add_argument(
         "--dtype", choices=convert.DTYPES, default="fp32", help="dtype of the files (%(default)s)"
+    )
+    export.add_argument(
+        "--adapters", action="store_true", help="write only the adapters, in the format of the peft library"
     )
     export.set_defaults(parser=export, action=run_export)
 
@@ -128,11 +133,18 @@ def _show_folder(path: Path, *, deep: bool) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Write a folder that `AutoModelForCausalLM` can load; return the exit code."""
+    """Write a folder that `AutoModelForCausalLM`, or `PeftModel` if it has adapters only, can load.
+
+    Returns:
+        The exit code.
+    """
     config, run_dir = read_model_dir(args.model_dir), RunDir(args.model_dir)
     model, dtype = config.init.model, convert.DTYPES[args.dtype]
 
     def export(path: Path) -> None:
+        if args.adapters:
+            export_adapters(checkpoint_weights(path, is_adapter), model, args.out, dtype=dtype)
+            return
         if isinstance(model, HuggingFaceConfig):
             export_library_model(path, model, args.out, dtype=dtype)
             return

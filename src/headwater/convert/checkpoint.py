@@ -91,18 +91,24 @@ def _what_is_used(
     config: ModelConfig, pairs: Iterable[tuple[str, Tensor]]
 ) -> tuple[ModelConfig, Iterable[tuple[str, Tensor]]]:
     """Drop what only training needs: DPO's reference model; adapters are merged into the weights."""
-    if isinstance(config, DPOConfig):
-        config = config.policy_model
-        policy = (
-            (name.removeprefix("policy."), tensor) for name, tensor in pairs if name.startswith("policy.")
-        )
-        return _what_is_used(config, policy)
+    config, pairs = without_reference(config, pairs)
     if not isinstance(config, DecoderConfig) or config.lora_params is None:
         return config, pairs
     plain = config.model_copy(update={"lora_params": None})
     names = (name for name, _ in build_model(config, device="meta").named_parameters())
     layers = {name.rpartition(".")[0] for name in names if is_adapter(name)}
     return plain, merge_adapters(pairs, config.lora_params, lambda name: layer_namings(name, plain), layers)
+
+
+def without_reference(
+    config: ModelConfig, pairs: Iterable[tuple[str, Tensor]]
+) -> tuple[ModelConfig, Iterable[tuple[str, Tensor]]]:
+    """Return the policy of a model that DPO trains, with its parameters. Return any other model unchanged."""
+    if not isinstance(config, DPOConfig):
+        return config, pairs
+    prefix = "policy."
+    policy = ((name.removeprefix(prefix), tensor) for name, tensor in pairs if name.startswith(prefix))
+    return config.policy_model, policy
 
 
 def import_hf(
@@ -138,7 +144,7 @@ def open_hf(folder: Path, *, config_file: Path | None = None, format: Format | N
     with _sound(path):
         config = format.config_from_hf(hf, where=str(path))
         # In the same context: some wrong sizes are only noticed when the model is built.
-        mapped = _mapped(config, format)
+        mapped = map_model(config, format)
     return Imported(config, format, mapped, folder)
 
 
@@ -258,7 +264,7 @@ def _write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    mapped = _mapped(config, format)
+    mapped = map_model(config, format)
     layout = {
         name: (dtype, shape)
         for each in mapped.values()
@@ -389,5 +395,6 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _mapped(config: ModelConfig, format: Format) -> dict[str, Mapped]:
+def map_model(config: ModelConfig, format: Format) -> dict[str, Mapped]:
+    """Return every parameter of a model by name, with the tensors of a format that hold it."""
     return map_parameters(parameter_shapes(config), format.rules(config))

@@ -20,10 +20,12 @@ from headwater.trainer.state import RunState
 from headwater.trainer.zoo_job import zoo_trainable
 
 
-def checkpoint_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each parameter in a checkpoint with its name, one at a time."""
+def checkpoint_weights(
+    path: Path, is_wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter in a checkpoint whose name `is_wanted`, with its name, one at a time."""
     for file in SavedCheckpoint(path).weights():
-        for name, place in file.places.items():
+        for name, place in ((name, place) for name, place in file.places.items() if is_wanted(name)):
             yield name, file.read(name, 0, torch.Size(place.shape).numel()).view(place.shape)
 
 
