@@ -109,3 +109,70 @@ def test_peft_adapters_equal_plain(plan, compiled, tmp_path):
         return losses, peft.get_peft_model_state_dict(model), model, optimizer
 
     check(script, plan, tmp_path)
+
+
+@extreme_plans
+@pytest.mark.parametrize("keeps_zeros", [False, True])
+def test_layers_frozen_between_forward_and_backward_get_no_gradient(plan, keeps_zeros, tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        frozen = [model.embedding, model.blocks[0], model.head]
+        shown = []
+        for inputs, targets in batches(3):
+            optimizer.zero_grad(set_to_none=not keeps_zeros)
+            loss_of(model(inputs[:2]), targets[:2]).backward()
+            loss = loss_of(model(inputs), targets)
+            seen = []
+            hook = model.head.weight.register_post_accumulate_grad_hook(
+                lambda p, seen=seen: seen.append(p.grad)
+            )
+            for layer in frozen:
+                layer.requires_grad_(False)
+            loss.backward()
+            hook.remove()
+            shown += [loss.item(), seen, [param.grad for param in model.parameters()]]
+            optimizer.step()
+            for layer in frozen:
+                layer.requires_grad_(True)
+        return shown, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_a_layer_that_is_frozen_before_a_backward_stays_frozen(plan, tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = train(model, optimizer, batches(1))
+        for inputs, targets in batches(3):
+            optimizer.zero_grad()
+            loss = loss_of(model(inputs), targets)
+            model.blocks[1].requires_grad_(False)
+            loss.backward()
+            losses += [loss.item(), [param.grad for param in model.parameters()]]
+            optimizer.step()
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_layers_unfrozen_between_forward_and_backward_get_no_gradient(plan, tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        model.blocks[1].requires_grad_(False)
+        model.head.requires_grad_(False)
+        optimizer = adamw(model.parameters())
+        losses = []
+        for inputs, targets in batches(3):
+            optimizer.zero_grad()
+            loss = loss_of(model(inputs), targets)
+            model.requires_grad_(True)
+            loss.backward()
+            losses += [loss.item(), [param.grad for param in model.parameters()]]
+            optimizer.step()
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)

@@ -15,8 +15,9 @@ class ForwardState:
     """A record of what a forward reads beside its arguments and parameters, as it is now.
 
     It consists of attributes, variables, lists and dictionaries, buffers, and random generators other than
-    torch's default one. Between a forward and its backward all of these may change: another forward sets
-    attributes, `model.eval()` changes modes, a hook is removed. The second run must not see these changes.
+    torch's default one. It also has the `requires_grad` of each parameter. Between a forward and its backward
+    all of these may change: another forward sets attributes, `model.eval()` changes modes, a hook is removed,
+    a parameter is frozen. The second run must not see these changes.
 
     Args:
         module: the module whose forward is about to run.
@@ -26,18 +27,23 @@ class ForwardState:
         self._module = module
         self._python = PythonState.of(module)
         self._values = _copies(_tensors_of(module))
+        self._params = list(module.parameters())
+        self._are_trained = _are_trained(self._params)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Enter a context with the recorded state. The state before is restored at the end."""
         python = self._present_python()
         values = _copies([*_tensors_of(self._module), *(tensor for tensor, _ in self._values)])
+        are_trained = _are_trained(self._params)
         if python is not self._python:
             self._python.put_back()
         _put(self._values)
+        _set_trained(self._params, self._are_trained)
         try:
             yield
         finally:
+            _set_trained(self._params, are_trained)
             _put(values)
             python.put_back()
 
@@ -47,6 +53,18 @@ class ForwardState:
         python = PythonState.of(self._module)
         python.add_places_of(self._python)
         return python
+
+
+def _are_trained(params: Sequence[nn.Parameter]) -> list[bool]:
+    with torch._C.DisableTorchFunctionSubclass():  # faster, because the parameters may be at rest
+        return [param.requires_grad for param in params]
+
+
+def _set_trained(params: Sequence[nn.Parameter], are_trained: Sequence[bool]) -> None:
+    """Set `requires_grad` of parameters where it has changed: autograd saves other tensors without it."""
+    for param, before, trained in zip(params, _are_trained(params), are_trained, strict=True):
+        if before != trained:
+            param.requires_grad_(trained)
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:

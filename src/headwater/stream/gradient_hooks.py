@@ -77,6 +77,8 @@ class GradientHooks:
             # With weights that stay in memory, no fetch notices the backward.
             hooks._backward.notice()
             gradient = _taken_gradient(param)
+            if gradient is None:
+                return
             lane, num_bytes = RECORDER.lane(), gradient.numel() * gradient.element_size()
             lane.switch(giving)
             hooks._weights.statistics.bytes_out += num_bytes
@@ -143,11 +145,14 @@ def _register_first(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
     return handle
 
 
-def _taken_gradient(param: torch.Tensor) -> torch.Tensor:
-    """Remove the gradient that autograd has just accumulated from the parameter, and return it."""
+def _taken_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """Remove the gradient that autograd has just accumulated from the parameter, and return it.
+
+    Return `None` if the parameter was frozen after the forward: autograd drops its gradient, but calls the
+    hooks.
+    """
     # `param.grad` of a parameter at rest would read the store, so torch's own attribute is read.
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _GRAD.__get__(param)
         _GRAD.__set__(param, None)
-    assert gradient is not None, "the hook runs after a gradient was accumulated"
     return gradient
