@@ -248,6 +248,43 @@ def test_stages_are_recomputed_one_by_one_as_memory_gets_short():
     assert recomputed == sorted(set(recomputed))
 
 
+def others(shape, fixed, host_memory, disk_bytes=GIB, **options):
+    """Return the texts of the settings (not budgets) that a refusal suggests. Check that a plan fits each."""
+    budgets = Budgets(options.pop("device_memory", GIB), host_memory, disk_bytes)
+    resources = Resources(*budgets[:2], disk=Path("tier") if disk_bytes else None, disk_bytes=disk_bytes)
+    asked = PlanRequest(shape, resources=resources, fixed=fixed, **options, **ARGUMENTS)
+    request = LimitedRequest(asked, budgets)
+    assert best_plan(request) is None
+    found = list(other_settings(request))
+    assert all(best_plan(setting.request) is not None for setting in found)
+    return [setting.text for setting in found]
+
+
+def test_a_refusal_suggests_fewer_stages_in_memory():
+    fixed = Fixed(tier="disk", stages_in_memory=8)
+    assert others(gpt(layers=8), fixed, 30_500_000) == ["stages_in_memory 3"]
+
+
+def test_a_refusal_suggests_more_stages_on_the_device():
+    fixed = Fixed(stages_on_device=2, micro_batch_size=4)
+    sizes = {"device_memory": 6 * MIB, "disk_bytes": 0, "device": "cuda"}
+    assert others(gpt(layers=8), fixed, 4 * MIB, **sizes)[0] == "stages_on_device 6"
+
+
+def test_a_refusal_suggests_both_tiers_if_neither_has_room_for_all():
+    shape = gpt(layers=24, hidden=1024, tied=False)
+    plan = make_plan(PlanRequest(shape, resources=Resources(host_memory=16 * GIB), **ARGUMENTS))
+    stored = plan.prediction.host_parts["weight store"]
+    host_memory = plan.prediction.host_bytes - int(0.35 * stored)
+    fixed = Fixed(tier="memory", micro_batch_size=4)
+    assert others(shape, fixed, host_memory, int(0.55 * stored)) == ["tier auto"]
+
+
+def test_a_refusal_suggests_updates_on_fetch_by_their_name():
+    fixed = Fixed(tier="disk", updates="in_backward", micro_batch_size=1)
+    assert "updates on_fetch" in others(gpt(layers=8), fixed, 28_600_000)
+
+
 def test_a_refusal_names_the_exceeded_budget_and_settings_that_fit():
     small = Resources(device_memory=MIB, host_memory=GIB)
     fixed = Fixed(micro_batch_size=4, activations=Activations.KEEP)

@@ -11,6 +11,7 @@ from typing import Any
 
 from headwater.core.errors import DoesNotFitError
 from headwater.core.units import GIB, MIB, format_bytes, parse_bytes
+from headwater.plan.options import NOT_FIXED
 from headwater.plan.search import LimitedRequest, best_plan, candidates, has_room_for_store, usage
 from headwater.plan.types import Budgets, Plan
 
@@ -97,10 +98,12 @@ def _host_words(request: LimitedRequest, need: int) -> list[str]:
 def other_settings(request: LimitedRequest) -> Iterator[Setting]:
     """Yield settings with which a plan fits: without one of the user's decisions, or with a disk tier."""
     # No decision of the planner makes the store smaller. So without room for the store no plan can fit.
-    decisions = vars(request.asked.fixed) if has_room_for_store(request) else {}
-    for name, value in decisions.items():
-        if value is not None:
-            free = _with_fixed(request, name, None)
+    defaults = vars(NOT_FIXED) if has_room_for_store(request) else {}
+    for name, default in defaults.items():
+        # With `stages_in_memory` no other tier is valid, so the tier alone cannot be left out.
+        bound = name == "tier" and request.asked.fixed.stages_in_memory is not None
+        if getattr(request.asked.fixed, name) != default and not bound:
+            free = _with_fixed(request, name, default)
             plan = best_plan(free)
             if plan is not None:
                 yield _without_decision(free, name, plan)
@@ -122,30 +125,40 @@ def _and_disk(with_disk: LimitedRequest) -> Setting:
 def _without_decision(free: LimitedRequest, name: str, plan: Plan) -> Setting:
     """Return the setting that replaces the user's value of a decision by the plan's, or leaves it out."""
     if name == "stages_on_device":
-        return _with_fewer_on_device(free)
-    if name == "tier" and plan.on_device:
+        return _with_most_stages(free, name, len(plan.on_device))
+    if name == "stages_in_memory":
+        return _with_most_stages(free, name, len(plan.in_memory))
+    if name == "tier" and (plan.on_device or plan.in_memory):
         return Setting("tier auto", free)
     # The plan's values of these cannot be written as settings: it has a policy for each stage, and a number
     # of slabs even if it reads in place.
     if name in ("activations", "num_slabs"):
-        return Setting(f"no {name}, so that the plan chooses", free)
+        return _left_out(free, name)
     return Setting(f"{name} {getattr(plan, name)}", _with_fixed(free, name, getattr(plan, name)))
 
 
-def _with_fewer_on_device(free: LimitedRequest) -> Setting:
-    """Return the setting with the most stages in device memory for which a plan fits.
+def _left_out(free: LimitedRequest, name: str) -> Setting:
+    return Setting(f"no {name}, so that the plan chooses", free)
+
+
+def _with_most_stages(free: LimitedRequest, name: str, fewest: int) -> Setting:
+    """Return the setting with the most stages in a memory for which a plan fits.
 
     Args:
-        free: the request without a number of stages in device memory. A plan fits it.
+        free: the request without this decision. A plan fits it.
+        name: name of the decision: the number of stages in this memory.
+        fewest: the number of these stages in the plan. Fewer may not fit, because the others need memory too.
     """
-    fewest, most = 0, len(free.asked.trace_for(free.asked.micro_batch_sizes()[-1]).stages)
+    if best_plan(_with_fixed(free, name, fewest)) is None:  # it may be other stages
+        return _left_out(free, name)
+    most = len(free.asked.trace_for(free.asked.micro_batch_sizes()[-1]).stages)
     while fewest < most:
         middle = (fewest + most + 1) // 2  # rounded up: the range also shrinks if the middle fits
-        if best_plan(_with_fixed(free, "stages_on_device", middle)) is None:
+        if best_plan(_with_fixed(free, name, middle)) is None:
             most = middle - 1
         else:
             fewest = middle
-    return Setting(f"stages_on_device {fewest}", _with_fixed(free, "stages_on_device", fewest))
+    return Setting(f"{name} {fewest}", _with_fixed(free, name, fewest))
 
 
 def _needs(request: LimitedRequest) -> list[Budgets]:
