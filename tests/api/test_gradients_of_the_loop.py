@@ -124,6 +124,40 @@ def test_a_list_of_gradients_is_kept_over_steps(steps, plan, tmp_path):
 
 
 @extreme_plans
+@pytest.mark.parametrize("alias", ["whole", "data"])
+def test_other_tensors_with_the_memory_of_gradients_are_kept_over_steps(alias, plan, tmp_path):
+    """A loop may keep a flat tensor, and not the gradients, which are views of that tensor."""
+
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        data = batches(4)
+        loss_of(model(data[0][0]), data[0][1]).backward()
+        kept = flat(model) if alias == "whole" else [param.grad.data for param in model.parameters()]
+        losses = []
+        for inputs, targets in data:
+            optimizer.zero_grad(set_to_none=False)
+            for _ in range(2):
+                loss = loss_of(model(inputs), targets)
+                loss.backward()
+            torch._foreach_mul_(kept, 0.5)
+            losses += [loss.item(), [tensor.clone() for tensor in kept]]
+            optimizer.step()
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_a_gradient_may_be_deleted(plan, tmp_path):
+    def delete(model):
+        del model.head.weight.grad
+        return model.head.weight.grad
+
+    check(script_with(delete), plan, tmp_path)
+
+
+@extreme_plans
 def test_gradients_are_clipped_after_each_traced_micro_batch(plan, tmp_path):
     """Each traced micro-batch is a transaction that begins with gradients of earlier ones."""
 

@@ -6,6 +6,7 @@ import torch
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import ALONE
 from headwater.store.build import GradientOptions, make_gradients
+from headwater.store.gradients.loans import Loans
 
 STAGES = [
     StageSpec(stage, f"stage{stage}", tuple(
@@ -118,3 +119,18 @@ def test_a_step_that_begins_drops_all_sums(gradients):
     gradients.discard()
     assert not gradients.status.present and not gradients.status.consumed
     assert gradients.take(0) is None
+
+
+def test_memory_of_gradients_is_kept_only_while_the_loop_can_reach_it():
+    loans = Loans()
+    whole = torch.zeros(6)
+    loans.end(0, {param: part.detach() for param, part in enumerate(whole.split(2))})
+    assert loans.last((0, 1)).data_ptr() == whole[2:].data_ptr()
+    del whole
+    assert loans.last((0, 1)) is None
+
+
+def test_memory_that_only_the_store_has_is_not_kept():
+    loans = Loans()
+    loans.end(0, {param: part.detach() for param, part in enumerate(torch.zeros(6).split(2))})
+    assert loans.last((0, 1)) is None

@@ -73,6 +73,10 @@ class ParameterAtRest(AtRest, nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         self.home.set_gradient(value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.home.set_gradient(None)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -3,8 +3,8 @@
 [Note: lent gradients]
 In plain PyTorch `p.grad` is one tensor: a loop may keep it, take views of it, give it other memory by
 `p.grad.data = ...`, or assign another tensor, and later additions go to the same memory. So the tensor
-that the loop got or assigned is used for the sum as long as the loop keeps it. A commit ends the loan:
-the update gets a copy if the loop can still reach the memory.
+that the loop got or assigned is used for the sum as long as the loop keeps it, or another tensor with its
+memory. A commit ends the loan: the update gets a copy if the loop can still reach the memory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class BufferedSums:
             mine = None if total is None else self.loans.kept((stage, param), total)
             if mine is not None and total is not None and mine.data_ptr() == total.data_ptr():
                 # The loop still has the tensor, and may change it.
-                self._lent[stage, param] = mine
+                self.note_lent((stage, param), mine)
 
     def settle_all(self) -> None:
         """Put the sums of all open stages into the buffer."""
@@ -150,7 +150,8 @@ class BufferedSums:
     def stop_lending(self, key: ParamKey) -> None:
         """Forget that a sum was lent. Called when another tensor replaces the sum."""
         self._lent.pop(key, None)
-        self.loans.tensors.pop(key, None)
+        if self.loans.tensors:
+            self.loans.forget(key)
         self._returned.discard(key)
 
     def end_loan(self, key: ParamKey) -> None:
@@ -163,10 +164,13 @@ class BufferedSums:
             del self._lent[key]
             mine = self.loans.last(key)
             if mine is not None or is_used_elsewhere(held[param]):
+                alias = _alias(held[param])
                 # Until the copy is there: memory may be missing for it.
-                self._lent[key] = _alias(held[param]) if mine is None else mine
+                self._lent[key] = alias if mine is None else mine
                 held[param] = _copy(held[param])
-                del self._lent[key]
+                # Before the loans look for references: then only the loop's own ones are left.
+                del self._lent[key], mine
+                self.loans.end(stage, {param: alias})
         self._returned.discard(key)
 
     def _return_lent(self, stage: int) -> None:
@@ -186,6 +190,9 @@ class BufferedSums:
             self._returned.update((stage, param) for param in lent)
             held = self._buffer.take(stage) or []
             self._buffer.put(stage, [lent.get(param, total) for param, total in enumerate(held)])
+            aliases = {param: total.detach() for param, total in lent.items()}
+            del lent
+            self.loans.end(stage, aliases)
 
     # a step that may have to be undone
 
@@ -222,7 +229,7 @@ class BufferedSums:
                     self._buffer.drop(spec.index, param)
         # Tensors that the loop still has belong to the step that was undone.
         self._lent.clear()
-        self.loans.tensors.clear()
+        self.loans.clear()
         self._returned.clear()
 
     def forget(self) -> None:
@@ -234,7 +241,7 @@ class BufferedSums:
     def close(self) -> None:
         """Release memory and files."""
         self._lent.clear()
-        self.loans.tensors.clear()
+        self.loans.clear()
         self._open.clear()
         self._buffer.close()
 

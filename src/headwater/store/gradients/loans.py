@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -20,15 +22,47 @@ class Loans:
 
     def __init__(self) -> None:
         self.tensors: dict[ParamKey, weakref.ref[torch.Tensor]] = {}
+        self._shared: dict[int, dict[int, torch.Tensor]] = {}  # by stage and parameter
 
     def note(self, key: ParamKey, lent: torch.Tensor) -> None:
         """Record the tensor that the loop gets of a gradient."""
+        self.forget(key)
         self.tensors[key] = weakref.ref(lent)
 
+    def end(self, stage: int, aliases: Mapping[int, torch.Tensor]) -> None:
+        """Keep the memory of gradients that are not lent any more, if the loop can still reach that memory.
+
+        A loop may keep another tensor with the same memory, for example a flat tensor for all gradients.
+
+        Args:
+            stage: the stage of the gradients.
+            aliases: by parameter, the only tensor of the store with the gradient's memory.
+        """
+        shared = self._shared.setdefault(stage, {})
+        shared.update((param, alias) for param, alias in aliases.items() if alias.layout is torch.strided)
+        for param in _unused(shared):
+            del shared[param]
+
+    def forget(self, key: ParamKey) -> None:
+        """Forget which tensor the loop got of a gradient."""
+        self.tensors.pop(key, None)
+        self._shared.get(key[0], {}).pop(key[1], None)
+
+    def clear(self) -> None:
+        """Forget which tensors the loop got."""
+        self.tensors.clear()
+        self._shared.clear()
+
     def last(self, key: ParamKey) -> torch.Tensor | None:
-        """Return the last tensor that the loop got of a gradient, if the loop still has it."""
+        """Return the last tensor that the loop got of a gradient, if the loop can still reach its memory."""
         loan = self.tensors.get(key)
-        return None if loan is None else loan()
+        tensor = None if loan is None else loan()
+        shared = self._shared.get(key[0])
+        if tensor is not None or not shared or key[1] not in shared:
+            return tensor
+        for param in _unused(shared):
+            del shared[param]
+        return shared.get(key[1])
 
     def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
         """Return the same tensor, if it is dense and has the dtype and shape of `like`."""
@@ -48,6 +82,13 @@ def filled(mine: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     if mine.data_ptr() != total.data_ptr():
         mine.detach().copy_(total)
     return mine
+
+
+def _unused(aliases: Mapping[int, torch.Tensor]) -> list[int]:
+    """Return the keys of the tensors whose memory no tensor but these has."""
+    memory = {key: alias.untyped_storage()._cdata for key, alias in aliases.items()}
+    own = Counter(memory.values())
+    return [key for key, alias in aliases.items() if _references(alias) < _OWN_REFERENCES + own[memory[key]]]
 
 
 def is_used_elsewhere(gradient: torch.Tensor | None) -> bool:
