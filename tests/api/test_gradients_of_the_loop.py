@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from any_loop import Net, adamw, batches, check, extreme_plans, loss_of
+from any_loop import Net, Place, adamw, batches, check, extreme_plans, loss_of
 from torch import nn
+
+from headwater.core.errors import StreamError
 
 
 def script_with(edit, after=lambda model, kept: None, *, zeroing=None):
@@ -205,12 +207,13 @@ def test_gradients_that_a_failed_step_has_changed_are_restored(plan, tmp_path):
     check(script, plan, tmp_path)
 
 
+@pytest.mark.parametrize("plan", ["memory", "slabs"])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_gradients_of_gradients_may_be_taken_from_grad(tmp_path):
+def test_gradients_of_gradients_may_be_taken_from_grad(plan, tmp_path):
     """`backward(create_graph=True)`, then a Hutchinson estimate and a penalty of the gradients."""
 
     def script(place):
-        model = place.compile(Net(dropout=0.0))
+        model = place.compile(Net(dropout=0.0, depth=4))
         optimizer = adamw(model.parameters())
         params = list(model.parameters())
         losses = []
@@ -228,4 +231,17 @@ def test_gradients_of_gradients_may_be_taken_from_grad(tmp_path):
             losses.append(penalty.item())
         return losses, model, optimizer
 
-    check(script, "memory", tmp_path)
+    check(script, plan, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_an_error_says_how_to_recompute_activations_with_create_graph(tmp_path):
+    place = Place("recompute", tmp_path)
+    model = place.compile(Net(dropout=0.0))
+    ((inputs, targets),) = batches(1)
+    loss = loss_of(model(inputs), targets)
+    with pytest.raises(
+        StreamError, match=r"create_graph=True .* set activations to keep, or set num_slabs to 3"
+    ):
+        loss.backward(create_graph=True)
+    place.release()

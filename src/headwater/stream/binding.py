@@ -59,7 +59,7 @@ class Binder:
             )
             for stage in store.stages
         ]
-        self._stage_at: dict[int, StageParameters] = {}  # address of an image -> the last stage bound there
+        self._stage_at: dict[int, StageParameters] = {}  # address of an image -> its last stage
         self._used: dict[int, StageParameters] = {}  # the stages that were bound since `unbind_all`
         self.departed: dict[ParamKey, nn.Parameter] = {}
         self.on_leave: Callable[[ParamKey, nn.Parameter], None] = lambda key, param: give_back(
@@ -106,6 +106,10 @@ class Binder:
             image = require(stage)
             parameters.bind(image)
             self._stage_at[image.data_ptr()] = self._used[stage] = parameters
+
+    def note_place(self, stage: int, image: torch.Tensor) -> None:
+        """Record that views of `image` are weights of a stage, until `image` holds another stage."""
+        self._stage_at[image.data_ptr()] = self.stages[stage]
 
     def unbind_all(self) -> None:
         """Unbind the parameters of all stages."""

@@ -23,7 +23,7 @@ from headwater.stream.host_arena import HostArena
 from headwater.stream.offload import make_offload
 from headwater.stream.packing import make_packing
 from headwater.stream.recompute import RecomputedForwards
-from headwater.stream.saved_tensors import WeightHandle
+from headwater.stream.saved_tensors import WeightHandle, keep_weights_out_of_node
 from headwater.stream.sites import Sites, Stages
 from headwater.stream.transforms import refuse_moving_weights
 from headwater.stream.weights import StreamStatistics, Weights
@@ -156,8 +156,11 @@ class Executor:
         # Before the fetch: if the stage was updated, the slab would hold weights of another step.
         current._binder.stages[handle.stage].check_unchanged(handle)
         image = current._require(handle.stage)
+        current._binder.note_place(handle.stage, image)
         if current._backward.is_running:  # from here on the backward computes gradients of this stage
             RECORDER.lane().switch((COMPUTE, current._plan.trace.stages[handle.stage].name))
+            if torch.is_grad_enabled():  # `create_graph=True`
+                keep_weights_out_of_node(current._binder.handle_of, current._resolve)
         return handle.resolve(image)
 
     def _versions(self, stages: Stages) -> list[int]:

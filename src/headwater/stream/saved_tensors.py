@@ -121,8 +121,24 @@ def without_weights(
         yield
 
 
+def keep_weights_out_of_node(handle_of: HandleOf, resolve: Resolve) -> None:
+    """Make autograd save handles instead of weights until the end of the node whose backward runs.
+
+    A backward with `create_graph=True` records a graph itself. A saved view of a slab would pin the slab.
+
+    Args:
+        handle_of: returns the handle of a weight; `None` for other tensors.
+        resolve: returns the weight of a handle.
+    """
+    enabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+    if enabled and not are_weights_kept_out(handle_of, checkpoints=False):
+        hooks = _WithoutWeights(handle_of, resolve, lambda tensor: None, _innermost_hooks())
+        # Never popped: autograd restores the hooks of the backward's caller before each node.
+        torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+
+
 class _WithoutWeights:
-    """The pair of saved-tensor hooks that `without_weights` sets."""
+    """The pair of saved-tensor hooks that `without_weights` and `keep_weights_out_of_node` set."""
 
     def __init__(
         self,

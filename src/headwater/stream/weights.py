@@ -298,10 +298,12 @@ class SlabWeights(WeightsInSlabs):
             self._fabric.wait_until(lambda: self._place(stage) is not None, what)
             slab = self._place(stage)
         if slab is None:
+            enough = max(map(self._pool.slab_class.count, self._pool.slab_class))
             raise StreamError(
                 f"no slab is free for stage {self._stages[stage].name!r}: views of all slabs are still held",
-                remedy="the model, or a kept output or error of an earlier step, holds weights of several "
-                "stages at once; delete the output or error, or use more slabs",
+                remedy="the model, a kept output or error of an earlier step, or a backward that recomputes "
+                "activations with create_graph=True holds weights of several stages at once; delete the "
+                f"output or error, set activations to keep, or set num_slabs to {enough}",
             )
         return slab
 
