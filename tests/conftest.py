@@ -104,7 +104,7 @@ def pools_of_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn the pools on again for the next test: a run in a small budget turns them off for its process."""
     buffers = sys.modules.get("headwater.core.buffers")
     if buffers is not None:
-        monkeypatch.setattr(buffers._POOLS, "keep", True)
+        monkeypatch.setattr(buffers._MALLOC, "pools_keep", True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -91,7 +91,7 @@ def test_memory_is_not_ample_near_the_budget():
 def test_pools_keep_no_memory_if_they_are_off(monkeypatch):
     import torch
 
-    monkeypatch.setattr(buffers._POOLS, "keep", False)
+    monkeypatch.setattr(buffers._MALLOC, "pools_keep", False)
     pool = WorkspacePool()
     with pool.borrow(torch.zeros(1), torch.float32, 1000):
         pass

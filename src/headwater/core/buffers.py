@@ -50,34 +50,55 @@ def aligned_empty(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros. A large tensor gets a separate memory mapping, which is freed with it.
+def large_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised tensor. If malloc has torch's tensors, a large one gets a separate mapping.
 
-    If malloc keeps freed memory (see `tune_malloc`), small blocks are placed in the hole that a large one
-    leaves, and the next large tensor takes new memory.
+    The mapping is freed with the tensor. If malloc keeps freed memory (see `tune_malloc`), small blocks are
+    placed in the hole that a large one leaves, and the next large tensor takes new memory.
     """
-    num_bytes = math.prod(shape) * dtype.itemsize
+    if _uses_own_pages(shape, dtype):
+        return _mapped_zeros(shape, dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros, in memory as in `large_empty`."""
+    if _uses_own_pages(shape, dtype):
+        return _mapped_zeros(shape, dtype)
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _uses_own_pages(shape: Sequence[int], dtype: torch.dtype) -> bool:
     # A mapping for each small tensor would cost more than the holes.
-    if num_bytes < _OWN_PAGES_BYTES:
-        return torch.zeros(shape, dtype=dtype)
+    return _MALLOC.has_large_tensors and math.prod(shape) * dtype.itemsize >= _OWN_PAGES_BYTES
+
+
+def _mapped_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    num_bytes = math.prod(shape) * dtype.itemsize
     return aligned_empty(num_bytes)[:num_bytes].view(dtype).view(shape)
 
 
-class _Pools:
-    """Holds the setting `keep`: true if pools of scratch memory keep blocks that are not in use."""
+class _Malloc:
+    """Holds the settings of `tune_malloc`.
 
-    keep = True
+    Attributes:
+        pools_keep: pools of scratch memory keep blocks that are not in use.
+        has_large_tensors: torch's large tensors have their memory from malloc.
+    """
+
+    pools_keep = True
+    has_large_tensors = True
 
 
-_POOLS = _Pools()
+_MALLOC = _Malloc()
 
 
 def pools_keep() -> bool:
     """True if a pool of scratch memory keeps idle blocks; see `tune_malloc`."""
-    return _POOLS.keep
+    return _MALLOC.pools_keep
 
 
-def tune_malloc(*, keep: bool) -> bool:
+def tune_malloc(*, keep: bool, has_large_tensors: bool = True) -> bool:
     """Set whether glibc's malloc keeps large blocks that are freed.
 
     A newly mapped page costs a page fault and its clearing, and a training step allocates gigabytes of
@@ -88,11 +109,12 @@ def tune_malloc(*, keep: bool) -> bool:
     Args:
         keep: keep every freed block; otherwise blocks of 1 MiB and more are returned to the system at once.
             Pools of scratch memory follow the same setting.
+        has_large_tensors: torch's large tensors have their memory from malloc; see `tune_allocator`.
 
     Returns:
         True if the C library has the setting (glibc does).
     """
-    _POOLS.keep = keep
+    _MALLOC.pools_keep, _MALLOC.has_large_tensors = keep, has_large_tensors
     mallopt = _glibc("mallopt")
     if mallopt is None:
         return False

@@ -49,11 +49,12 @@ def tune_allocator(*, keep: bool) -> None:
         keep: if malloc is used, keep every freed block.
     """
     library = _library()
-    if library is not None and library.headwater_tensor_memory():
-        _INSTALLED.library = library
-        library.headwater_return_free()
-        keep = True  # malloc has only small blocks
-    tune_malloc(keep=keep)
+    if library is None or not library.headwater_tensor_memory():
+        tune_malloc(keep=keep)
+        return
+    _INSTALLED.library = library
+    library.headwater_return_free()
+    tune_malloc(keep=True, has_large_tensors=False)
 
 
 def return_free_memory() -> None:

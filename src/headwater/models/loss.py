@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from headwater.core.buffers import large_zeros
+from headwater.core.buffers import large_empty, large_zeros
 from headwater.core.dry_run import counts_costs
 from headwater.core.half_products import add_product, multiply_into
 from headwater.models.workspace import WorkspacePool, is_plain
@@ -276,7 +276,8 @@ class _Pass:
         self.grad_hidden = empty(hidden) if wanted[0] else None
         self.grad_weight = None
         if wanted[1]:
-            self.grad_weight = large_zeros(weight.shape, weight.dtype) if is_plain(weight) else empty(weight)
+            large = large_empty if len(hidden) else large_zeros
+            self.grad_weight = large(weight.shape, weight.dtype) if is_plain(weight) else empty(weight)
         self.grad_bias = None
         if bias is not None and wanted[2]:
             self.grad_bias = torch.zeros_like(bias, dtype=_softmax_dtype(bias.dtype))

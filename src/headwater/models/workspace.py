@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from headwater.core.buffers import large_zeros, pools_keep
+from headwater.core.buffers import large_empty, pools_keep
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -42,7 +42,7 @@ class WorkspacePool:
         pooled = is_plain(like)
         buffer = self._take(dtype, numel) if pooled else None
         if buffer is None:
-            buffer = large_zeros((numel,), dtype) if pooled else like.new_empty(numel, dtype=dtype)
+            buffer = large_empty((numel,), dtype) if pooled else like.new_empty(numel, dtype=dtype)
         try:
             yield buffer[:numel]
         finally:
