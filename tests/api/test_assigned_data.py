@@ -1,8 +1,10 @@
 """`parameter.data = ...` equals plain PyTorch, between forwards and inside them."""
 
+import copy
+
 import pytest
 import torch
-from any_loop import PLANS, Place, adamw, assert_equal, check, some_plan
+from any_loop import PLANS, Place, adamw, assert_equal, check, every_plan, some_plan
 from test_changed_models import inputs, stack, train
 from torch import nn
 
@@ -219,6 +221,68 @@ def test_weights_that_only_a_later_forward_assigns_are_refused(plan, tmp_path):
     with pytest.raises(StreamError, match="the forward changes a weight"):
         model(inputs(1))
     cstorch.release(model)
+
+
+class ScaledLater(nn.Linear):
+    """A layer that scales its weight in each forward from the third on."""
+
+    calls = 0
+
+    def __init__(self, change):
+        super().__init__(6, 6)
+        self.change = change
+
+    def forward(self, x):
+        if self.calls >= 2:
+            self.change(self.weight)
+        self.calls += 1
+        return super().forward(x)
+
+
+@torch.no_grad()
+def scaled(weight):
+    weight.mul_(0.5)
+
+
+LATER_CHANGES = {
+    "data": lambda weight: weight.data.mul_(0.5),
+    "a view of data": lambda weight: weight.data[0].mul_(0.5),
+    "detach": lambda weight: weight.detach().mul_(0.5),
+    "no_grad": scaled,
+}
+
+
+@pytest.mark.parametrize("plan", ["memory", "slabs", "disk", "recompute", "recompute in place"])
+@pytest.mark.parametrize("change", LATER_CHANGES)
+def test_weights_that_only_later_forwards_change_in_place(plan, change, tmp_path, monkeypatch):
+    """The change is kept where the weights are in the memory of the store, and is an error elsewhere."""
+    monkeypatch.setitem(PLANS, "recompute in place", {"tier": "memory", "activations": "recompute"})
+
+    def script(place):
+        model = place.compile(nn.Sequential(*(ScaledLater(LATER_CHANGES[change]) for _ in range(4))))
+        optimizer = adamw(model.parameters())
+        return train(model, optimizer, 4), model, optimizer
+
+    if plan == "memory":
+        check(script, plan, tmp_path)
+    else:
+        with pytest.raises(StreamError, match="did not change in the dry run"):
+            check(script, plan, tmp_path)
+
+
+class ReadsData(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + self.weight.data.sum() + copy.deepcopy(self.weight).data.sum()
+
+
+@every_plan
+def test_forwards_that_read_data_are_as_in_plain_pytorch(plan, tmp_path):
+    def script(place):
+        model = place.compile(nn.Sequential(*(ReadsData(6, 6) for _ in range(4))))
+        optimizer = adamw(model.parameters())
+        return train(model, optimizer, 3), model, optimizer
+
+    check(script, plan, tmp_path)
 
 
 @pytest.mark.parametrize("plan", ["memory", "disk", "recompute on disk"])

@@ -34,6 +34,7 @@ class Binder:
         stable: true if each stage is always bound to the same memory.
         writable: stages whose bound weights are the memory of the store, so that writes to them reach it.
         written: names of the parameters that the model's forward changed in the dry run.
+        repeats: true if forwards of the model run again in backward.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Binder:
         stable: bool = False,
         writable: Collection[int] = (),
         written: Collection[str] = (),
+        repeats: bool = False,
     ) -> None:
         self._store = store
         self.stages = [
@@ -56,6 +58,7 @@ class Binder:
                 stable=stable,
                 writable=stage.index in writable,
                 written=[index for index, spec in enumerate(stage.params) if spec.name in written],
+                watched=repeats or stage.index not in writable,
             )
             for stage in store.stages
         ]

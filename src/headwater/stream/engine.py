@@ -349,6 +349,7 @@ def _make_binder(
         stable=weights.stable,
         writable=frozenset() if plan.precision.mixed else plan.read_in_place,
         written=plan.trace.written,
+        repeats=any(policy.is_recomputed for policy in plan.activations),
     )
     # On another device the backward uses copies of the old weights, or asks the store for a stage.
     if store.in_backward is not None and plan.device == "cpu":

@@ -13,6 +13,7 @@ from torch import nn
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamKey, ParamSpec, StageSpec
 from headwater.plan.writes import changed_in_place
+from headwater.stream.bound_parameter import changed_by_data, watched_class
 from headwater.stream.home import Home
 from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest
@@ -44,6 +45,8 @@ class StageParameters:
         stable: true if the stage is always bound to the same memory.
         writable: true if bound weights are the memory of the store, so that writes to them reach it.
         written: indices of the parameters that the model's forward changed in the dry run.
+        watched: true if a change of another parameter by a forward must be found: it would be lost, or made
+            twice by a forward that runs again.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class StageParameters:
         stable: bool,
         writable: bool,
         written: Collection[int],
+        watched: bool,
     ) -> None:
         self.params = list(params)
         self._spec = spec
@@ -64,6 +68,7 @@ class StageParameters:
         self._stable = stable
         self._writable = writable
         self._written = frozenset(written)
+        self._watched = watched
         self._classes = [type(param) for param in params]
         self._placeholders = [placeholder(param, device) for param in spec.params]
         self._address: int | None = None  # of the image to which the parameters point
@@ -142,6 +147,9 @@ class StageParameters:
     def bind(self, image: torch.Tensor) -> None:
         """Bind the parameters: they become ordinary `nn.Parameter` objects that are views of `image`."""
         self._set_classes()
+        if self._watched:
+            for param in self.params:
+                param.__class__ = watched_class(type(param))
         address = image.data_ptr()
         if self._address != address:
             with torch.inference_mode(False):  # inference tensors could not be trained later
@@ -209,10 +217,11 @@ class StageParameters:
         for param in self.params:
             param.__class__ = ParameterAtRest
         changed = set(values)
-        if not self._writable:
+        if self._watched:
             pairs = enumerate(zip(self._present_versions(), before, strict=True))
             changed.update(index for index, (now, then) in pairs if now != then)
-        # Other parameters are not written back, so their change would be lost.
+            changed.update(index for index, param in enumerate(self.params) if changed_by_data(param))
+        # Other parameters are not written back, and their forwards may run again.
         if not changed <= self._written:
             raise StreamError(
                 "the forward changes a weight that it did not change in the dry run before the first step",
