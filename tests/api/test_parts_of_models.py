@@ -76,3 +76,27 @@ def test_forwards_in_threads_and_generators_are_refused_with_a_reason(plan, kind
     with pytest.raises(StreamError, match=reason):
         model(randn(2, 6, seed=0))
     place.release()
+
+
+class Borrower(nn.Module):
+    """A model whose forward calls a module that another model owns."""
+
+    def __init__(self, lender):
+        super().__init__()
+        self.lenders = [lender]
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(self.lenders[0](x))
+
+
+@odd_plans
+def test_a_module_of_another_compiled_model_is_called(plan, tmp_path):
+    def script(place):
+        shared = block()
+        owner = place.compile(nn.Sequential(shared, block()))
+        borrower = place.compile(Borrower(shared))
+        trained = train(owner, lambda number: owner(randn(5, 6, seed=number)).square().mean())
+        return trained, train(borrower, lambda number: borrower(randn(5, 6, seed=number)).square().mean())
+
+    check(script, plan, tmp_path)

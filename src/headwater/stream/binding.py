@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headwater.core.stage import ParamKey
 from headwater.plan.alive import has_storage
@@ -106,8 +108,11 @@ class Binder:
         """
         parameters = self.stages[stage]
         if not parameters.is_bound:
-            image = require(stage)
-            parameters.bind(image)
+            # A module that another model calls is bound in the dry run of that model, whose tensors are fake.
+            in_modes = torch._C._len_torch_dispatch_stack() > 0
+            with _disable_current_modes() if in_modes else nullcontext():
+                image = require(stage)
+                parameters.bind(image)
             self._stage_at[image.data_ptr()] = self._used[stage] = parameters
 
     def note_place(self, stage: int, image: torch.Tensor) -> None:

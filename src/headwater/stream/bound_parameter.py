@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,8 @@ def watched_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     Such a tensor has its own version counter, so a change of it does not change that of the parameter.
     """
     body = {"data": property(_data, _DATA.__set__), "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return cast(type[nn.Parameter], type(cls)(cls.__name__, (cls,), body))
+    made = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
+    return cast(type[nn.Parameter], made)
 
 
 def _data(param: Any) -> torch.Tensor:
