@@ -19,6 +19,7 @@ all engines of a test, and checks the operators of their worker threads too.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -27,7 +28,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -370,16 +371,24 @@ class _Copy:
     def run(self) -> None:
         if self._seen is not None and self._seen != self._read():
             raise Race("the source of a copy was changed before it had run")
-        if self._ends[0][1]() is None:
-            raise Race("the target of a copy was freed before it had run")
-        data = self._read()
-        ctypes.memmove(self._ends[0][0], data, self.num_bytes)
+        (address, target), data = self._ends[0], self._read()
+        with _held(target, "target"):
+            ctypes.memmove(address, data, self.num_bytes)
 
     def _read(self) -> bytes:
-        address, storage = self._ends[1]
-        if storage() is None:
-            raise Race("the source of a copy was freed before it had run")
-        return ctypes.string_at(address, self.num_bytes)
+        address, source = self._ends[1]
+        with _held(source, "source"):
+            return ctypes.string_at(address, self.num_bytes)
+
+
+@contextlib.contextmanager
+def _held(memory: weakref.ref[torch.UntypedStorage], end: str) -> Iterator[None]:
+    """Keep the memory of a copy inside the context, where another thread could free it."""
+    storage = memory()
+    if storage is None:
+        raise Race(f"the {end} of a copy was freed before it had run")
+    yield
+    del storage
 
 
 def stand_in_for_cuda(device: DeviceDouble, monkeypatch: pytest.MonkeyPatch) -> None:
