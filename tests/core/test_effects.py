@@ -1,8 +1,14 @@
 """Python state that functions reach is as before after a run that does not count."""
 
 import dataclasses
+import io
+import os
+import queue
+import threading
 from collections import deque
+from contextvars import ContextVar
 from functools import partial
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -188,11 +194,41 @@ def test_arguments_of_partials_and_owners_of_methods_are_reached():
     assert counter.total == 0 and into == []
 
 
-def test_changes_of_tensors_in_place_stay():
-    value = torch.zeros(1)
-    with effects_undone(hooked(lambda: value)):
-        value += 1
-    assert value.item() == 1
+def test_small_tensors_are_restored_and_their_versions_do_not_change():
+    small, large = torch.zeros(1), torch.zeros(1 << 15)
+    with effects_undone(hooked(lambda: (small, large))):
+        small += 1
+        large += 1
+        version = small._version
+    assert (small.item(), large[0].item(), small._version) == (0, 1, version)
+
+
+def test_objects_of_python_that_hold_state_are_restored():
+    space, waiting, local = SimpleNamespace(total=1), queue.Queue(), threading.local()
+    variable, unset = ContextVar("variable", default=1), ContextVar("unset")
+    data, text = io.BytesIO(b"abc"), io.StringIO()
+    closed = io.BytesIO()
+    closed.close()
+    local.total = 1
+    os.environ["HEADWATER_TEST_BEFORE"] = "1"
+
+    def function():
+        space.total, local.total = 2, 2
+        waiting.put(1)
+        variable.set(2)
+        unset.set(2)
+        data.seek(0, io.SEEK_END)
+        data.write(b"d")
+        text.write("e")
+        os.environ["HEADWATER_TEST_BEFORE"], os.environ["HEADWATER_TEST_NEW"] = "2", "2"
+        return closed
+
+    with effects_undone(hooked(function)):
+        function()
+    assert (space.total, local.total, waiting.qsize(), variable.get()) == (1, 1, 0, 1)
+    assert unset.get() == 2  # it cannot be without a value again
+    assert (data.getvalue(), data.tell(), text.getvalue()) == (b"abc", 0, "")
+    assert os.environ.pop("HEADWATER_TEST_BEFORE") == "1" and "HEADWATER_TEST_NEW" not in os.environ
 
 
 def test_hooks_and_forwards_of_the_user_are_functions_of_a_model():

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
+import io
+import os
+import queue
 import sys
+import threading
+from collections import UserDict, UserList
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from contextvars import ContextVar
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules import module as global_hooks
 
 from headwater.core.containers import CONTAINERS, Items, has_items
 from headwater.core.python_records import (
     OfArray,
+    OfBuffer,
     OfCell,
     OfClass,
     OfContainer,
+    OfContextVariable,
+    OfEnvironment,
     OfGenerator,
     OfRegistry,
     OfSlot,
+    OfTensor,
     OfVariables,
     Record,
     put_changed,
 )
 from headwater.core.random_states import DEFAULTS, GENERATORS
+from headwater.core.tensor_values import may_change
 
 _DEEPEST = 4
 """Maximum references to follow from a function: to a cell, an object, its dictionary, a list in it."""
@@ -40,6 +60,15 @@ _LARGEST = 1000
 
 _LARGEST_ARRAY_BYTES = 1 << 20
 """The values of larger numpy arrays are not recorded."""
+
+_LARGEST_TENSOR_BYTES = 1 << 16
+"""The values of larger tensors are not recorded: a forward may reach a whole data set."""
+
+_WITHOUT_PARTS = (torch.Tensor, np.ndarray, io.BytesIO, io.StringIO, type(os.environ), *GENERATORS)
+"""Classes of objects that are recorded as a whole."""
+
+_HOLDERS = (SimpleNamespace, argparse.Namespace, UserDict, UserList, queue.Queue, threading.local)
+"""Python's own classes whose objects have their state in attributes."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The dictionaries in which torch keeps the hooks of a module."""
@@ -79,8 +108,8 @@ def functions_of(model: nn.Module) -> list[Any]:
 def effects_undone(model: nn.Module) -> Iterator[None]:
     """Enter a context. At its end, restore all Python objects that a model's forward and hooks can reach.
 
-    Changes of tensors in place, of numpy arrays of more than 1 MiB, files and anything outside of Python's
-    objects stay.
+    Changes of tensors of more than 64 KiB, of numpy arrays of more than 1 MiB, the steps of iterators, files
+    and anything outside of Python's objects stay.
     """
     before = PythonState.of(model)
     try:
@@ -93,7 +122,7 @@ def effects_undone(model: nn.Module) -> Iterator[None]:
 class PythonState:
     """A record of objects, variables, containers and random generators, which can be restored later.
 
-    Tensors are remembered as objects, without their values.
+    Larger tensors and parameters are remembered as objects, without their values.
     """
 
     def __init__(self) -> None:
@@ -120,11 +149,14 @@ class PythonState:
         """Record the state of a value, and of all objects that are at most `depth` references away."""
         if depth < 0 or type(value) in _WITHOUT_STATE or id(value) in self._seen:
             return
-        if isinstance(value, torch.Tensor | ModuleType):
+        if isinstance(value, ModuleType) and value is not os:
             return
         # Before its parts, which may refer back to it.
         self._seen[id(value)] = value
-        if isinstance(value, type):
+        if isinstance(value, _WITHOUT_PARTS) or value is os:
+            if (record := _record_of(value)) is not None:
+                self._records.append(record)
+        elif isinstance(value, type):
             self._visit_class(value, depth)
         elif isinstance(value, MethodType):
             self.visit(value.__self__, depth)
@@ -139,13 +171,14 @@ class PythonState:
                 self._visit_function(value, depth)
         elif isinstance(value, CONTAINERS):
             self._visit_container(value, depth)
-        elif isinstance(value, GENERATORS):
-            self._records.append(OfGenerator(value))
-        elif isinstance(value, np.ndarray):
-            if value.nbytes <= _LARGEST_ARRAY_BYTES and value.flags.writeable and not value.dtype.hasobject:
-                self._records.append(OfArray(value))
+        elif isinstance(value, ContextVar):
+            variable = OfContextVariable(value)
+            self._records.append(variable)
+            self.visit(variable.content, depth - 1)
         elif isinstance(value, nn.Module) and not _is_foreign(type(value)):
             self._visit_module(value, depth)
+        elif isinstance(value, _HOLDERS):
+            self._visit_object(value, depth + 1)  # the attributes are one object with their holder
         elif not _is_foreign(type(value)):
             self._visit_object(value, depth)
 
@@ -261,6 +294,22 @@ class _OfModule(Record):
 
     def again(self) -> Record:
         return _OfModule(self._attributes)
+
+
+def _record_of(value: Any) -> Record | None:
+    """Return a record of an object without parts; `None` if its state is too large or cannot be restored."""
+    if isinstance(value, torch.Tensor):
+        # Not subclasses: fake tensors have no values.
+        plain = type(value) is torch.Tensor and not is_functorch_wrapped_tensor(value) and not value.is_meta
+        small = plain and value.nbytes <= _LARGEST_TENSOR_BYTES
+        return OfTensor(value) if small and may_change(value) else None
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= _LARGEST_ARRAY_BYTES and value.flags.writeable
+        return OfArray(value) if small and not value.dtype.hasobject else None
+    if isinstance(value, io.BytesIO | io.StringIO):
+        small = not value.closed and len(value.getvalue()) <= _LARGEST_ARRAY_BYTES
+        return OfBuffer(value) if small else None
+    return OfGenerator(value) if isinstance(value, GENERATORS) else OfEnvironment()
 
 
 def _slots_of(cls: type) -> list[MemberDescriptorType]:

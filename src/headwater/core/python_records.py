@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import abc
+import io
+import os
+from contextvars import ContextVar
 from types import CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, final
 
 import numpy as np
+import torch
 
 from headwater.core.containers import Items, has_items, items_of, restore
 from headwater.core.random_states import set_state, state_of
+from headwater.core.tensor_values import copies_of, put_back
 
 
 class Record(abc.ABC):
@@ -198,6 +203,101 @@ class OfArray(Record):
 
     def again(self) -> Record:
         return OfArray(self._array)
+
+
+@final
+class OfTensor(Record):
+    """The values of a tensor."""
+
+    __slots__ = ("_tensor", "_values")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._values = copies_of([tensor])
+
+    def is_present(self) -> bool:
+        return all(torch.equal(tensor, value) for tensor, value in self._values)
+
+    def put_back(self) -> None:
+        put_back(self._values)
+
+    def again(self) -> Record:
+        return OfTensor(self._tensor)
+
+
+@final
+class OfBuffer(Record):
+    """The content and the position of a file in memory."""
+
+    __slots__ = ("_buffer", "_content", "_position")
+
+    def __init__(self, buffer: io.BytesIO | io.StringIO) -> None:
+        self._buffer: Any = buffer
+        self._content, self._position = buffer.getvalue(), buffer.tell()
+
+    def is_present(self) -> bool:
+        same_position = bool(self._buffer.tell() == self._position)
+        return same_position and bool(self._buffer.getvalue() == self._content)
+
+    def put_back(self) -> None:
+        if not self._buffer.closed and not self.is_present():
+            self._buffer.seek(0)
+            self._buffer.truncate()
+            self._buffer.write(self._content)
+            self._buffer.seek(self._position)
+
+    def again(self) -> Record:
+        return OfBuffer(self._buffer)
+
+
+@final
+class OfContextVariable(Record):
+    """The value of a context variable in the present context."""
+
+    __slots__ = ("_variable", "content")
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self._variable = variable
+        self.content = self._present()
+
+    def _present(self) -> Any:
+        try:
+            return self._variable.get()  # an argument would replace the variable's default
+        except LookupError:
+            return _EMPTY
+
+    def is_present(self) -> bool:
+        return self._present() is self.content
+
+    def put_back(self) -> None:
+        # A variable without a default cannot lose the value that it has got.
+        if self.content is not _EMPTY and not self.is_present():
+            self._variable.set(self.content)
+
+    def again(self) -> Record:
+        return OfContextVariable(self._variable)
+
+
+@final
+class OfEnvironment(Record):
+    """The environment variables of this process."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self) -> None:
+        self._values = dict(os.environ)
+
+    def is_present(self) -> bool:
+        return os.environ == self._values
+
+    def put_back(self) -> None:
+        if not self.is_present():
+            for name in os.environ.keys() - self._values.keys():
+                del os.environ[name]
+            os.environ.update(self._values)
+
+    def again(self) -> Record:
+        return OfEnvironment()
 
 
 @final

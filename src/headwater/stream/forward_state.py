@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from headwater.core.effects import PythonState
+from headwater.core.tensor_values import copies_of, may_change, put_back
 
 
 class ForwardState:
@@ -26,7 +27,7 @@ class ForwardState:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._python = PythonState.of(module)
-        self._values = _copies(_tensors_of(module))
+        self._values = copies_of(_tensors_of(module))
         self._params = list(module.parameters())
         self._are_trained = _are_trained(self._params)
 
@@ -34,17 +35,17 @@ class ForwardState:
     def restored(self) -> Iterator[None]:
         """Enter a context with the recorded state. The state before is restored at the end."""
         python = self._present_python()
-        values = _copies([*_tensors_of(self._module), *(tensor for tensor, _ in self._values)])
+        values = copies_of([*_tensors_of(self._module), *(tensor for tensor, _ in self._values)])
         are_trained = _are_trained(self._params)
         if python is not self._python:
             self._python.put_back()
-        _put(self._values)
+        put_back(self._values)
         _set_trained(self._params, self._are_trained)
         try:
             yield
         finally:
             _set_trained(self._params, are_trained)
-            _put(values)
+            put_back(values)
             python.put_back()
 
     def _present_python(self) -> PythonState:
@@ -73,35 +74,5 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
         tensor
         for part in module.modules()
         for tensor in (*part._buffers.values(), *vars(part).values())
-        if isinstance(tensor, torch.Tensor) and _may_change(tensor)
+        if isinstance(tensor, torch.Tensor) and may_change(tensor)
     ]
-
-
-def _may_change(tensor: torch.Tensor) -> bool:
-    return not (
-        isinstance(tensor, nn.Parameter)
-        or tensor.requires_grad
-        or tensor.is_inference()
-        or tensor.is_nested
-        or tensor.layout is not torch.strided
-    )
-
-
-def _copies(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(tensor, tensor.clone()) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
-
-
-@torch.no_grad()
-def _put(values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Restore the values of tensors, and their version counters, so that autograd sees no change.
-
-    The values of the second run are those of the first, so a tensor that autograd has saved for another
-    backward is as it was.
-    """
-    for tensor, value in values:
-        if not torch.equal(tensor, value):
-            version = tensor._version
-            if tensor.shape != value.shape:
-                tensor.resize_(value.shape)  # the forward has resized it in place
-            tensor.copy_(value)
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

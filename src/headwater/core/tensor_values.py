@@ -1,0 +1,43 @@
+"""Copies of the values of tensors, to undo changes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+def may_change(tensor: torch.Tensor) -> bool:
+    """True if a forward may change a tensor in place, and a copy can restore its values."""
+    return not (
+        isinstance(tensor, nn.Parameter)
+        or tensor.requires_grad
+        or tensor.is_inference()
+        or tensor.is_nested
+        or tensor.layout is not torch.strided
+    )
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each different tensor with a copy of its values."""
+    return [(tensor, tensor.clone()) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
+
+
+@torch.no_grad()
+def put_back(values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Restore the values of tensors without a change of their version counters, so that autograd sees none.
+
+    The values of a second run are those of the first, so a tensor that autograd has saved for another
+    backward is as it was.
+
+    Args:
+        values: tensors with their copies.
+    """
+    for tensor, value in values:
+        if not torch.equal(tensor, value):
+            version = tensor._version
+            if tensor.shape != value.shape:
+                tensor.resize_(value.shape)  # the forward has resized it in place
+            tensor.copy_(value)
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
