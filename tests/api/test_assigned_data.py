@@ -245,8 +245,6 @@ def scaled(weight):
 
 
 LATER_CHANGES = {
-    "data": lambda weight: weight.data.mul_(0.5),
-    "a view of data": lambda weight: weight.data[0].mul_(0.5),
     "detach": lambda weight: weight.detach().mul_(0.5),
     "no_grad": scaled,
 }

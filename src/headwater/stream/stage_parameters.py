@@ -13,7 +13,6 @@ from torch import nn
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamKey, ParamSpec, StageSpec
 from headwater.plan.writes import changed_in_place
-from headwater.stream.bound_parameter import changed_by_data, watched_class
 from headwater.stream.home import Home
 from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest
@@ -150,9 +149,6 @@ class StageParameters:
     def bind(self, image: torch.Tensor) -> None:
         """Bind the parameters: they become ordinary `nn.Parameter` objects that are views of `image`."""
         self._set_classes()
-        if self._watched:
-            for param in self.params:
-                param.__class__ = watched_class(type(param))
         address = image.data_ptr()
         if self._address != address:
             with torch.inference_mode(False):  # inference tensors could not be trained later
@@ -223,7 +219,6 @@ class StageParameters:
         if self._watched:
             pairs = enumerate(zip(self._present_versions(), before, strict=True))
             changed.update(index for index, (now, then) in pairs if now != then)
-            changed.update(index for index, param in enumerate(self.params) if changed_by_data(param))
         # Other parameters are not written back, and their forwards may run again.
         if not changed <= self._written:
             raise StreamError(
