@@ -125,21 +125,3 @@ def test_a_reentrant_checkpoint_beside_an_outer_graph_is_refused():
     model = cstorch.compile(model, cstorch.backend("CSX", tier="memory"))
     with pytest.raises(StreamError, match="use_reentrant=False"):
         model(torch.randn(4, 6))
-
-
-@pytest.mark.parametrize("plan", ["memory", "slabs", "recompute"])
-def test_a_graph_of_weights_from_before_the_first_forward_has_their_values_or_raises(plan, tmp_path):
-    def script(place):
-        model = place.compile(UsesWeight())
-        penalty = sum(parameter.square().sum() for parameter in model.parameters())
-        optimizer = sgd(model)
-        loss = model(torch.randn(4, 6)).square().mean() + penalty
-        loss.backward()
-        optimizer.step()
-        return loss, model
-
-    if plan == "memory":
-        check(script, plan, tmp_path)
-    else:  # the weights have left the memory that the graph has saved
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            check(script, plan, tmp_path)

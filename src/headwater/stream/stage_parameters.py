@@ -114,9 +114,6 @@ class StageParameters:
             torch.utils.swap_tensors(param, other)
         else:
             param.data = value
-            if not self._writable:
-                # A graph from before streaming may have saved the parameter, whose memory has no values now.
-                torch.autograd.graph.increment_version(param)
 
     def let_go(self, index: int) -> nn.Parameter:
         """Turn a parameter into a plain parameter whose values the caller sets. A dummy replaces it here."""
