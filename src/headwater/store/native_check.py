@@ -28,8 +28,9 @@ from headwater.store.torch_pieces import TorchPieces
 from headwater.store.update import Part, Pending, Progress, Update
 
 _SOURCE = "adam"
-_FLAGS = ("-fno-math-errno",)
-"""Without this, square roots would not be computed as vectors, because each might set `errno`."""
+_FLAGS = ("-fno-math-errno", "-fno-trapping-math")
+"""Without these, the loop would not be computed as vectors: a square root might set `errno`, and without
+AVX-512 an operation that a condition leaves out might trap. The bits are the same."""
 
 _WIDTHS = (8, 16, 4)
 """Elements in a vector of torch's kernel, the likeliest first: AVX2, AVX-512, NEON."""
