@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from headwater.core.effects import effects_undone, functions_of
+from headwater.core.effects import PythonState, effects_undone, functions_of
 
 calls = 0
 
@@ -229,6 +229,17 @@ def test_objects_of_python_that_hold_state_are_restored():
     assert unset.get() == 2  # it cannot be without a value again
     assert (data.getvalue(), data.tell(), text.getvalue()) == (b"abc", 0, "")
     assert os.environ.pop("HEADWATER_TEST_BEFORE") == "1" and "HEADWATER_TEST_NEW" not in os.environ
+
+
+def test_a_file_in_memory_that_a_forward_closes_is_changed():
+    file = io.StringIO()
+    state = PythonState.of(hooked(lambda: file))
+    file.close()
+    assert not state.is_present()
+    state.put_back()
+    later = PythonState()
+    later.add_places_of(state)
+    assert later.is_present()
 
 
 def test_hooks_and_forwards_of_the_user_are_functions_of_a_model():

@@ -227,24 +227,28 @@ class OfTensor(Record):
 
 @final
 class OfBuffer(Record):
-    """The content and the position of a file in memory."""
+    """The content and the position of a file in memory, or that the file is closed."""
 
-    __slots__ = ("_buffer", "_content", "_position")
+    __slots__ = ("_buffer", "_state")
 
     def __init__(self, buffer: io.BytesIO | io.StringIO) -> None:
         self._buffer: Any = buffer
-        self._content, self._position = buffer.getvalue(), buffer.tell()
+        self._state = self._present()
+
+    def _present(self) -> tuple[Any, int] | None:
+        return None if self._buffer.closed else (self._buffer.getvalue(), self._buffer.tell())
 
     def is_present(self) -> bool:
-        same_position = bool(self._buffer.tell() == self._position)
-        return same_position and bool(self._buffer.getvalue() == self._content)
+        return self._present() == self._state
 
     def put_back(self) -> None:
-        if not self._buffer.closed and not self.is_present():
+        # A file that was closed cannot be opened again.
+        if self._state is not None and not self._buffer.closed and not self.is_present():
+            content, position = self._state
             self._buffer.seek(0)
             self._buffer.truncate()
-            self._buffer.write(self._content)
-            self._buffer.seek(self._position)
+            self._buffer.write(content)
+            self._buffer.seek(position)
 
     def again(self) -> Record:
         return OfBuffer(self._buffer)
