@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from headwater.store.store import WeightStore
 
 
+def _are_tensors_fake() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 @final
 class Binder:
     """Binds a model's `nn.Parameter` objects to weights on the device, and unbinds them.
@@ -109,8 +113,7 @@ class Binder:
         parameters = self.stages[stage]
         if not parameters.is_bound:
             # A module that another model calls is bound in the dry run of that model, whose tensors are fake.
-            in_modes = torch._C._len_torch_dispatch_stack() > 0
-            with _disable_current_modes() if in_modes else nullcontext():
+            with _disable_current_modes() if _are_tensors_fake() else nullcontext():
                 image = require(stage)
                 parameters.bind(image)
             self._stage_at[image.data_ptr()] = self._used[stage] = parameters
