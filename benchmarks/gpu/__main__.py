@@ -24,6 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=520, help="time limit of all rows together (%(default)s)"
     )
+    parser.add_argument("--match", default="", help="measure only rows whose names begin like this expression")
     parser.add_argument("--disk", type=Path, help="folder of disk tiers; a temporary one if not given")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     return parser
@@ -34,7 +35,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="headwater-gpu-", dir=args.disk) as disk:
         options = Options(args.dry_run, Path(disk))
         name = f"gpu_{args.part}_{'dry_run' if args.dry_run else card()}.json"
-        rows = Rows(args.out / name, args.seconds, options.device, args.kept)
+        rows = Rows(args.out / name, args.seconds, options.device, args.kept, args.match)
         PARTS[args.part](rows, options)
     print_table(rows.rows)
     return 1 if any("failed" in row or row.get("outcome") in ("failed", "error") for row in rows.rows) else 0

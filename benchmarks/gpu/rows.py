@@ -23,10 +23,14 @@ class Rows:
         seconds: time for all rows together. A row begins only if enough of it is left.
         device: `cpu` or `cuda`, for the description of the machine.
         kept: folder of a second copy, from which a later command continues if the file is gone.
+        match: a regular expression. Rows whose names it does not match from their beginning are not measured.
     """
 
-    def __init__(self, path: Path, seconds: float, device: str, kept: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, seconds: float, device: str, kept: Path | None = None, match: str = ""
+    ) -> None:
         self._paths = [path] if kept is None else [path, kept / path.name]
+        self._match = re.compile(match)
         self._end_s = time.monotonic() + seconds
         self.machine = _machine(device)
         earlier = next((each for each in self._paths if each.exists()), None)
@@ -61,7 +65,7 @@ class Rows:
             run: measures it.
             least_s: seconds without which it does not begin.
         """
-        if self.has(name):
+        if self.has(name) or not self._match.match(name):
             return
         if self.left_s < least_s:
             self.add({"row": name, "not_run": f"{self.left_s:.0f} s were left, it needs {least_s:.0f}"})

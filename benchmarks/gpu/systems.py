@@ -37,13 +37,13 @@ class Ready:
 
     Attributes:
         step: runs one step.
-        remarks: settings of the system that the name of the row does not show.
+        remarks: settings of the system that the name of the row does not show, and what its last step reports.
         predicted: predictions of the plan: seconds of a step, bytes on the device and on the host.
     """
 
     step: Step
     predicted: dict[str, Any] = dataclasses.field(default_factory=dict)
-    remarks: dict[str, str] = dataclasses.field(default_factory=dict)
+    remarks: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def headwater(load: Load, stack: ExitStack, tier: str | None, disk: Path | None) -> Ready:
@@ -65,12 +65,16 @@ def headwater(load: Load, stack: ExitStack, tier: str | None, disk: Path | None)
     optimizer = OptimizerSpec("AdamW", {"lr": load.learning_rate})
     engine = stack.enter_context(Engine(model, plan, optimizer, initial=initial, seed=0))
 
+    remarks: dict[str, Any] = {}
+
     def step(index: int) -> float:
         micro = load.tokens(index).split(plan.micro_batch_size)
         batches = [batch_of(tokens) for tokens in micro]
-        return engine.train_step(batches, Update(index, {"lr": load.learning_rate}, None)).loss
+        report = engine.train_step(batches, Update(index, {"lr": load.learning_rate}, None))
+        remarks["last_step"] = dataclasses.asdict(report.times)
+        return report.loss
 
-    return Ready(step, _predicted(plan))
+    return Ready(step, _predicted(plan), remarks)
 
 
 def _plan(load: Load, model: nn.Module, tier: Any, disk: Path | None) -> Plan:
