@@ -346,3 +346,19 @@ print(len(gpu_casts._LIBRARIES))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert (done.stdout.strip(), done.stderr) == ("2", "")
+
+
+def test_rms_norm_saves_its_input_and_one_number_for_each_row():
+    x, weight, saved = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True), []
+
+    def keep(tensor):
+        saved.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    with casts_of_gpu(), autocast(Precision("bf16"), "cpu"), saved_tensors_hooks(keep, lambda t: t):
+        found = functional.rms_norm(x, (8,), weight, 1e-5)
+    assert sorted(saved, key=str) == [((4, 1), FP32), ((4, 8), FP32), ((8,), FP32)]
+    wanted = functional.rms_norm(x, (8,), weight, 1e-5)
+    torch.testing.assert_close(found, wanted)
+    for ours, theirs in zip(*(torch.autograd.grad(y.square().sum(), (x, weight)) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs)
