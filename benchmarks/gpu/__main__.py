@@ -24,7 +24,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=520, help="time limit of all rows together (%(default)s)"
     )
-    parser.add_argument("--match", default="", help="measure only rows whose names begin like this expression")
+    parser.add_argument(
+        "--match", default="", help="measure only rows whose names begin like this expression"
+    )
     parser.add_argument("--disk", type=Path, help="folder of disk tiers; a temporary one if not given")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     return parser

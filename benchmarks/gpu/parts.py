@@ -124,6 +124,7 @@ def peers(rows: Rows, options: Options) -> None:
             size, steps = f"{shape}, {batch} x {sequence}", 3 if shape == "8B" else 4
             load = options.load(shape, sequence=sequence, batch=batch, steps=steps)
             _trained(rows, options, f"headwater, {size}", "headwater", load)
+            _trained(rows, options, f"headwater, compiled, {size}", "headwater_compiled", load)
             for peer in PEERS:
                 # The state of 8B parameters with fp32 masters fits no other system in 128 GiB.
                 dtype = "pure_bf16" if shape == "8B" or peer == "megatrain" else "bf16"

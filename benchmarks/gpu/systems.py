@@ -26,6 +26,7 @@ from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.types import Plan, Resources
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
+from headwater.stream.options import EngineOptions
 
 Step = Callable[[int], float]
 """A function that runs the step of a number, and returns its loss."""
@@ -37,7 +38,7 @@ class Ready:
 
     Attributes:
         step: runs one step.
-        remarks: settings of the system that the name of the row does not show, and what its last step reports.
+        remarks: settings of the system that the row does not name, and what its last step reports.
         predicted: predictions of the plan: seconds of a step, bytes on the device and on the host.
     """
 
@@ -46,7 +47,9 @@ class Ready:
     remarks: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def headwater(load: Load, stack: ExitStack, tier: str | None, disk: Path | None) -> Ready:
+def headwater(
+    load: Load, stack: ExitStack, tier: str | None, disk: Path | None, *, compiled: bool = False
+) -> Ready:
     """Return Headwater with its own plan, or with the weights on one tier.
 
     Args:
@@ -54,6 +57,7 @@ def headwater(load: Load, stack: ExitStack, tier: str | None, disk: Path | None)
         stack: closes the engine.
         tier: `memory` or `disk`; the plan chooses if not given.
         disk: folder of the disk tier.
+        compiled: compile the blocks, as a long run does by default if compiled blocks are faster.
     """
     config = load.config()
     model = build_model(config, device="meta").train()
@@ -63,7 +67,8 @@ def headwater(load: Load, stack: ExitStack, tier: str | None, disk: Path | None)
         return random_weight(spec.name, spec.shape, load.device)
 
     optimizer = OptimizerSpec("AdamW", {"lr": load.learning_rate})
-    engine = stack.enter_context(Engine(model, plan, optimizer, initial=initial, seed=0))
+    options = EngineOptions(compile_blocks=compiled)
+    engine = stack.enter_context(Engine(model, plan, optimizer, initial=initial, seed=0, options=options))
 
     remarks: dict[str, Any] = {}
 
@@ -234,6 +239,7 @@ def _stepper(load: Load, forward: Any, model: nn.Module, *, autocast: bool) -> S
 
 SYSTEMS: dict[str, Callable[[Load, ExitStack, Path | None], Ready]] = {
     "headwater": lambda load, stack, disk: headwater(load, stack, None, disk),
+    "headwater_compiled": lambda load, stack, disk: headwater(load, stack, None, disk, compiled=True),
     "headwater_memory": lambda load, stack, disk: headwater(load, stack, "memory", disk),
     "headwater_disk": lambda load, stack, disk: headwater(load, stack, "disk", disk),
     "plain": lambda load, stack, disk: plain(load, stack, compiled=False),

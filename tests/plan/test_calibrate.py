@@ -406,10 +406,10 @@ def test_the_probe_of_new_pages_gets_new_ones_in_each_run():
 
 
 def test_rates_with_products_by_fp32_kernels_are_apart_where_torch_is_slow(tmp_path, machine, monkeypatch):
-    converted = []
+    kernels = []
 
     def measured(*_, **options):
-        converted.append(options["converted"])
+        kernels.append(options["kernels"])
         return machine.measurements.pop(0)
 
     monkeypatch.setattr(module, "measure_apart", measured)
@@ -419,12 +419,14 @@ def test_rates_with_products_by_fp32_kernels_are_apart_where_torch_is_slow(tmp_p
         assert calibrate(fast_products=fast, cache=tmp_path / "cache.json").fp32_flops_per_s == rate
     monkeypatch.setattr(module, "slow_half_dtypes", frozenset)
     assert calibrate(fast_products=True, cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
-    assert converted == [False, True]
+    assert kernels == ["torch", "converted"]
 
 
 @pytest.mark.skipif(not slow_half_dtypes(), reason="torch has no slow products on this processor")
 def test_products_by_fp32_kernels_are_measured_as_fast_ones():
-    rates = [measure_apart("cpu", None, converted=each, most_wall_s=300).rates for each in (False, True)]
+    rates = [
+        measure_apart("cpu", None, kernels=each, most_wall_s=300).rates for each in ("torch", "converted")
+    ]
     assert rates[1].bf16_flops_per_s > 2 * rates[0].bf16_flops_per_s
 
 

@@ -360,5 +360,7 @@ def test_rms_norm_saves_its_input_and_one_number_for_each_row():
     assert sorted(saved, key=str) == [((4, 1), FP32), ((4, 8), FP32), ((8,), FP32)]
     wanted = functional.rms_norm(x, (8,), weight, 1e-5)
     torch.testing.assert_close(found, wanted)
-    for ours, theirs in zip(*(torch.autograd.grad(y.square().sum(), (x, weight)) for y in (found, wanted)), strict=True):
+    for ours, theirs in zip(
+        *(torch.autograd.grad(y.square().sum(), (x, weight)) for y in (found, wanted)), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)

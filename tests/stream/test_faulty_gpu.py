@@ -15,7 +15,7 @@ from headwater.core import precision as precision_module
 from headwater.core.buffers import aligned_empty
 from headwater.core.errors import PlanError, StreamError
 from headwater.core.precision import Precision, usable_precision
-from headwater.plan.machine import FREE_SHARE, free_resources
+from headwater.plan.machine import FREE_SHARE_OF_GPU, free_resources
 from headwater.plan.types import Resources
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_load import SavedCheckpoint
@@ -56,14 +56,14 @@ def test_a_gpu_without_bf16_computes_in_fp32_and_the_log_says_so(monkeypatch, ca
 
 def test_a_second_run_plans_with_the_memory_that_the_first_has_left(gpu):
     free = free_resources(Resources(host_memory=GIB), "cuda")
-    assert free.device_memory == int(FREE_SHARE * 4 * GIB)
+    assert free.device_memory == int(FREE_SHARE_OF_GPU * 4 * GIB)
 
 
 def test_memory_that_the_allocator_keeps_after_an_engine_was_closed_is_free(gpu, monkeypatch):
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 19 * GIB)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 3 * GIB)
     free = free_resources(Resources(host_memory=GIB), "cuda")
-    assert free.device_memory == int(FREE_SHARE * (4 + 16) * GIB)
+    assert free.device_memory == int(FREE_SHARE_OF_GPU * (4 + 16) * GIB)
 
 
 def test_memory_that_another_process_has_taken_since_the_plan_is_named(gpu, monkeypatch):

@@ -15,9 +15,9 @@ from harness import SEED, History, Job, Setting, assert_equal, collect, make_pla
 from torch import nn
 
 import headwater
+from headwater.core.arithmetic import exact_arithmetic
 from headwater.core.precision import Precision
 from headwater.core.seeding import derive_seed
-from headwater.stream.arithmetic import exact_arithmetic
 from headwater.stream.engine import Engine
 
 ON_GPU = torch.cuda.is_available()

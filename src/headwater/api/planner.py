@@ -22,7 +22,13 @@ from headwater.core.tensor_memory import return_free_memory
 from headwater.fabric.fabric import Fabric
 from headwater.plan.budget import find_plan, make_plan
 from headwater.plan.calibrate import calibrate
-from headwater.plan.machine import FREE_SHARE, LATE_BYTES, budget_notes, free_device_bytes, resident_bytes
+from headwater.plan.machine import (
+    FREE_SHARE_OF_GPU,
+    LATE_BYTES,
+    budget_notes,
+    free_device_bytes,
+    resident_bytes,
+)
 from headwater.plan.options import (
     PlanRequest,
     TraceFor,
@@ -164,7 +170,7 @@ def plan_for_store(asked: PlanRequest, before: Plan) -> Plan | None:
     if limits.device_memory is None and asked.device != "cpu":
         # The stages in device memory stay there, and the slabs are freed before the new ones are made.
         held = device.get("weight store", 0) + device.get("slabs", 0)
-        room = int(FREE_SHARE * (free_device_bytes(asked.device) + held))
+        room = int(FREE_SHARE_OF_GPU * (free_device_bytes(asked.device) + held))
         limits = dataclasses.replace(limits, device_memory=room)
     # This process has the store and the slabs of the other engine already, which a plan counts.
     others = resident_bytes() + LATE_BYTES - host.get("weight store", 0) - host.get("slabs", 0)

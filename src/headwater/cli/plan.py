@@ -19,7 +19,6 @@ from headwater.core.batches import equal_share
 from headwater.core.errors import ConfigError, PlanError
 from headwater.fabric.launch.cores import num_cores
 from headwater.plan.calibrate import calibrate
-from headwater.plan.measuring import MOST_WALL_S
 from headwater.plan.options import device_of, resources_of
 from headwater.plan.outlook import RunLength
 from headwater.plan.report import draw_plan, render_plan
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         resources_of(init.backend).disk,
         fast_products=init.backend.fast_products,
         recalibrate=args.recalibrate,
-        most_wall_s=_PATIENCE_S if patient else MOST_WALL_S,
+        most_wall_s=_PATIENCE_S if patient else None,
     )
     workers = data_workers(config.fit)
     share_of_batch = equal_share(batch_size, placement.num_csx)

@@ -12,7 +12,7 @@ from pathlib import Path
 from headwater.core.half_products import slow_half_dtypes
 from headwater.plan.machine import existing_ancestor
 from headwater.plan.machine_cache import cache_file, machine_key, read_entries, write_entries
-from headwater.plan.measuring import MOST_WALL_S, measure_apart
+from headwater.plan.measuring import Kernels, measure_apart
 from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_quick
 from headwater.plan.rates import Calibration
 from headwater.store.native_check import adam_in_use
@@ -76,7 +76,7 @@ def calibrate(
     recalibrate: bool = False,
     cache: Path | None = None,
     budget: int | None = None,
-    most_wall_s: float = MOST_WALL_S,
+    most_wall_s: float | None = None,
 ) -> Calibration | None:
     """Return the rates of this machine, measured in a few seconds or stored by an earlier run.
 
@@ -86,13 +86,12 @@ def calibrate(
     Args:
         device: `cpu` or `cuda`.
         disk: folder of the disk tier, which is measured too; it need not exist yet.
-        fast_products: True for runs with `matmul: fast`, which may compute products in bf16 and fp16 by other
-            kernels; see [Note: products in half precision].
+        fast_products: True for runs with `matmul: fast`, which may use other kernels.
         recalibrate: measure even if the rates of this machine are stored.
         cache: JSON file of stored measurements; by default in the user's cache folder.
         budget: bytes of host memory that this process and the measuring one may hold; `None`: the free
             memory.
-        most_wall_s: seconds after which a measurement is stopped.
+        most_wall_s: seconds after which a measurement is stopped; `None`: the limit for this device.
 
     Returns:
         The rates; `None` if the machine could not be measured in time and no rates are stored.
@@ -103,15 +102,22 @@ def calibrate(
     folder = None if disk is None else existing_ancestor(disk)
     # Rates that were measured with another kernel of Adam are not those of this kernel.
     key = f"{machine_key(device, folder)}|{adam_in_use()}"
-    converted = fast_products and device == "cpu" and bool(slow_half_dtypes())
-    key += "|products by fp32 kernels" if converted else ""
+    kernels = _kernels(device, fast=fast_products)
+    key += "" if kernels == "torch" else f"|{kernels}"
     if recalibrate or key not in _IN_THIS_PROCESS:
 
         def measure() -> Measurement | None:
-            return measure_apart(device, folder, budget, converted=converted, most_wall_s=most_wall_s)
+            return measure_apart(device, folder, budget, kernels=kernels, most_wall_s=most_wall_s)
 
         _IN_THIS_PROCESS[key] = _rates(key, device, measure, recalibrate, cache or cache_file(_FILE))
     return _IN_THIS_PROCESS[key]
+
+
+def _kernels(device: str, *, fast: bool) -> Kernels:
+    """Return the kernels that a run uses whose `matmul` is `fast`, or `exact`."""
+    if device != "cpu":
+        return "fast" if fast else "exact"
+    return "converted" if fast and slow_half_dtypes() else "torch"
 
 
 def _rates(

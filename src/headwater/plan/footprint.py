@@ -19,10 +19,10 @@ from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
 if TYPE_CHECKING:
     from headwater.optim.spec import UpdateKind
 
-# Bytes that the allocator holds beside the tensors, as a share of the tensors' bytes; measured on CPU. There
-# are three allocators: malloc that returns freed pages, ranges, and malloc that keeps pages. The last share
-# is of the bytes of activations only.
-_SHARE_OF_MALLOC, _SHARE_OF_RANGES, _SHARE_OF_KEPT_PAGES = 0.2, 0.09, 0.18
+# Bytes that the allocator holds beside the tensors, as a share of the tensors' bytes. There are three
+# allocators on a CPU: malloc that returns freed pages, ranges, and malloc that keeps pages. The last share
+# is of the bytes of activations only. On a GPU torch's allocator has segments that grow; see docs/gpu.md.
+_SHARE_OF_MALLOC, _SHARE_OF_RANGES, _SHARE_OF_KEPT_PAGES, _SHARE_ON_GPU = 0.2, 0.09, 0.18, 0.06
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,19 +37,21 @@ class Peak:
         gradients: bytes of gradients.
         keeps_pages: True if malloc keeps the pages of freed tensors; see `Plan.memory_is_ample`.
         ranges: True if the tensors have their memory in ranges.
+        on_gpu: True if the tensors are on a GPU.
     """
 
     activations: int
     gradients: int
     keeps_pages: bool = False
     ranges: bool = False
+    on_gpu: bool = False
 
     @property
     def allocator(self) -> int:
         """Bytes that the allocator holds beside the tensors: gaps, and scratch memory of kernels."""
         if self.keeps_pages:
             return int(self.activations * _SHARE_OF_KEPT_PAGES)
-        share = _SHARE_OF_RANGES if self.ranges else _SHARE_OF_MALLOC
+        share = _SHARE_ON_GPU if self.on_gpu else _SHARE_OF_RANGES if self.ranges else _SHARE_OF_MALLOC
         return int((self.activations + self.gradients) * share)
 
     @property
@@ -149,7 +151,8 @@ class Footprint:
         if key not in self._peaks:
             ranks, gradients = self._ranks_beside(plan), self.gradients.alive(plan)
             activations = [ranks * alive for alive in activations_alive(self.trace, plan.activations)]
-            moments = [Peak(*alive, ranges=plan.ranges) for alive in zip(activations, gradients, strict=True)]
+            on_gpu, pairs = plan.device != "cpu", zip(activations, gradients, strict=True)
+            moments = [Peak(*alive, ranges=plan.ranges, on_gpu=on_gpu) for alive in pairs]
             peak = max(moments, key=lambda moment: moment.total)
             if keeps_pages:
                 held = max(peak.gradients, self.gradients.after_backward(plan))

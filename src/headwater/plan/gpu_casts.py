@@ -98,7 +98,7 @@ _FUSED_RMS_NORM_BACKWARD = torch.ops.aten._fused_rms_norm_backward.default
 
 @contextmanager
 def casts_of_gpu() -> Iterator[None]:
-    """Enter a context in which autocast and RMSNorm save what they save on a GPU; see [Note: casts of a GPU]."""
+    """Enter a context in which autograd saves what it saves on a GPU; see [Note: casts of a GPU]."""
     with _LOCK:  # without it, two threads that plan at once may both register
         key = _registered()
     before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
@@ -243,7 +243,9 @@ _CASTS: dict[str, Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]] 
 """Name of a list of operators -> the function that calls such an operator."""
 
 
-def _call_in(dtype: torch.dtype, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_in(
+    dtype: torch.dtype, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call an operator with its floating-point inputs cast to `dtype`."""
     args, kwargs = tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if _is_eligible(tensor) else tensor, (args, kwargs)

@@ -24,6 +24,9 @@ from headwater.plan.types import Resources
 FREE_SHARE = 0.9
 """Share of the free memory or disk that a plan uses if the user sets no budget."""
 
+FREE_SHARE_OF_GPU = 0.94
+"""The same for a GPU. The rest is for libraries and their scratch memory."""
+
 LATE_BYTES = 48 * MIB
 """Host memory that a run takes after its plan is made, weights and activations aside: pages of kernels, the
 logs, threads, readers of data, pictures. Measured: see docs/benchmarks.md."""
@@ -60,7 +63,7 @@ def free_resources(resources: Resources, device: str) -> Resources:
     host, gpu, disk = resources.host_memory, resources.device_memory, resources.disk_bytes
     host = free_host_budget() if host is None else min(host, group_memory().budget or host)
     if gpu is None and device != "cpu":
-        gpu = int(FREE_SHARE * free_device_bytes(device))
+        gpu = int(FREE_SHARE_OF_GPU * free_device_bytes(device))
     if disk is None and resources.disk is not None:
         disk = int(FREE_SHARE * shutil.disk_usage(existing_ancestor(resources.disk)).free)
     return Resources(device_memory=gpu, host_memory=host, disk=resources.disk, disk_bytes=disk)

@@ -1,9 +1,8 @@
 """Measurement of this machine in a child process, which is killed if it takes too long.
 
 The memory of the probes is freed when that process ends. Its command line is `python -m
-headwater.plan.measuring PARENT DEVICE THREADS PRODUCTS [FOLDER]`. It exits when its parent process, which has
-the ID PARENT, exits. PRODUCTS is `converted` if fp32 kernels compute products in bf16 and fp16, otherwise
-`torch`.
+headwater.plan.measuring PARENT DEVICE THREADS KERNELS [FOLDER]`. It exits when its parent process, which has
+the ID PARENT, exits. KERNELS is one of `Kernels`.
 """
 
 from __future__ import annotations
@@ -15,11 +14,14 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from headwater.core.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.core.errors import ConfigError
 from headwater.core.half_products import use_fast_half_products
 from headwater.core.patience import noticed
@@ -32,6 +34,13 @@ from headwater.plan.rates import Calibration
 MOST_WALL_S, MOST_CPU_S = 20.0, 10
 """Limits of a measurement: seconds of wall time, and CPU seconds of each thread."""
 
+MOST_GPU_WALL_S = 90.0
+"""The limit of wall time with a GPU, whose libraries load for ten seconds and more."""
+
+Kernels = Literal["torch", "converted", "exact", "fast"]
+"""The kernels that a run uses. On a CPU: those of torch, or `converted` if fp32 kernels compute products in
+bf16 and fp16, see [Note: products in half precision]. On a GPU: those of `core/arithmetic.py`."""
+
 NEEDED_BYTES = 900 * MIB
 """Bytes of host memory that a measurement needs, including `import torch`."""
 
@@ -43,8 +52,8 @@ def measure_apart(
     folder: Path | None,
     budget: int | None = None,
     *,
-    converted: bool = False,
-    most_wall_s: float = MOST_WALL_S,
+    kernels: Kernels = "torch",
+    most_wall_s: float | None = None,
 ) -> Measurement | None:
     """Measure everything in another process; return `None` if that takes too long or fails.
 
@@ -52,9 +61,8 @@ def measure_apart(
         device: `cpu` or `cuda`.
         folder: an existing folder of the disk tier, if there is one.
         budget: bytes of host memory that both processes may hold; `None`: the free memory.
-        converted: True to compute products in bf16 and fp16 by fp32 kernels; see [Note: products in half
-            precision].
-        most_wall_s: seconds after which the process is killed.
+        kernels: the kernels that the run uses.
+        most_wall_s: seconds after which the process is killed; `None`: the limit for this device.
 
     Raises:
         ConfigError: if `folder` cannot be written to.
@@ -70,8 +78,10 @@ def measure_apart(
         return None
     # For `-P` see [Note: planted modules].
     command = [sys.executable, "-P", "-m", __name__]
-    command += [str(os.getpid()), device, str(torch.get_num_threads()), "converted" if converted else "torch"]
+    command += [str(os.getpid()), device, str(torch.get_num_threads()), kernels]
     command += [] if folder is None else [str(folder)]
+    if most_wall_s is None:
+        most_wall_s = MOST_WALL_S if device == "cpu" else MOST_GPU_WALL_S
     with noticed(f"measuring the speed of this machine, for at most {most_wall_s:g} s"):
         try:
             done = subprocess.run(
@@ -107,18 +117,25 @@ def _answer(device: str, folder: Path | None) -> dict[str, Any]:
         return {"refused": {"what": error.what, "where": error.where, "remedy": error.remedy}}
 
 
+_ARITHMETIC: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "exact": exact_arithmetic,
+    "fast": fast_arithmetic,
+}
+
+
 def main() -> None:
     """Print a measurement as JSON."""
-    parent, device, threads, products, *folder = sys.argv[1:]
+    parent, device, threads, kernels, *folder = sys.argv[1:]
     end_with(int(parent))
-    if products == "converted":
+    if kernels == "converted":
         use_fast_half_products()
     # The rates are those of a run, so the measurement has as many threads as the run.
     torch.set_num_threads(int(threads))
     # The system enforces this limit. The parent enforces that of wall time, which a user can raise.
     most_cpu_s = MOST_CPU_S * int(threads)
     resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
-    answer = _answer(device, Path(folder[0]) if folder else None)
+    with _ARITHMETIC.get(kernels, nullcontext)():
+        answer = _answer(device, Path(folder[0]) if folder else None)
     print(json.dumps(answer))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection
 from functools import lru_cache
 
 from headwater.core.units import GIB
+from headwater.plan import first_forward
 from headwater.plan.belady import simulate, slab_capacity, slab_positions
 from headwater.plan.footprint import Footprint
 from headwater.plan.memory.stages import StageBytes
@@ -73,6 +75,7 @@ class Predictor:
         self._rates = rates = calibration or NOMINAL
         self._link_bytes_per_s = rates.link_bytes_per_s or _NOMINAL_LINK
         self._read_bytes_per_s = rates.disk_read_bytes_per_s or _NOMINAL_READ
+        self._host_bytes_per_s = rates.adamw_params_per_s * ADAMW_BYTES
         self._write_bytes_per_s = rates.disk_write_bytes_per_s or _NOMINAL_WRITE
 
     @property
@@ -104,7 +107,7 @@ class Predictor:
 
         stages = []
         costs = zip(trace.costs, plan.activations, self.footprint.stages, strict=True)
-        for cost, policy, held in costs:
+        for index, (cost, policy, held) in enumerate(costs):
             others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
             forward = flops_s(cost.forward)
             forward += _FORWARD_SHARE * others + system_s(cost.forward.operators, cost.forward.new_bytes)
@@ -114,22 +117,21 @@ class Predictor:
             if policy is Activations.SELECTIVE:
                 backward += _FORWARD_SHARE * cost.again_bytes / saved_bytes_per_s
                 backward += system_s(0, cost.again_bytes)
-            backward += self._sum_s(plan, held)
+            backward += self._sum_s(plan, index, held)
             stages.append(StageSeconds(forward, 0.0 if trace.inference else backward))
         return stages
 
-    def _sum_s(self, plan: Plan, stage: StageBytes) -> float:
-        """Return the seconds in which cores add a stage's gradients of one of several micro-batches."""
-        count = plan.num_micro_batches
-        if plan.device != "cpu" or count == 1 or self.footprint.gradients.sums_stay or not stage.trained:
+    def _sum_s(self, plan: Plan, index: int, stage: StageBytes) -> float:
+        """Return the seconds in which the device adds a stage's gradients of one of several micro-batches."""
+        if plan.device != "cpu" and index not in plan.on_device:  # the host adds them meanwhile
             return 0.0
-        # The first gradients become the sums. All later additions read the sums and write them.
-        moved = stage.gradient + (2 - 1 / count) * stage.gradient_sum
-        return moved / self._rates.memory_bytes_per_s
+        if self.footprint.gradients.sums_stay:
+            return 0.0
+        return _summed_bytes(stage, plan.num_micro_batches) / self._rates.memory_bytes_per_s
 
     def update_s(self, stage: StageBytes) -> float:
         """Return the seconds of the update of one stage; 0 if it is not trained."""
-        return stage.moved / (self._rates.adamw_params_per_s * ADAMW_BYTES)
+        return stage.moved / self._host_bytes_per_s
 
     def missed(self, plan: Plan) -> tuple[int, ...]:
         """Return the positions in a micro-batch's schedule at which a stage is fetched into a slab."""
@@ -162,13 +164,14 @@ class Predictor:
 
         The update of a stage and its fetch run before its first forward. So the first forward of a step and
         the rest of the step have different bottlenecks. Computation overlaps with transfers, except for the
-        fetch of the first stage. Updates in backward overlap with the last backward instead.
+        fetch of the first stage. Updates in backward overlap with the last backward instead. Beside a GPU the
+        first forward is simulated.
         """
         compute, update, copy = self._compute_s(plan), self._updates_s(plan), self._copy_s(plan)
         on_device = self._updates_on_device_s(plan)
         disk, link = self._disk_s(plan), self._link_s(plan)
         cores = Phases(compute.first + on_device, compute.rest)
-        streams = Phases(max(disk.first, link.first), max(disk.rest, link.rest))
+        streams = Phases(max(disk.first, link.first), max(disk.rest, link.rest, self._sums_on_host_s(plan)))
         in_backward = plan.updates == "in_backward"
         if plan.device == "cpu":  # updates and copies use the cores that compute
             cores = Phases(compute.first + copy.first, compute.rest + copy.rest)
@@ -180,20 +183,64 @@ class Predictor:
             streams = Phases(max(streams.first, update), streams.rest)
         first_stage = self.footprint.trace.uses[0]
         fill = streams.first * self.footprint.slab_sizes[first_stage] / sum(self.footprint.slab_sizes)
-        step = fill + max(cores.first, streams.first) + max(cores.rest, streams.rest)
+        first = fill + max(cores.first, streams.first)
+        if plan.device != "cpu" and not in_backward:
+            first = self._first_forward_s(plan, disk.first)
+        step = first + max(cores.rest, streams.rest)
         totals = {"compute": compute, "copy": copy, "disk": disk, "link": link}
         updates = {"update": update} | ({"update on device": on_device} if plan.on_device else {})
         parts = updates | {name: phases.total for name, phases in totals.items()}
         return parts | {"overlap": step - sum(parts.values())}
 
+    def _first_forward_s(self, plan: Plan, disk_s: float) -> float:
+        """Return the seconds of a step's first forward on a GPU.
+
+        Args:
+            plan: the plan.
+            disk_s: seconds of its transfers from and to the disk.
+        """
+        trace, stages, on_device = self.footprint.trace, self.footprint.stages, set(plan.on_device)
+        seconds, times = self.stage_seconds(plan), Counter(trace.uses)
+        missed, seen, uses = set(self.missed(plan)), set[int](), list[first_forward.Use]()
+        in_memory = {*plan.in_memory, *plan.on_device}
+        on_disk = sum(held.slab for index, held in enumerate(stages) if index not in in_memory)
+        for position, stage in enumerate(trace.uses):
+            held, is_first = stages[stage], stage not in seen
+            seen.add(stage)
+            compute_s = seconds[stage].forward / times[stage] + USE_OVERHEAD_S
+            if stage in on_device:
+                compute_s += self._update_on_device_s(held) if is_first else 0.0
+                uses.append(first_forward.Use(compute_s))
+                continue
+            is_updated = is_first and held.trained
+            copy_s = held.slab / self._link_bytes_per_s if is_updated or position in missed else None
+            # The disk reads and writes beside the update, in proportion to the weights of a stage.
+            transfer_s = disk_s * held.slab / on_disk if is_first and stage not in in_memory else 0.0
+            # A copy to the GPU reads host memory, which limits updates too.
+            read_s = 0.0 if copy_s is None else held.slab / self._host_bytes_per_s
+            update_s = read_s + (self.update_s(held) if is_updated else 0.0)
+            uses.append(first_forward.Use(compute_s, max(update_s, transfer_s), copy_s))
+        return first_forward.forward_s(uses, plan.slabs)
+
     def _updates_s(self, plan: Plan) -> float:
         """Return the seconds of the updates of all stages in host memory and on disk."""
         return sum(map(self.update_s, self._updated(plan.on_device)))
 
+    def _sums_on_host_s(self, plan: Plan) -> float:
+        """Return the seconds in which the host of a GPU adds the gradients of all micro-batches."""
+        count = plan.num_micro_batches
+        if plan.device == "cpu" or self.footprint.gradients.sums_stay:  # see `_sum_s`
+            return 0.0
+        moved = sum(_summed_bytes(stage, count) for stage in self._updated(plan.on_device))
+        return count * moved / self._host_bytes_per_s
+
     def _updates_on_device_s(self, plan: Plan) -> float:
         """Return the seconds of the updates of the stages in device memory, on the computing stream."""
-        held = (self.footprint.stages[stage] for stage in plan.on_device)
-        moved = sum(2 * (stage.slab + stage.state) + stage.gradient for stage in held if stage.trained)
+        return sum(self._update_on_device_s(self.footprint.stages[stage]) for stage in plan.on_device)
+
+    def _update_on_device_s(self, stage: StageBytes) -> float:
+        """Return the seconds of the update of one stage in device memory; 0 if it is not trained."""
+        moved = 2 * (stage.slab + stage.state) + stage.gradient if stage.trained else 0
         return _DEVICE_UPDATE_PASSES * moved / self._rates.memory_bytes_per_s
 
     def _compute_s(self, plan: Plan) -> Phases:
@@ -282,6 +329,14 @@ class Predictor:
         first = max(fetched.first + sums, moved)
         rest = max(fetched.rest + count * moved, leaving + (count - 1) * moved)
         return Phases(first / self._link_bytes_per_s, rest / self._link_bytes_per_s)
+
+
+def _summed_bytes(stage: StageBytes, count: int) -> float:
+    """Return the bytes that the sums of a stage's gradients move in one of `count` micro-batches."""
+    if count == 1 or not stage.trained:
+        return 0.0
+    # The first gradients become the sums. All later additions read the sums and write them.
+    return stage.gradient + (2 - 1 / count) * stage.gradient_sum
 
 
 def _add(phases: Phases, first: float, rest: float) -> Phases:

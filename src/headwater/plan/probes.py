@@ -44,7 +44,8 @@ _SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE = ((64, 768, 512),), (1, 32, 256, 4)
 _SLOW_ATTENTION_SHAPE = (1, 2, 128, 32)
 """Small shapes, for a dtype that the processor only emulates, such as fp16 on most CPUs."""
 _SLOW_S = 1.0
-_COPY_BYTES = 64 * MIB
+_COPY_BYTES, _DEVICE_COPY_SHARE = 64 * MIB, 100
+"""On a GPU a copy of 64 MiB takes less time than its launch, so a hundredth of the free memory is copied."""
 _NEW_TENSORS, _NEW_TENSOR_BYTES = 16, 4 * MIB
 _ADAMW_PARAMS, _DEVICE_ADAMW_PARAMS = 4 * MIB, 32 * MIB
 """More parameters with a GPU, whose host is often a server with a cache of up to 64 MiB."""
@@ -96,6 +97,14 @@ class Measurement:
     rates: Calibration
     quick_s: float
     cpu_share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moved:
+    """Bytes that a copy within memory copies, and bytes that an update moves."""
+
+    copied: int
+    updated: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +170,10 @@ def measure(device: str, folder: Path | None) -> Measurement:
         sizes = {name: _sizes(device, dtype) for name, dtype in _DTYPES.items()}
         blocks = {name: _Block(device, dtype, sizes[name].block) for name, dtype in _DTYPES.items()}
         updates = StageOfAllKinds(_ADAMW_PARAMS if device == "cpu" else _DEVICE_ADAMW_PARAMS)
-        update = Probe(updates.update, on_cores=True)
-        probes = {"quick": _quick(device), "copy": _copy(device), "adamw": update} | disk
+        # Beside a GPU there are many cores, of which only one works between two pieces of an update.
+        update = Probe(updates.update, on_cores=device == "cpu")
+        copied = _copied_bytes(device)
+        probes = {"quick": _quick(device), "copy": _copy(device, copied), "adamw": update} | disk
         for name, dtype in _DTYPES.items():
             probes[f"matrix {name}"] = _matrix(device, dtype, sizes[name].matrices)
             probes[f"block {name}"] = Probe(blocks[name].train, on_cores=device == "cpu")
@@ -171,7 +182,7 @@ def measure(device: str, folder: Path | None) -> Measurement:
             probes[_KERNEL] = _attention(device, torch.bfloat16, sizes["bf16"].attention, "auto")
         probes |= _new_pages() if device == "cpu" else {"link": _link(device)}
         timing = time_probes(probes, device)
-    rates = _rates(timing.best_s, blocks, sizes, updates.moved_bytes)
+    rates = _rates(timing.best_s, blocks, sizes, _Moved(copied, updates.moved_bytes))
     return Measurement(rates, timing.best_s["quick"], timing.cpu_share)
 
 
@@ -204,7 +215,7 @@ def time_probes(probes: Mapping[str, Probe], device: str = "cpu") -> Timing:
 
 
 def _rates(
-    best_s: Mapping[str, float], blocks: Mapping[str, _Block], sizes: Mapping[str, _Sizes], updated_bytes: int
+    best_s: Mapping[str, float], blocks: Mapping[str, _Block], sizes: Mapping[str, _Sizes], moved: _Moved
 ) -> Calibration:
     matrix = {
         name: sum(map(_flops, size.matrices)) / best_s[f"matrix {name}"] for name, size in sizes.items()
@@ -224,8 +235,8 @@ def _rates(
         fp32_saved_bytes_per_s=saved["fp32"],
         bf16_saved_bytes_per_s=saved["bf16"],
         fp16_saved_bytes_per_s=saved["fp16"],
-        memory_bytes_per_s=2 * _COPY_BYTES / best_s["copy"],
-        adamw_params_per_s=updated_bytes / ADAMW_BYTES / best_s["adamw"],
+        memory_bytes_per_s=2 * moved.copied / best_s["copy"],
+        adamw_params_per_s=moved.updated / ADAMW_BYTES / best_s["adamw"],
         link_bytes_per_s=_COPY_BYTES / best_s["link"] if "link" in best_s else None,
         disk_read_bytes_per_s=disk.get("read"),
         disk_write_bytes_per_s=disk.get("write"),
@@ -341,9 +352,17 @@ class _Block:
         return max(seconds - products / products_per_s - attention / attention_per_s, 0.05 * seconds)
 
 
-def _copy(device: str) -> Probe:
+def _copied_bytes(device: str) -> int:
+    """Return the bytes of a copy that shows the rate of a device's memory."""
+    if device == "cpu":
+        return _COPY_BYTES
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return max(_COPY_BYTES, free // _DEVICE_COPY_SHARE)
+
+
+def _copy(device: str, num_bytes: int) -> Probe:
     # Not `empty`: pages that were never written are all the same page of zeros, which stays in the cache.
-    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Probe(lambda: target.copy_(source), on_cores=device == "cpu")
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from headwater.core.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.core.precision import Precision, PrecisionName, autocast
 from headwater.fabric.parent import end_with
 from headwater.plan.compilation import BlockTimes
 from headwater.plan.machine import resident_bytes
-from headwater.stream.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.stream.block_call import BlockCall, unpack
 from headwater.stream.compilation import compile_forward, use_private_cache
 

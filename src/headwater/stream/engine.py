@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from headwater.core.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.core.busy import fetch_bound
 from headwater.core.errors import ConfigError, StreamError
 from headwater.core.loss_function import LossFunction, call_model
@@ -25,7 +26,6 @@ from headwater.store.rule import UpdateRule
 from headwater.store.rules import UpdateRules
 from headwater.store.store import WeightStore
 from headwater.store.update import Update
-from headwater.stream.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.stream.binding import Binder
 from headwater.stream.buffers import Buffers
 from headwater.stream.compilation import compile_stages

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.utils.deterministic
 
+from headwater.core.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.core.errors import StreamError
 from headwater.stream import engine
-from headwater.stream.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.stream.device_errors import device_errors
 
 
