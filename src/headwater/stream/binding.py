@@ -97,6 +97,16 @@ class Binder:
         for stage in self.stages:
             stage.release()
 
+    def forget(self) -> None:
+        """Drop all parameters, so that their memory is freed together with the model.
+
+        The executor and its parts are a reference cycle that holds this object. Python's garbage collector
+        may free the cycle much later than the model.
+        """
+        self.stages.clear()
+        self._stage_at.clear()
+        self.departed.clear()
+
     def parameters(self) -> Iterator[tuple[ParamKey, nn.Parameter]]:
         """Yield every parameter with its place in the store."""
         for stage, parameters in enumerate(self.stages):

@@ -153,6 +153,12 @@ class Executor:
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
         """Fetch the stage of a weight that autograd has saved as a handle, and return the weight."""
         current = self._current
+        if not current._binder.stages:  # after `close`
+            raise StreamError(
+                "the engine was closed between this forward and its backward, which needs the weights",
+                remedy="run this backward before the engine is closed; in your own loop, before "
+                "headwater.release(model)",
+            )
         # Before the fetch: if the stage was updated, the slab would hold weights of another step.
         current._binder.stages[handle.stage].check_unchanged(handle)
         image = current._require(handle.stage)
@@ -307,6 +313,9 @@ class Executor:
     def close(self) -> None:
         """Remove all hooks, and release memory and threads, even if adding a gradient raises an error."""
         with ExitStack() as closed:
+            # This object and its parts are a reference cycle, which must not keep the model's memory.
+            closed.callback(self._binder.forget)
+            closed.callback(self._recomputed.forget)
             # Last, after the offloaded activations, which are in it.
             closed.callback(self._arena.close)
             if self._packing is not None:

@@ -42,7 +42,7 @@ class RecomputedForwards:
         leave: Callable[[Stages], None],
         versions: Callable[[Stages], list[int]],
     ) -> None:
-        self._modules = modules
+        self._modules: Sequence[tuple[nn.Module, Stages]] = modules
         self._enter = enter
         self._leave = leave
         self._versions = versions
@@ -61,6 +61,10 @@ class RecomputedForwards:
     def unhook(self) -> None:
         """Restore the original forwards of the modules."""
         self._hooked.close()
+
+    def forget(self) -> None:
+        """Drop the modules, after `unhook`."""
+        self._modules = ()
 
 
 def _recompute_forward(
