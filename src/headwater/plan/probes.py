@@ -170,7 +170,7 @@ def measure(device: str, folder: Path | None) -> Measurement:
         sizes = {name: _sizes(device, dtype) for name, dtype in _DTYPES.items()}
         blocks = {name: _Block(device, dtype, sizes[name].block) for name, dtype in _DTYPES.items()}
         updates = StageOfAllKinds(_ADAMW_PARAMS if device == "cpu" else _DEVICE_ADAMW_PARAMS)
-        # Beside a GPU there are many cores, of which only one works between two pieces of an update.
+        # A machine with a GPU has many cores. Only one of them works between two pieces of an update.
         update = Probe(updates.update, on_cores=device == "cpu")
         copied = _copied_bytes(device)
         probes = {"quick": _quick(device), "copy": _copy(device, copied), "adamw": update} | disk
