@@ -47,10 +47,31 @@ def test_a_step_on_tensors_in_host_memory_asks_no_gpu_for_anything(name, monkeyp
     monkeypatch.setattr("torch.backends.cuda.is_built", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: bool(asked.append(name)))
+    # Newer versions of torch ask for the accelerator first.
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: asked.append(name))
     param = torch.nn.Parameter(torch.randn(5, 2))
     param.grad = torch.ones(5, 2).to_sparse(1) if name == "SparseAdam" else torch.ones(5, 2)
     eager(optimizers()[name])([param], lr=0.01).step()
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("fused", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.complex64)]
+)
+def test_adagrad_creates_the_state_of_other_parameters(fused, dtype):
+    def made(params):
+        return eager(torch.optim.Adagrad)(params, initial_accumulator_value=0.5, fused=fused)
+
+    params = [torch.nn.Parameter(torch.ones(2, 3, dtype=dtype)) for _ in range(2)]
+    first, second = made(params[:1]), made([torch.nn.Parameter(torch.ones(1))])
+    second.param_groups = [{**second.param_groups[0], "params": params[1:]}]
+    second.state.clear()
+    for _ in range(2):
+        for param, optimizer in zip(params, (first, second), strict=True):
+            param.grad = torch.full_like(param, 2)
+            optimizer.step()
+    assert torch.equal(*params)
+    assert all(map(torch.equal, first.state[params[0]].values(), second.state[params[1]].values()))
 
 
 @pytest.mark.real_start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 
@@ -18,11 +19,27 @@ def eager(kind: OptimizerClass) -> OptimizerClass:
     thread that has chosen no GPU, the question goes to GPU 0, and takes memory there from another process.
     """
     own = {
-        "_cuda_graph_capture_health_check": _no_check,
+        "_accelerator_graph_capture_health_check": _no_check,
         "add_param_group": inspect.unwrap(kind.add_param_group),
         "step": torch.no_grad()(inspect.unwrap(kind.step)),
     }
+    if kind is torch.optim.Adagrad:
+        own["_init_group"] = _init_group_of_adagrad
     return type(kind.__name__, (kind,), own)
+
+
+def _init_group_of_adagrad(optimizer: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
+    """Create the state of parameters that lack it; then call Adagrad's own method.
+
+    In torch 2.11 only the constructor of Adagrad creates state. The weight store updates other tensors than
+    those with which the optimizer was constructed.
+    """
+    for param in group["params"]:
+        if param.grad is not None and not optimizer.state[param]:
+            first = optimizer.defaults["initial_accumulator_value"]
+            made = type(optimizer)([param], initial_accumulator_value=first, fused=group["fused"])
+            optimizer.state[param] = made.state[param]
+    return torch.optim.Adagrad._init_group(optimizer, group, *lists)
 
 
 def _no_check(optimizer: torch.optim.Optimizer) -> None:
