@@ -11,6 +11,12 @@ from headwater.fabric.cluster import join_ranks
 
 TIMEOUT_S = 200
 
+if not torch.cuda.is_available():
+    torch.ones((), requires_grad=True).backward()
+"""The first backward of a process starts a thread for each GPU. A fork of a process with such threads cannot
+compute gradients. During a dry run, CUDA builds of torch count eight GPUs where there are none.
+"""
+
 
 def free_port():
     """Return a port of this machine at which no process listens."""

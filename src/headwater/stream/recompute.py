@@ -192,6 +192,7 @@ class _RepeatedCall:
         # On a GPU, backward runs on a thread of autograd, whose context variables have their defaults.
         self._context = contextvars.copy_context()
         self._first: tuple[Any, ...] | None = (args, kwargs)
+        self._error: BaseException | None = None
         leaves, self._structure = tree_flatten((args, kwargs))
         self._others = apart([_Tensor if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
         identities = [id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -202,12 +203,19 @@ class _RepeatedCall:
         """Make the first call under torch's checkpoint, which makes the second call in backward."""
         tensors = self._tensors()
         has_nested = any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors)
-        return checkpoint(
+        result = checkpoint(
             self,
             *tensors,
             use_reentrant=False,
             determinism_check="none" if has_nested else "default",  # torch's check needs their sizes
         )
+        error, self._error = self._error, None
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
 
     def _tensors(self) -> list[torch.Tensor]:
         """Return the tensors among the arguments, each once. Call this before the first call.
@@ -222,7 +230,12 @@ class _RepeatedCall:
         if self._first is not None:  # the caller's own objects
             (args, kwargs), self._first = self._first, None
             with own_checkpoints.entered():
-                return self._function(*args, **kwargs)
+                try:
+                    return self._function(*args, **kwargs)
+                except BaseException as error:  # noqa: BLE001 - `run` raises it
+                    # An error that passes through torch's checkpoint leaves its hooks behind in torch 2.11.
+                    self._error = error
+                    return None
         self._weights.check()
         own = iter([tensors[place] for place in self._places])
         leaves = [next(own) if leaf is _Tensor else leaf for leaf in apart(self._others)]
