@@ -1,4 +1,4 @@
-"""Threads that compute on one core each, beside other threads that compute on all."""
+"""Threads that leave cores to others: they compute on one core each, or on most cores."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from pathlib import Path
 
 import torch
 
+_LEFT = 8
+"""Beside a GPU one of this many cores is left to the threads that start its kernels; none of fewer cores."""
+
 
 def single_core_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
     """Return a pool of threads whose torch operators use one core each.
@@ -19,6 +22,15 @@ def single_core_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
     the time is spent at that barrier. Without a known OpenMP library operators still divide their work.
     """
     return ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_use_one_core)
+
+
+def pool_beside_gpu(name: str) -> ThreadPoolExecutor:
+    """Return a pool of one thread whose torch operators leave some cores to the threads that start kernels.
+
+    On a machine with an H200 and 16 cores, updates on all cores made the thread of the forward two to three
+    times slower, and the GPU waited for it. Memory limits updates, which need a few cores less.
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_leave_cores)
 
 
 @contextmanager
@@ -40,6 +52,11 @@ def _use_one_core() -> None:
     """Make torch operators in the calling thread use one core. Other threads are not changed."""
     torch.get_num_threads()  # at a thread's first use torch sets its own number, so this call comes first
     _use_cores(1)
+
+
+def _leave_cores() -> None:
+    cores = torch.get_num_threads()  # see `_use_one_core`
+    _use_cores(cores - cores // _LEFT)
 
 
 def _use_cores(count: int) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
@@ -14,7 +14,7 @@ import torch
 
 from headwater.core.errors import ConfigError, HeadwaterError, StoreError, StreamError
 from headwater.core.stage import ParamKey, StageSpec
-from headwater.core.threads import single_core_pool
+from headwater.core.threads import pool_beside_gpu, single_core_pool
 from headwater.store.gradients.status import NO_NORMS
 from headwater.store.layout import MOST_UNFINISHED
 from headwater.store.locks import RESUME
@@ -117,8 +117,8 @@ class BackwardUpdates:
         self._lock = threading.Lock()
         self._here: deque[int] = deque()  # stages that the thread of the backward will update
         self._running: deque[Future[None]] = deque()
-        make_pool = single_core_pool if moments.one_core else ThreadPoolExecutor
-        self._thread = make_pool(1, "headwater-update")
+        name = "headwater-update"
+        self._thread = single_core_pool(1, name) if moments.one_core else pool_beside_gpu(name)
 
     @property
     def norms(self) -> Mapping[ParamKey, torch.Tensor]:

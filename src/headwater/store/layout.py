@@ -17,9 +17,12 @@ from headwater.core.stage import SLAB_ALIGNMENT_BYTES, ParamSpec, StageSpec
 PIECE_ELEMENTS = 1 << 20
 """Maximum number of elements of a piece in host memory or on disk. Such a piece fits into the CPU's cache."""
 
-DEVICE_PIECE_ELEMENTS = 1 << 24
-"""The same in device memory, where a kernel for a smaller piece takes longer to start than to compute."""
+DEVICE_PIECE_ELEMENTS = 1 << 25
+"""The same in device memory, where the kernels of a smaller piece take longer to start than to compute.
 
+An H200 updates such a piece in about 0.7 ms. To start its kernels takes about as long, because the updates of
+other stages keep the cores and the memory of the host busy.
+"""
 MOST_UNFINISHED = 1
 """Maximum number of stages whose updates wait or run on a thread while the backward of a step continues."""
 

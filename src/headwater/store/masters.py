@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 _CHUNK_ELEMENTS = 1 << 18
 """Elements that one pass joins or splits: few enough to stay in a core's cache for the next pass."""
 
-_DEVICE_CHUNK_ELEMENTS = 1 << 24
+_DEVICE_CHUNK_ELEMENTS = 1 << 25
 """The same on another device, where a kernel for fewer elements takes longer to start than to compute."""
 
 _THREAD_ELEMENTS = 1 << 15
@@ -102,6 +102,10 @@ def make_bits(numel: int, device: torch.device) -> torch.Tensor:
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     count = _chunk_elements(tensors[0].device)
+    if (
+        tensors[0].numel() <= count
+    ):  # most pieces on a GPU, whose launches would wait for a split of each tensor
+        return iter((tensors,))
     return zip(*(tensor.split(count) for tensor in tensors), strict=True)
 
 
