@@ -23,7 +23,7 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.calibrate import calibrate
 from headwater.plan.options import Fixed, PlanRequest
-from headwater.plan.types import Plan, Resources
+from headwater.plan.types import Plan, Resources, Tier
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.stream.options import EngineOptions
@@ -48,7 +48,7 @@ class Ready:
 
 
 def headwater(
-    load: Load, stack: ExitStack, tier: str | None, disk: Path | None, *, compiled: bool = False
+    load: Load, stack: ExitStack, tier: Tier | None, disk: Path | None, *, compiled: bool = False
 ) -> Ready:
     """Return Headwater with its own plan, or with the weights on one tier.
 
@@ -61,7 +61,7 @@ def headwater(
     """
     config = load.config()
     model = build_model(config, device="meta").train()
-    plan = _plan(load, model, tier, disk)
+    plan = _plan(load, model, Fixed(tier=tier, compiled=compiled), disk)
 
     def initial(spec: ParamSpec) -> torch.Tensor:
         return random_weight(spec.name, spec.shape, load.device)
@@ -82,7 +82,7 @@ def headwater(
     return Ready(step, _predicted(plan), remarks)
 
 
-def _plan(load: Load, model: nn.Module, tier: Any, disk: Path | None) -> Plan:
+def _plan(load: Load, model: nn.Module, fixed: Fixed, disk: Path | None) -> Plan:
     precision = Precision("fp32" if load.dtype == "fp32" else "bf16")
 
     return make_plan(
@@ -95,7 +95,7 @@ def _plan(load: Load, model: nn.Module, tier: Any, disk: Path | None) -> Plan:
             device=load.device,
             calibration=calibrate(load.device, disk) if load.device != "cpu" else None,
             checkpoints=False,
-            fixed=Fixed(tier=tier),
+            fixed=fixed,
         )
     )
 

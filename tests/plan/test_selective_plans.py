@@ -45,7 +45,11 @@ def planned(trace, **changes):
         precision=Precision(),
         optimizer_state_bytes=8,
         resources=Resources(host_memory=changes.pop("host_memory", None)),
-        fixed=Fixed(activations=changes.pop("activations", None), micro_batch_size=ROWS),
+        fixed=Fixed(
+            activations=changes.pop("activations", None),
+            micro_batch_size=ROWS,
+            compiled=changes.pop("compiled", False),
+        ),
         base_bytes=100 * MIB,
         checkpoints=False,
         **changes,
@@ -91,3 +95,12 @@ def test_a_budget_takes_cheap_operators_before_whole_blocks(trace):
     assert set(between.activations) == {Activations.SELECTIVE}
     below = planned(trace, host_memory=selective.prediction.host_bytes - 4 * MIB)
     assert set(below.activations) == {Activations.SELECTIVE, Activations.RECOMPUTE}
+
+
+def test_compiled_blocks_are_not_recomputed_selectively(trace):
+    whole = planned(trace).prediction.host_bytes
+    less = {
+        compiled: planned(trace, host_memory=whole - VALUE, compiled=compiled) for compiled in (False, True)
+    }
+    assert Activations.SELECTIVE in less[False].activations
+    assert set(less[True].activations) == {Activations.KEEP, Activations.RECOMPUTE}

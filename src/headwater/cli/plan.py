@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from headwater.plan.options import device_of, resources_of
 from headwater.plan.outlook import RunLength
 from headwater.plan.report import draw_plan, render_plan
 from headwater.plan.types import Plan
-from headwater.trainer.compile_choice import block_choice
+from headwater.trainer.compile_choice import block_choice, plan_with_blocks
 from headwater.trainer.machine_file import write_machine
 from headwater.trainer.planning import host_share, plan_run, run_length, training_workload
 from headwater.trainer.zoo_job import data_workers, zoo_trainable
@@ -95,10 +96,16 @@ def run(args: argparse.Namespace) -> int:
     share_of_batch = equal_share(batch_size, placement.num_csx)
     work = training_workload(init, trainable, share_of_batch, data_workers=workers)
     share = host_share(placement, [rank // ranks for rank in range(placement.size)], 0)
-    plan = plan_run(init, trainable, work, calibration=rates, placement=placement, ranks=ranks, share=share)
     run = run_length(trainable, init.loop)
-    blocks = block_choice(init, trainable, plan, dataclasses.replace(work, steps=run.steps), measure=False)
-    print_plan(dataclasses.replace(plan, blocks=blocks), run, drawing=args.png)
+    work = dataclasses.replace(work, steps=run.steps)
+
+    plan_for = functools.partial(
+        plan_run, init, trainable, calibration=rates, placement=placement, ranks=ranks, share=share
+    )
+    plan = plan_with_blocks(
+        work, plan_for, lambda plan: block_choice(init, trainable, plan, work, measure=False)
+    )
+    print_plan(plan, run, drawing=args.png)
     if args.write_cluster is not None:
         if rates is None:
             raise PlanError(

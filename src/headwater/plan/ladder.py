@@ -20,7 +20,12 @@ class Rung(NamedTuple):
 
 
 def activation_ladder(
-    footprint: Footprint, frame: Plan, *, fixed: Activations | None = None, smallest: bool = False
+    footprint: Footprint,
+    frame: Plan,
+    *,
+    fixed: Activations | None = None,
+    smallest: bool = False,
+    compiled: bool = False,
 ) -> list[Rung]:
     """Return choices of a policy for each stage; each needs less memory than the one before, and more time.
 
@@ -34,9 +39,11 @@ def activation_ladder(
         fixed: the policy of all stages, if the user has chosen one.
         smallest: leave out a choice if a later one offloads as many bytes, because the later one needs less
             memory of one kind, and not more of any other.
+        compiled: true if blocks are compiled, so that no stage is recomputed selectively.
     """
     ladder: list[Rung] = []
-    for activations in _policies(frame) if fixed is None else (_uniform(frame.trace, fixed),):
+    policies = _policies(frame, selects=not compiled)
+    for activations in policies if fixed is None else (_uniform(frame.trace, fixed),):
         plan = dataclasses.replace(frame, activations=activations)
         peak = footprint.peak(plan).total
         # `_promising` bisects the ladder, so the peaks must fall.
@@ -50,14 +57,14 @@ def activation_ladder(
     return ladder
 
 
-def _policies(frame: Plan) -> Iterator[tuple[Activations, ...]]:
+def _policies(frame: Plan, *, selects: bool) -> Iterator[tuple[Activations, ...]]:
     costs = frame.trace.costs
     policies = [Activations.KEEP] * len(costs)
     yield tuple(policies)
     if frame.trace.inference:  # nothing is saved
         return
     selective = _uniform(frame.trace, Activations.SELECTIVE)
-    if Activations.SELECTIVE in selective:
+    if selects and Activations.SELECTIVE in selective:
         policies = list(selective)
         yield selective
     worth = [stage for stage, can_be in enumerate(recomputable(frame.trace)) if can_be]

@@ -58,6 +58,8 @@ class Fixed:
             error loses the step.
         ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`; by default, if
             this machine can build them.
+        compiled: True if blocks are compiled. A compiled block decides itself what it saves, so no stage
+            computes the values of cheap operators again.
     """
 
     tier: Tier | None = None
@@ -70,6 +72,7 @@ class Fixed:
     optimizer_state: OptimizerState = "exact"
     updates: Updates = "on_fetch"
     ranges: bool | None = None
+    compiled: bool = False
 
 
 NOT_FIXED = Fixed()
@@ -177,6 +180,8 @@ class BackendOptions(Protocol):
     @property
     def stages_on_device(self) -> int | None: ...
     @property
+    def compile(self) -> Literal["auto"] | bool: ...
+    @property
     def activations(self) -> Literal["auto", "keep", "selective", "recompute", "offload"]: ...
     @property
     def tier(self) -> Literal["auto", "memory", "disk"]: ...
@@ -248,6 +253,7 @@ def fixed_by(backend: BackendOptions, micro_batch_size: int | None = None) -> Fi
         optimizer_state=backend.optimizer_state,
         updates=backend.updates,
         ranges=False if backend.allocator == "system" else None,
+        compiled=backend.compile is True,
     )
 
 

@@ -149,6 +149,7 @@ def candidates(
             frame,
             fixed=None if trace.inference else asked.fixed.activations,
             smallest=not every_policy,
+            compiled=asked.fixed.compiled,
         )
         for slabs in _slab_counts(asked, frame)[: 1 if smallest else None]:
             with_slabs = dataclasses.replace(frame, slabs=slabs)

@@ -17,13 +17,14 @@ import pickle
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from headwater.core.errors import DoesNotFitError
 from headwater.core.patience import noticed
 from headwater.core.trees import tensors_in
 from headwater.core.units import MIB, format_bytes
@@ -33,7 +34,7 @@ from headwater.plan.compilation import MOST_VARIANTS, BlockTimes, Kind, choose, 
 from headwater.plan.machine import free_host_bytes, resident_bytes
 from headwater.plan.machine_cache import cache_file, machine_key, read_entries, write_entries
 from headwater.plan.measuring import NEEDED_BYTES
-from headwater.plan.types import Blocks, Plan
+from headwater.plan.types import Activations, Blocks, Plan
 from headwater.stream.block_call import find_calls, pack
 from headwater.stream.block_measuring import measure_block
 from headwater.stream.block_probe import Conditions
@@ -94,6 +95,31 @@ def block_choice(
         if times is not None
     ]
     return choose(kinds, work.steps * plan.num_micro_batches, _spare_bytes(plan))
+
+
+def plan_with_blocks(
+    work: Workload, plan_for: Callable[[Workload], Plan], choose: Callable[[Plan], Blocks]
+) -> Plan:
+    """Return a plan with its choice between compiled and eager blocks.
+
+    A compiled block decides itself what it saves. So if the plan of eager blocks computes cheap operators
+    again, compiled blocks need another plan. If that does not fit, the run has eager blocks.
+
+    Args:
+        work: the step.
+        plan_for: returns a plan of a step; raises `DoesNotFitError` if none fits.
+        choose: returns the choice for a plan; see `block_choice`.
+    """
+    plan = plan_for(work)
+    blocks = choose(plan)
+    if blocks.compiled and Activations.SELECTIVE in plan.activations:
+        try:
+            plan = plan_for(dataclasses.replace(work, compiled=True))
+        except DoesNotFitError:
+            if work.compiled:  # the run began so
+                raise
+            blocks = Blocks(False, "what compiled blocks keep for the backward does not fit")
+    return dataclasses.replace(plan, blocks=blocks)
 
 
 @dataclasses.dataclass(frozen=True)

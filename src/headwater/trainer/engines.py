@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ from headwater.plan.types import Plan
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager
-from headwater.trainer.compile_choice import block_choice
+from headwater.trainer.compile_choice import block_choice, plan_with_blocks
 from headwater.trainer.job import Trainable
 from headwater.trainer.planning import Workload, host_share, make_engine, plan_run
 from headwater.trainer.ranks import NUM_CSX
@@ -66,17 +66,19 @@ def open_engine(
 
     def plan_steps() -> Plan:
         # `said_if_long` is not needed: measuring and planning print what they are doing, in every command.
-        plan = plan_run(
+        plan_for = functools.partial(
+            plan_run,
             init,
             trainable,
-            work,
             disk=disk,
             calibration=rates() if measured else None,
             placement=fabric.placement,
             ranks=fabric.local_size,
             share=host_share(fabric.placement, fabric.hosts, fabric.host),
         )
-        return dataclasses.replace(plan, blocks=block_choice(init, trainable, plan, work, measure=measured))
+        return plan_with_blocks(
+            work, plan_for, lambda plan: block_choice(init, trainable, plan, work, measure=measured)
+        )
 
     # This comes first, because `rates` measures the accelerator of this rank.
     take_accelerator(device, fabric, where=NUM_CSX)

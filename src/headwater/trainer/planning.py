@@ -200,6 +200,7 @@ def plan_request(
         The request.
     """
     inference = work.optimizer is NO_UPDATES
+    fixed = fixed_by(init.backend, work.micro_batch_size)
     return PlanRequest(
         dry_runs(init, trainable, device=device, inference=inference),
         divided=divided_dry_runs(init, trainable, device=device, inference=inference),
@@ -209,7 +210,7 @@ def plan_request(
         update_kind=work.optimizer.update_kind_on(device),
         resources=resources_of(init.backend, disk),
         device=device,
-        fixed=fixed_by(init.backend, work.micro_batch_size),
+        fixed=dataclasses.replace(fixed, compiled=fixed.compiled or bool(work.compiled)),
         data_workers=work.data_workers,
     )
 
