@@ -24,6 +24,9 @@ from headwater.stream.saved_tensors import own_checkpoints
 from headwater.stream.sites import Stages
 from headwater.stream.transforms import in_transform
 
+_SAVES_NESTED = not hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
+"""True if torch's checkpoint can save nested tensors of strided layout. In torch 2.11 it cannot."""
+
 
 class RecomputedForwards:
     """Makes the forwards of some stages run again in backward, instead of keeping their activations.
@@ -149,7 +152,7 @@ class _UnchangedWeights:
     """
 
     def __init__(self, module: nn.Module, versions: Callable[[], list[int]]) -> None:
-        self._name = type(module).__name__
+        self.name = type(module).__name__
         self._versions = versions
         self._first = versions()
 
@@ -164,7 +167,7 @@ class _UnchangedWeights:
         if self._versions() != self._first:
             raise StreamError(
                 "weights were changed between this forward and its backward, which runs the forward again",
-                where=self._name,
+                where=self.name,
                 remedy="run the backward before optimizer.step() and before other changes of weights; or "
                 "keep the activations: headwater.backend(..., activations='keep')",
             )
@@ -200,9 +203,21 @@ class _RepeatedCall:
         self._places = [places[identity] for identity in identities]
 
     def run(self) -> Any:
-        """Make the first call under torch's checkpoint, which makes the second call in backward."""
+        """Make the first call under torch's checkpoint, which makes the second call in backward.
+
+        Raises:
+            StreamError: if torch's checkpoint cannot save one of the tensors.
+        """
         tensors = self._tensors()
         has_nested = any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors)
+        if has_nested and not _SAVES_NESTED:
+            raise StreamError(
+                "activations of this module cannot be computed again: its input is a nested tensor, "
+                f"which the checkpoint of torch {torch.__version__} cannot save",
+                where=self._weights.name,
+                remedy="update torch to 2.13, use layout=torch.jagged, or keep the activations: "
+                "headwater.backend(..., activations='keep')",
+            )
         result = checkpoint(
             self,
             *tensors,
