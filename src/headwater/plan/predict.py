@@ -203,7 +203,7 @@ class Predictor:
         seconds, times = self.stage_seconds(plan), Counter(trace.uses)
         missed, seen, uses = set(self.missed(plan)), set[int](), list[first_forward.Use]()
         in_memory = {*plan.in_memory, *plan.on_device}
-        on_disk = sum(held.slab for index, held in enumerate(stages) if index not in in_memory)
+        on_disk = sum(held.slab for index, held in enumerate(stages) if index not in in_memory) or 1
         for position, stage in enumerate(trace.uses):
             held, is_first = stages[stage], stage not in seen
             seen.add(stage)
