@@ -57,7 +57,7 @@ def headwater(
         stack: closes the engine.
         tier: `memory` or `disk`; the plan chooses if not given.
         disk: folder of the disk tier.
-        compiled: compile the blocks, as a long run does by default if compiled blocks are faster.
+        compiled: compile the blocks, as `compile: true` does in a params file.
     """
     config = load.config()
     model = build_model(config, device="meta").train()
