@@ -141,8 +141,16 @@ def theirs(ours):
         found[f"{there}.layer_scale1.lambda1"] = weights[f"{here}.attention_scale.weight"]
         found[f"{there}.layer_scale2.lambda1"] = weights[f"{here}.ffn_scale.weight"]
     state = model.state_dict()
-    model.load_state_dict({name: found[name].detach().view(state[name].shape) for name in state})
+    model.load_state_dict({name: found[renamed(name)].detach().view(state[name].shape) for name in state})
     return model
+
+
+def renamed(name):
+    """Return the name that newer versions of transformers give to a weight."""
+    parts = {"attention.query": "q_proj", "attention.key": "k_proj", "attention.value": "v_proj"}
+    for older, newer in {**parts, "output.dense": "o_proj"}.items():
+        name = name.replace(f"attention.{older}", f"attention.{newer}")
+    return name
 
 
 @torch.no_grad()
