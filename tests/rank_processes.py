@@ -7,15 +7,12 @@ import traceback
 
 import torch
 
+from children import let_forks_compute_gradients
 from headwater.fabric.cluster import join_ranks
 
 TIMEOUT_S = 200
 
-if not torch.cuda.is_available():
-    torch.ones((), requires_grad=True).backward()
-"""The first backward of a process starts a thread for each GPU. A fork of a process with such threads cannot
-compute gradients. During a dry run, CUDA builds of torch count eight GPUs where there are none.
-"""
+let_forks_compute_gradients()
 
 
 def free_port():
