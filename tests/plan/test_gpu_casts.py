@@ -21,6 +21,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def on_gpu():
     names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    # Older versions of torch have overloads for named tensors, which the fake tensors of a dry run refuse.
+    names = {name for name in names if "dimname" not in name.lower() and ".names_" not in name}
     # A build for GPUs has one more, which an LSTM of the CPU does not call.
     return {name for name in names if name.startswith("aten::")} - {"aten::_cudnn_rnn"}
 
