@@ -9,7 +9,7 @@ def let_forks_compute_gradients():
     """Run a backward before any dry run of this process, if there is no GPU.
 
     The first backward of a process starts a thread for each GPU. A fork of a process with such threads cannot
-    compute gradients. During a dry run, CUDA builds of torch count eight GPUs where there are none.
+    compute gradients. During a dry run, CUDA builds of torch count eight GPUs on a machine without GPUs.
     """
     if not torch.cuda.is_available():
         torch.ones((), requires_grad=True).backward()

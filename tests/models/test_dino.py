@@ -146,7 +146,7 @@ def theirs(ours):
 
 
 def renamed(name):
-    """Return the name that newer versions of transformers give to a weight."""
+    """Return the name of a weight in newer versions of transformers."""
     parts = {"attention.query": "q_proj", "attention.key": "k_proj", "attention.value": "v_proj"}
     for older, newer in {**parts, "output.dense": "o_proj"}.items():
         name = name.replace(f"attention.{older}", f"attention.{newer}")
