@@ -146,6 +146,8 @@ class _Capture:
         with warnings.catch_warnings(record=True) as caught:
             # By default Python reports a warning of a line only once, but each module needs its finding.
             warnings.simplefilter("always")
+            # torch 2.11 gives this warning about its own buffer when it saves a constant of the graph.
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             try:
                 return action()
             except Exception as error:  # noqa: BLE001  a forward may raise anything, and torch.export does
