@@ -290,6 +290,8 @@ class Engine:
             closed.callback(self.executor.close)
             if not self.is_detached:
                 self.detach()
+                # The parameters hold NaN now, and graphs may have saved them.
+                self._binder.forget_saved()
 
     def __enter__(self) -> Engine:
         return self

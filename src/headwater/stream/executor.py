@@ -153,12 +153,6 @@ class Executor:
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
         """Fetch the stage of a weight that autograd has saved as a handle, and return the weight."""
         current = self._current
-        if not current._binder.stages:  # after `close`
-            raise StreamError(
-                "the engine was closed between this forward and its backward, which needs the weights",
-                remedy="run this backward before the engine is closed; in your own loop, before "
-                "headwater.release(model)",
-            )
         # Before the fetch: if the stage was updated, the slab would hold weights of another step.
         current._binder.stages[handle.stage].check_unchanged(handle)
         image = current._require(handle.stage)
@@ -264,12 +258,18 @@ class Executor:
         """The executor that provides weights now for graphs that were made here.
 
         Raises:
-            StreamError: if no executor can, because the model was planned again with another structure or
-                precision, or has no plan.
+            StreamError: if no executor can, because the engine was closed, or because the model was planned
+                again with another structure or precision, or has no plan.
         """
         current = self
         while current._successor is not None:
             current = current._successor
+        if not current._binder.stages:  # after `close`
+            raise StreamError(
+                "the engine was closed between this forward and its backward, which needs the weights",
+                remedy="run this backward before the engine is closed; in your own loop, before "
+                "headwater.release(model)",
+            )
         if current._is_outlived:
             raise StreamError(
                 "the model was planned again between this forward and its backward, which needs the weights "
