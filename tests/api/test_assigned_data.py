@@ -51,6 +51,19 @@ def test_data_of_the_same_and_of_another_shape(plan, tmp_path):
 
 
 @some_plan
+def test_a_model_that_is_released_after_another_shape_has_the_state_of_its_optimizer(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        optimizer = adamw(model.parameters())
+        losses = train(model, optimizer, 2)
+        model[3][0].weight.data = model[3][0].weight.data[:4].clone()
+        place.release()
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
 def test_a_parameter_of_another_shape_keeps_its_moments(plan, tmp_path):
     """The optimizer of plain PyTorch does not notice the new shape either."""
 

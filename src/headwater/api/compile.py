@@ -69,8 +69,10 @@ def streamed(model: nn.Module) -> StreamedModel | None:
 def release(model: Module) -> Module:
     """Undo `compile`: copy the weights back to host memory, and end the streaming.
 
+    Gradients, optimizer state and buffers are in host memory afterwards, too.
+
     Args:
-        model: a compiled module; its weights must fit into host memory.
+        model: a compiled module; all of these must fit into host memory.
 
     Returns:
         `model`.

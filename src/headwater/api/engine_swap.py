@@ -203,10 +203,10 @@ class ReplaceableEngine:
 
         return value
 
-    def _give_back(self, key: ParamKey, param: nn.Parameter) -> None:
+    def _give_back(self, key: ParamKey, param: nn.Parameter, device: torch.device | None = None) -> None:
         """Copy value, gradient and optimizer state from the store to a parameter that leaves the store."""
         store = self.present.store
-        give_back(store, key, param, self.updaters.state_owner_of(store.spec(key).name))
+        give_back(store, key, param, self.updaters.state_owner_of(store.spec(key).name), device)
 
     def give_states_back(self, names: Collection[str]) -> None:
         """Copy optimizer state from the store to the optimizers, before other optimizers take over.
@@ -222,13 +222,19 @@ class ReplaceableEngine:
                 give_state_back(store, key, param, optimizer)
 
     def release(self) -> None:
-        """Return values and gradients to the parameters and states to the optimizers, and end the engine."""
+        """Return values and gradients to the parameters and states to the optimizers, and end the engine.
+
+        All of them, and the model's buffers, are in host memory afterwards: they may be too large for a GPU.
+        """
         if self.engine is None:
             return
         # First: it leaves NaN in the parameters, which then get their values from the store.
         self.engine.detach()
         for key, param in self.engine.parameters():
-            self._give_back(key, param)
+            # In the place of a departed parameter there is a dummy, which no optimizer knows.
+            if key not in self.engine.departed:
+                self._give_back(key, param, torch.device("cpu"))
+        self.engine.buffers.move(torch.device("cpu"))
         self.engine.close()
         self.engine = None
 

@@ -23,13 +23,18 @@ class Buffers:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
-        moved: dict[int, torch.Tensor] = {}
-        for name, buffer in model.named_buffers(remove_duplicate=False):
+        for name, buffer in model.named_buffers():
             if buffer.is_meta:
                 raise StreamError(
                     f"buffer {name!r} is on the meta device and has no values",
                     remedy="create it on the CPU, or register it in the forward",
                 )
+        self.move(device)
+
+    def move(self, device: torch.device) -> None:
+        """Move the buffers to a device. A buffer that has several names stays one tensor."""
+        moved: dict[int, torch.Tensor] = {}
+        for name, buffer in self._model.named_buffers(remove_duplicate=False):
             self._set(name, moved.setdefault(id(buffer), buffer.to(device)))
 
     def _set(self, name: str, buffer: torch.Tensor) -> None:

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def give_back(
-    store: WeightStore, key: ParamKey, param: nn.Parameter, optimizer: torch.optim.Optimizer | None
+    store: WeightStore,
+    key: ParamKey,
+    param: nn.Parameter,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device | None = None,
 ) -> None:
     """Copy values and gradient from the store to the parameter, and state to the optimizer.
 
@@ -24,8 +28,9 @@ def give_back(
         key: the parameter's place in the store.
         param: a plain parameter of the same shape.
         optimizer: the optimizer that updates the parameter; no state is copied if not given.
+        device: the device of the copies; the parameter's device if not given.
     """
-    device = param.device
+    device = param.device if device is None else device
     param.data = store.parameters.read_param(key).to(device)
     # After the assignment: former views share the new memory.
     leave_store(param)

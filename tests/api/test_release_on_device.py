@@ -1,0 +1,90 @@
+"""After `release` all tensors of a model that was trained on a GPU are in host memory."""
+
+import dataclasses
+
+import pytest
+import torch
+from any_loop import Net, adamw, assert_equal, batches, loss_of
+from tests.device_double import DeviceDouble, stand_in_for_cuda
+from tests.fake_cuda import META, OnFakeCuda, fake_cuda
+from torch import nn
+
+import headwater as hw
+from headwater.plan.predict import NOMINAL
+from headwater.stream.engine import Engine
+
+RATES = dataclasses.replace(NOMINAL, link_bytes_per_s=1e9, memory_bytes_per_s=1e12)
+CPU = torch.device("cpu")
+
+
+class OnGpu(nn.Parameter):
+    """A parameter that claims to be on a GPU as long as its memory is a placeholder: one repeated element."""
+
+    @property
+    def device(self):
+        return META if self.numel() > 1 and not any(self.stride()) else CPU
+
+
+@pytest.fixture
+def double(monkeypatch):
+    """A device double. A detached engine leaves placeholders on a GPU that does not exist."""
+    device = DeviceDouble(1)
+    stand_in_for_cuda(device, monkeypatch)
+    monkeypatch.setattr("headwater.api.planner.device_of", lambda config: "cuda")
+    monkeypatch.setattr("headwater.api.planner.calibrate", lambda *_, **__: RATES)
+    monkeypatch.setattr("headwater.api.planner.budget_notes", lambda *_: [])  # they ask CUDA
+    detach = Engine.detach
+
+    def detach_on_gpu(engine):
+        detach(engine)
+        for _, param in engine.parameters():
+            param.__class__ = OnGpu
+
+    monkeypatch.setattr(Engine, "detach", detach_on_gpu)
+    yield device
+    device.end()
+
+
+def trained(model):
+    """Train for two steps, and compute another gradient. Return the optimizer."""
+    torch.manual_seed(2)
+    optimizer = adamw(model.parameters())
+    for inputs, targets in batches(2):
+        optimizer.zero_grad()
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    ((inputs, targets),) = batches(1, seed=9)
+    loss_of(model(inputs), targets).backward()
+    return optimizer
+
+
+@pytest.mark.parametrize("stages", [0, 2])
+def test_a_released_model_is_in_host_memory_with_its_gradients_and_optimizer_state(stages, double):
+    torch.manual_seed(1)
+    plain = Net()
+    torch.manual_seed(1)
+    options = {"device_memory": "1GiB", "num_slabs": 2, "stages_on_device": stages}
+    model = hw.compile(Net(), hw.backend("CSX", **options))
+    wanted = trained(plain)
+    with double:
+        optimizer = trained(model)
+    with fake_cuda():
+        model.calls = model.calls.to(META)
+        hw.release(model)
+    given = tensors_of(model, optimizer)
+    assert [name for name, tensor in given.items() if isinstance(tensor, OnFakeCuda)] == []
+    assert {param.device for param in model.parameters()} == {CPU}
+    assert_equal(given, tensors_of(plain, wanted))
+    # The double checks at its end that no page-locked memory is left, and gradients may be in it.
+    model.zero_grad()
+
+
+def tensors_of(model, optimizer):
+    tensors = dict(model.named_buffers())
+    for name, param in model.named_parameters():
+        tensors[name] = param.data
+        tensors[f"{name}.grad"] = param.grad
+        state = optimizer.state[param]
+        tensors |= {f"{name}.{key}": value for key, value in state.items()}
+    return tensors
