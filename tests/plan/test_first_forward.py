@@ -1,4 +1,4 @@
-"""The first forward of a step on a GPU takes the seconds that a timetable by hand gives."""
+"""The predicted time of the first forward on a GPU equals a timetable that was made by hand."""
 
 import pytest
 
