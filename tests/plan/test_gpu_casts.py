@@ -375,3 +375,13 @@ def test_a_dry_run_leaves_the_rms_norm_of_the_cpu_as_it_is():
         pass
     here = functional.rms_norm(torch.ones(2, 8, requires_grad=True), (8,)).grad_fn
     assert str(here).split()[0] == alone.split()[0]
+
+
+def test_rms_norm_has_derivatives_of_torch_func_in_a_dry_run():
+    def loss(x):
+        return functional.rms_norm(x, (8,)).square().sum()
+
+    x = torch.randn(4, 8)
+    with casts_of_gpu(), autocast(Precision("bf16"), "cpu"):
+        found = torch.func.grad(loss)(x)
+    torch.testing.assert_close(found, torch.func.grad(loss)(x))

@@ -207,6 +207,15 @@ def test_link_carries_weights_down_and_gradients_up():
     assert prediction.host_bytes == (12 + 2) * numel(trace)
 
 
+def test_activations_that_leave_a_gpu_take_time_in_the_first_forward():
+    trace = gpt_trace(layers=6, tied=False)
+    offloaded = (Activations.OFFLOAD,) * len(trace.stages)
+    plan = make(trace, device="cuda", on_device=tuple(range(len(trace.stages))), activations=offloaded)
+    moved = Footprint(trace, optimizer_state_bytes=8, base_bytes=0).offloaded_bytes(plan)
+    # Out in the forward, and back in the backward.
+    assert predict(plan).step_s >= 2 * moved / RATES.link_bytes_per_s
+
+
 def test_a_step_takes_no_less_than_its_largest_part_and_no_more_than_all():
     for changes in ({}, {"tier": "disk", "slabs": 2}, {"device": "cuda"}, {"num_micro_batches": 3}):
         prediction = predict(make(gpt_trace(layers=6), **changes))

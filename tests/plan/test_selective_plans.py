@@ -98,6 +98,8 @@ def test_a_budget_takes_cheap_operators_before_whole_blocks(trace):
 
 
 def test_compiled_blocks_are_not_recomputed_selectively(trace):
+    asked = planned(trace, activations=Activations.SELECTIVE, compiled=True)
+    assert set(asked.activations) == {Activations.KEEP}
     whole = planned(trace).prediction.host_bytes
     less = {
         compiled: planned(trace, host_memory=whole - VALUE, compiled=compiled) for compiled in (False, True)

@@ -54,6 +54,9 @@ def test_blocks_stay_eager_if_no_plan_of_compiled_blocks_fits():
     assert not plan.blocks.compiled and "does not fit" in plan.blocks.reason
 
 
-def test_a_continued_run_with_compiled_blocks_that_do_not_fit_is_an_error():
-    with pytest.raises(DoesNotFitError):
-        plan_with_blocks(Workload(1, compiled=True), planner((SELECTIVE,), None, []), Blocks)
+def test_blocks_stay_eager_if_the_plan_of_compiled_blocks_has_no_room_for_the_compiler():
+    def choose(plan):
+        return Blocks(plan.activations == (SELECTIVE,), "memory")
+
+    plan = plan_with_blocks(Workload(1), planner((SELECTIVE,), (RECOMPUTE,), []), choose)
+    assert plan == PlanOf((SELECTIVE,), Blocks(False, "memory"))

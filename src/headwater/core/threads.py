@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 _LEFT = 8
-"""Beside a GPU one of this many cores is left to the threads that start its kernels; none of fewer cores."""
+"""Beside a GPU, updates leave every eighth core free. With fewer than eight cores they use all."""
 
 
 def single_core_pool(num_threads: int, name: str) -> ThreadPoolExecutor:

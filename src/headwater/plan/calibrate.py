@@ -7,12 +7,13 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from headwater.core.half_products import slow_half_dtypes
 from headwater.plan.machine import existing_ancestor
 from headwater.plan.machine_cache import cache_file, machine_key, read_entries, write_entries
-from headwater.plan.measuring import Kernels, measure_apart
+from headwater.plan.measuring import ARITHMETIC, Kernels, measure_apart
 from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_quick
 from headwater.plan.rates import Calibration
 from headwater.store.native_check import adam_in_use
@@ -109,7 +110,9 @@ def calibrate(
         def measure() -> Measurement | None:
             return measure_apart(device, folder, budget, kernels=kernels, most_wall_s=most_wall_s)
 
-        _IN_THIS_PROCESS[key] = _rates(key, device, measure, recalibrate, cache or cache_file(_FILE))
+        # The quick check computes with the kernels of the measurement.
+        with ARITHMETIC.get(kernels, nullcontext)():
+            _IN_THIS_PROCESS[key] = _rates(key, device, measure, recalibrate, cache or cache_file(_FILE))
     return _IN_THIS_PROCESS[key]
 
 

@@ -97,7 +97,10 @@ _RMS_NORM = torch.ops.aten.rms_norm.default
 
 @contextmanager
 def casts_of_gpu() -> Iterator[None]:
-    """Enter a context in which autograd saves what it saves on a GPU; see [Note: casts of a GPU]."""
+    """Enter a context in which autograd saves under autocast what it saves on a GPU.
+
+    See [Note: casts of a GPU].
+    """
     with _LOCK:  # without it, two threads that plan at once may both register
         key = _registered()
     before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
@@ -192,11 +195,17 @@ def _lower_precision(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _fp32(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _call_in(torch.float32, _rms_norm if operator is _RMS_NORM else operator, args, kwargs)
+    return _call_in(torch.float32, _rms_norm if _saves_as_on_gpu(operator) else operator, args, kwargs)
 
 
 def _uncast_rms_norm(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _rms_norm(*args, **kwargs)
+    return _rms_norm(*args, **kwargs) if _saves_as_on_gpu(operator) else operator(*args, **kwargs)
+
+
+def _saves_as_on_gpu(operator: OpOverload) -> bool:
+    """True for RMSNorm, outside of derivatives of torch.func, which do not allow saved-tensor hooks."""
+    refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    return operator is _RMS_NORM and refusal is None
 
 
 def _rms_norm(

@@ -36,12 +36,15 @@ def activation_ladder(
     Args:
         footprint: adds up the bytes.
         frame: the plan without activation policies.
-        fixed: the policy of all stages, if the user has chosen one.
+        fixed: the policy of all stages, if the user has chosen one. Compiled blocks keep their activations if
+            it is selective.
         smallest: leave out a choice if a later one offloads as many bytes, because the later one needs less
             memory of one kind, and not more of any other.
         compiled: true if blocks are compiled, so that no stage is recomputed selectively.
     """
     ladder: list[Rung] = []
+    if compiled and fixed is Activations.SELECTIVE:
+        fixed = Activations.KEEP
     policies = _policies(frame, selects=not compiled)
     for activations in policies if fixed is None else (_uniform(frame.trace, fixed),):
         plan = dataclasses.replace(frame, activations=activations)

@@ -117,10 +117,11 @@ def _answer(device: str, folder: Path | None) -> dict[str, Any]:
         return {"refused": {"what": error.what, "where": error.where, "remedy": error.remedy}}
 
 
-_ARITHMETIC: dict[str, Callable[[], AbstractContextManager[None]]] = {
+ARITHMETIC: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "exact": exact_arithmetic,
     "fast": fast_arithmetic,
 }
+"""Name of the kernels of a GPU -> the context in which they are used."""
 
 
 def main() -> None:
@@ -132,9 +133,9 @@ def main() -> None:
     # The rates are those of a run, so the measurement has as many threads as the run.
     torch.set_num_threads(int(threads))
     # The system enforces this limit. The parent enforces that of wall time, which a user can raise.
-    most_cpu_s = MOST_CPU_S * int(threads)
+    most_cpu_s = MOST_CPU_S * int(threads) + (0 if device == "cpu" else int(MOST_GPU_WALL_S))
     resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
-    with _ARITHMETIC.get(kernels, nullcontext)():
+    with ARITHMETIC.get(kernels, nullcontext)():
         answer = _answer(device, Path(folder[0]) if folder else None)
     print(json.dumps(answer))
 

@@ -165,7 +165,7 @@ class Predictor:
         The update of a stage and its fetch run before its first forward. So the first forward of a step and
         the rest of the step have different bottlenecks. Computation overlaps with transfers, except for the
         fetch of the first stage. Updates in backward overlap with the last backward instead. Beside a GPU the
-        first forward is simulated.
+        first forward is simulated, unless updates run in backward.
         """
         compute, update, copy = self._compute_s(plan), self._updates_s(plan), self._copy_s(plan)
         on_device = self._updates_on_device_s(plan)
@@ -185,7 +185,7 @@ class Predictor:
         fill = streams.first * self.footprint.slab_sizes[first_stage] / sum(self.footprint.slab_sizes)
         first = fill + max(cores.first, streams.first)
         if plan.device != "cpu" and not in_backward:
-            first = self._first_forward_s(plan, disk.first)
+            first = max(self._first_forward_s(plan, disk.first), disk.first, link.first)
         step = first + max(cores.rest, streams.rest)
         totals = {"compute": compute, "copy": copy, "disk": disk, "link": link}
         updates = {"update": update} | ({"update on device": on_device} if plan.on_device else {})

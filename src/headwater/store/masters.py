@@ -102,9 +102,8 @@ def make_bits(numel: int, device: torch.device) -> torch.Tensor:
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     count = _chunk_elements(tensors[0].device)
-    if (
-        tensors[0].numel() <= count
-    ):  # most pieces on a GPU, whose launches would wait for a split of each tensor
+    # Most pieces on a GPU have one chunk. A split would only delay the start of their kernels.
+    if tensors[0].numel() <= count:
         return iter((tensors,))
     return zip(*(tensor.split(count) for tensor in tensors), strict=True)
 

@@ -114,11 +114,12 @@ def plan_with_blocks(
     blocks = choose(plan)
     if blocks.compiled and Activations.SELECTIVE in plan.activations:
         try:
-            plan = plan_for(dataclasses.replace(work, compiled=True))
+            other = plan_for(dataclasses.replace(work, compiled=True))
         except DoesNotFitError:
-            if work.compiled:  # the run began so
-                raise
             blocks = Blocks(False, "what compiled blocks keep for the backward does not fit")
+        else:
+            blocks = choose(other)  # it may have another batch, divided blocks, or less memory to spare
+            plan = other if blocks.compiled else plan
     return dataclasses.replace(plan, blocks=blocks)
 
 

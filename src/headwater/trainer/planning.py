@@ -201,6 +201,8 @@ def plan_request(
     """
     inference = work.optimizer is NO_UPDATES
     fixed = fixed_by(init.backend, work.micro_batch_size)
+    if init.backend.compile == "auto" and work.compiled:
+        fixed = dataclasses.replace(fixed, compiled=True)
     return PlanRequest(
         dry_runs(init, trainable, device=device, inference=inference),
         divided=divided_dry_runs(init, trainable, device=device, inference=inference),
@@ -210,7 +212,7 @@ def plan_request(
         update_kind=work.optimizer.update_kind_on(device),
         resources=resources_of(init.backend, disk),
         device=device,
-        fixed=dataclasses.replace(fixed, compiled=fixed.compiled or bool(work.compiled)),
+        fixed=fixed,
         data_workers=work.data_workers,
     )
 
