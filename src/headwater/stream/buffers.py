@@ -33,9 +33,11 @@ class Buffers:
 
     def move(self, device: torch.device) -> None:
         """Move the buffers to a device. A buffer that has several names stays one tensor."""
-        moved: dict[int, torch.Tensor] = {}
+        # With the old buffers: another tensor could get the identity of one that is freed.
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, buffer in self._model.named_buffers(remove_duplicate=False):
-            self._set(name, moved.setdefault(id(buffer), buffer.to(device)))
+            _, there = moved.setdefault(id(buffer), (buffer, buffer.to(device)))
+            self._set(name, there)
 
     def _set(self, name: str, buffer: torch.Tensor) -> None:
         path, _, leaf = name.rpartition(".")
