@@ -179,13 +179,12 @@ class Predictor:
         elif in_backward:  # the updates run beside the last backward, and may end after it
             earlier = compute.rest - self._backward_s(plan)
             streams = Phases(streams.first, max(streams.rest, earlier + update))
-        else:
-            streams = Phases(max(streams.first, update), streams.rest)
-        first_stage = self.footprint.trace.uses[0]
-        fill = streams.first * self.footprint.slab_sizes[first_stage] / sum(self.footprint.slab_sizes)
-        first = fill + max(cores.first, streams.first)
         if plan.device != "cpu" and not in_backward:
             first = max(self._first_forward_s(plan, disk.first), disk.first, link.first)
+        else:
+            sizes = self.footprint.slab_sizes
+            fill = streams.first * sizes[self.footprint.trace.uses[0]] / sum(sizes)
+            first = fill + max(cores.first, streams.first)
         step = first + max(cores.rest, streams.rest)
         totals = {"compute": compute, "copy": copy, "disk": disk, "link": link}
         updates = {"update": update} | ({"update on device": on_device} if plan.on_device else {})
