@@ -1,11 +1,14 @@
 """Plans that compute the values of cheap operators again."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from headwater.core.precision import Precision
-from headwater.core.units import MIB
+from headwater.core.units import GIB, MIB
 from headwater.plan.budget import make_plan
 from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.predict import NOMINAL
@@ -44,8 +47,10 @@ def planned(trace, **changes):
         batch_size=ROWS,
         precision=Precision(),
         optimizer_state_bytes=8,
-        resources=Resources(host_memory=changes.pop("host_memory", None)),
+        resources=Resources(host_memory=changes.pop("host_memory", None), disk=changes.pop("disk", None)),
         fixed=Fixed(
+            tier=changes.pop("tier", None),
+            ranges=changes.pop("ranges", None),
             activations=changes.pop("activations", None),
             micro_batch_size=ROWS,
             compiled=changes.pop("compiled", False),
@@ -95,6 +100,28 @@ def test_a_budget_takes_cheap_operators_before_whole_blocks(trace):
     assert set(between.activations) == {Activations.SELECTIVE}
     below = planned(trace, host_memory=selective.prediction.host_bytes - 4 * MIB)
     assert set(below.activations) == {Activations.SELECTIVE, Activations.RECOMPUTE}
+
+
+def on_disk(trace, *, saved_bytes_per_s=100 * GIB, **changes):
+    rates = dataclasses.replace(NOMINAL, fp32_saved_bytes_per_s=saved_bytes_per_s)
+    return planned(trace, tier="disk", disk=Path("tier"), calibration=rates, **changes)
+
+
+def test_without_a_budget_weights_on_disk_bring_selective_recomputation_where_it_costs_little(trace):
+    fastest = on_disk(trace, activations=Activations.KEEP)
+    plan = on_disk(trace, ranges=True)
+    assert set(plan.activations) == {Activations.SELECTIVE}
+    assert fastest.prediction.step_s < plan.prediction.step_s <= 1.03 * fastest.prediction.step_s
+    assert plan.prediction.host_bytes < fastest.prediction.host_bytes
+
+
+def test_without_a_budget_activations_are_kept_where_selective_recomputation_costs_much(trace):
+    slow = on_disk(trace, ranges=True, saved_bytes_per_s=GIB)
+    assert set(slow.activations) == {Activations.KEEP}
+    # Without ranges, each value that is computed again would get new pages from the system.
+    assert set(on_disk(trace, ranges=False).activations) == {Activations.KEEP}
+    assert set(on_disk(trace, ranges=True, compiled=True).activations) == {Activations.KEEP}
+    assert set(planned(trace, calibration=NOMINAL, ranges=True).activations) == {Activations.KEEP}
 
 
 def test_compiled_blocks_are_not_recomputed_selectively(trace):

@@ -46,7 +46,7 @@ def activation_ladder(
     if compiled and fixed is Activations.SELECTIVE:
         fixed = Activations.KEEP
     policies = _policies(frame, selects=not compiled)
-    for activations in policies if fixed is None else (_uniform(frame.trace, fixed),):
+    for activations in policies if fixed is None else (uniform(frame.trace, fixed),):
         plan = dataclasses.replace(frame, activations=activations)
         peak = footprint.peak(plan).total
         # `_promising` bisects the ladder, so the peaks must fall.
@@ -66,7 +66,7 @@ def _policies(frame: Plan, *, selects: bool) -> Iterator[tuple[Activations, ...]
     yield tuple(policies)
     if frame.trace.inference:  # nothing is saved
         return
-    selective = _uniform(frame.trace, Activations.SELECTIVE)
+    selective = uniform(frame.trace, Activations.SELECTIVE)
     if selects and Activations.SELECTIVE in selective:
         policies = list(selective)
         yield selective
@@ -96,7 +96,7 @@ def _policies(frame: Plan, *, selects: bool) -> Iterator[tuple[Activations, ...]
         yield (Activations.OFFLOAD,) * len(costs)
 
 
-def _uniform(trace: Trace, policy: Activations) -> tuple[Activations, ...]:
+def uniform(trace: Trace, policy: Activations) -> tuple[Activations, ...]:
     """Return `policy` for every stage. A stage for which it is not possible keeps its activations instead.
 
     A divided block is not recomputed selectively: a part would need weights of other parts in its backward.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from headwater.plan.footprint import Footprint
-from headwater.plan.ladder import Rung, activation_ladder
+from headwater.plan.ladder import Rung, activation_ladder, uniform
 from headwater.plan.machine import NO_GROUP, WORKER_BYTES, GroupMemory
 from headwater.plan.memory.stages import counted_bytes, stages_of
 from headwater.plan.mixes import (
@@ -59,7 +59,7 @@ class LimitedRequest:
 def best_plan(request: LimitedRequest) -> Plan | None:
     """Return the fastest plan that fits, by nominal rates if none were measured; `None` if none fits.
 
-    If the user wants all weights on disk, a plan with fewer slabs is preferred if it is hardly slower.
+    If the user wants all weights on disk, a plan that needs less memory is preferred if it is hardly slower.
     """
     best: Plan | None = None
     for size in request.asked.micro_batch_sizes():
@@ -72,12 +72,12 @@ def best_plan(request: LimitedRequest) -> Plan | None:
 
 
 def _frugal(best: Plan, request: LimitedRequest) -> Plan:
-    """Return the plan with the fewest slabs among those that take at most 3 % longer than `best`.
+    """Return the plan with the least host memory among those that take at most 3 % longer than `best`.
 
     Only for a CPU whose rates were measured, and if the user has asked for the disk tier without a limit of
-    host memory: weights are on disk to save memory. Otherwise return `best`. Activations and gradients stay
-    where `best` has them: a step that moves them writes more to the disk, and its allocator returns pages,
-    which takes time that is not predicted.
+    host memory: weights are on disk to save memory. Otherwise return `best`. The plans differ in the number
+    of slabs, and in whether cheap operators are computed again. Everything else stays where `best` has it: a
+    step that moves gradients or activations to the disk writes more.
     """
     asked = request.asked
     saves_memory = asked.fixed.tier == "disk" and asked.resources.host_memory is None
@@ -85,12 +85,18 @@ def _frugal(best: Plan, request: LimitedRequest) -> Plan:
         return best
     # The micro-batch size stays: with another one, gradients would be summed in another order.
     size, limit = best.micro_batch_size, _FRUGAL_TIME * _seconds(best)
-    plans = (*candidates(request, size), *candidates(request, size, smallest=True))
+    requests = {best.activations: request}
+    # Unless tensors have ranges of memory, a run that computes values again gets new pages for each of them.
+    if asked.fixed.activations is None and set(best.activations) == {Activations.KEEP} and best.ranges:
+        selective = dataclasses.replace(asked.fixed, activations=Activations.SELECTIVE)
+        requests[uniform(best.trace, Activations.SELECTIVE)] = request.asking(fixed=selective)
     return min(
         (
             plan
-            for plan in plans
-            if (plan.activations, plan.gradient_tier) == (best.activations, best.gradient_tier)
+            for activations, similar in requests.items()
+            for smallest in (False, True)
+            for plan in candidates(similar, size, smallest=smallest)
+            if (plan.activations, plan.gradient_tier) == (activations, best.gradient_tier)
             and fits(plan, request)
             and _seconds(plan) <= limit
         ),
