@@ -123,6 +123,9 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def main(root: Path, tier: str) -> None:
+    # The first backward starts a thread for each GPU, and forks of a process with such threads compute no
+    # gradients. During a dry run, CUDA builds of torch count GPUs even on a machine without them.
+    torch.ones((), requires_grad=True).backward()
     trace = trace_step(make_model(), batch_of(0), Precision("bf16"), loss_function=loss_function)
     assert fork(root / "undisturbed", tier, trace) == 0
     undisturbed = files_in(root / "undisturbed" / f"checkpoint_{NUM_STEPS}")

@@ -66,8 +66,11 @@ def plain_parts(made):
 
 
 def loaded(folder):
-    """Return the library's model in `folder/base` with the adapters in `folder/adapters`."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    """Return the library's model in `folder/base` with the adapters in `folder/adapters`.
+
+    Some versions of transformers leave out the soft caps of Gemma 2 in any attention other than `eager`.
+    """
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
     return peft.PeftModel.from_pretrained(base, folder / "adapters").eval()
 
 

@@ -62,12 +62,7 @@ def named_by_checkpoint(model: Any, tensors: Tensors) -> dict[str, Tensor]:
     if not is_transformers_model(model):
         return dict(tensors)
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        PrefixChange,
-        apply_converters,
-        apply_renamings,
-        dot_natural_key,
-    )
+    from transformers.core_model_loading import PrefixChange, dot_natural_key, rename_source_key
 
     transforms = getattr(model, "_weight_conversions", None)
     if transforms is None:  # no checkpoint was loaded: add no prefix that only some checkpoints have
@@ -78,9 +73,9 @@ def named_by_checkpoint(model: Any, tensors: Tensors) -> dict[str, Tensor]:
     renamings, converters = _by_kind([t.reverse_transform() for t in reversed(transforms)])
     groups = _Groups(model, converters)
     for key in sorted(tensors, key=dot_natural_key):
-        name, pattern = apply_converters(key, converters)
+        name, pattern = rename_source_key(key, [], converters)
         groups.add(name, key, pattern, tensors[key])
-    return {apply_renamings(name, renamings): tensor for name, tensor in groups.results().items()}
+    return {rename_source_key(n, renamings, [])[0]: tensor for n, tensor in groups.results().items()}
 
 
 def _by_kind(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
