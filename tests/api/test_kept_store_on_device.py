@@ -22,7 +22,7 @@ def double(device_seed, monkeypatch):
     stand_in_for_cuda(device, monkeypatch)
     monkeypatch.setattr("headwater.api.planner.device_of", lambda config: "cuda")
     monkeypatch.setattr("headwater.api.planner.calibrate", lambda *_, **__: RATES)
-    monkeypatch.setattr("headwater.api.planner.budget_notes", lambda *_: [])  # they ask CUDA
+    monkeypatch.setattr("headwater.api.planner.warn_of_budgets", lambda *_: None)  # they ask CUDA
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # torch may split a sum differently for another number of threads
     yield device

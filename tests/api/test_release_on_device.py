@@ -32,7 +32,7 @@ def double(monkeypatch):
     stand_in_for_cuda(device, monkeypatch)
     monkeypatch.setattr("headwater.api.planner.device_of", lambda config: "cuda")
     monkeypatch.setattr("headwater.api.planner.calibrate", lambda *_, **__: RATES)
-    monkeypatch.setattr("headwater.api.planner.budget_notes", lambda *_: [])  # they ask CUDA
+    monkeypatch.setattr("headwater.api.planner.warn_of_budgets", lambda *_: None)  # they ask CUDA
     detach = Engine.detach
 
     def detach_on_gpu(engine):

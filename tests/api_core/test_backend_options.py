@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import headwater as hw
-from headwater.api import planner
 from headwater.api.backend_options import config_of
 from headwater.config.sections import BackendConfig
 from headwater.core.errors import ConfigError, StreamError
+from headwater.core.warn_once import warn_once
 from headwater.utils import CSConfig
 
 
@@ -80,7 +80,7 @@ def test_a_model_on_the_meta_device():
 
 
 def test_a_budget_that_limits_nothing_gives_one_note(caplog):
-    planner._warn.cache_clear()
+    warn_once.cache_clear()
     backend = hw.backend("CSX", device_memory="8TiB")
     for _ in range(2):
         hw.compile(nn.Linear(3, 2), backend)(torch.ones(4, 3)).sum().backward()

@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 import headwater as hw
-from headwater.api import engines, planner
+from headwater.api import planner
 from headwater.api.compile import streamed
 from headwater.api.engines import EngineSteps, build_engine
 from headwater.config.sections import BackendConfig
 from headwater.core.tensor_memory import range_bytes
 from headwater.core.units import MIB
+from headwater.core.warn_once import warn_once
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.update import Update
 
@@ -67,7 +68,7 @@ def test_the_loop_of_a_user_trains_an_engine_without_steps(plan, allocator):
 
 
 def test_a_users_loop_gets_one_warning_that_auto_compiles_no_blocks(plan, caplog):
-    engines._warn_of_eager_blocks.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         with build_engine(make_model(), plan, SGD, BackendConfig(compile="auto")):
             pass

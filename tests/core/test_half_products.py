@@ -9,6 +9,7 @@ from children import exit_code_of_child
 from headwater.api import engines
 from headwater.core import half_products
 from headwater.core.half_products import use_fast_half_products
+from headwater.core.warn_once import warn_once
 from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
 
 HALF = [torch.bfloat16, torch.float16]
@@ -222,7 +223,7 @@ def train_a_streamed_layer(matmul, dtype):
 def test_slow_products_cause_one_warning(slow, monkeypatch, caplog, matmul, dtype, warnings):
     monkeypatch.setattr(engines, "slow_half_dtypes", half_products.slow_half_dtypes)
     monkeypatch.setattr(engines, "use_fast_half_products", lambda: None)
-    engines._warn_of_slow_products.cache_clear()
+    warn_once.cache_clear()
     train_a_streamed_layer(matmul, dtype)
     train_a_streamed_layer(matmul, dtype)
     assert caplog.text.count("no instructions for bf16") == warnings
@@ -230,6 +231,6 @@ def test_slow_products_cause_one_warning(slow, monkeypatch, caplog, matmul, dtyp
 
 def test_other_processors_cause_no_warning(monkeypatch, caplog):
     monkeypatch.setattr(engines, "slow_half_dtypes", frozenset)
-    engines._warn_of_slow_products.cache_clear()
+    warn_once.cache_clear()
     train_a_streamed_layer("exact", torch.bfloat16)
     assert "no instructions" not in caplog.text

@@ -6,9 +6,10 @@ import sys
 import pytest
 
 from headwater.core.units import GIB, MIB
+from headwater.core.warn_once import warn_once
 from headwater.plan import machine
 from headwater.plan.cgroups import Group, Level, memory_groups, memory_room
-from headwater.plan.machine import budget_notes, free_host_bytes, free_resources
+from headwater.plan.machine import free_host_bytes, free_resources, warn_of_budgets
 from headwater.plan.types import Resources
 
 V2_MOUNT = "31 23 0:26 {root} /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
@@ -127,8 +128,10 @@ def test_budgets_set_by_the_user_are_kept(tmp_path):
     assert free_resources(Resources(), "cpu").host_memory > 0
 
 
-def test_a_budget_beyond_the_gpu_gives_a_note(monkeypatch):
+def test_a_budget_beyond_the_gpu_gives_a_note(monkeypatch, caplog):
+    warn_once.cache_clear()
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (20 << 30, 24 << 30))
-    assert budget_notes(Resources(host_memory=1 << 30, device_memory=64 << 30), "cuda") == [
+    warn_of_budgets(Resources(host_memory=1 << 30, device_memory=64 << 30), "cuda")
+    assert caplog.messages == [
         "device_memory is 64.0 GiB, but the GPU has 24.0 GiB: a run that needs more than that fails here"
     ]

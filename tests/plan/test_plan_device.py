@@ -16,7 +16,6 @@ from headwater.core.errors import ConfigError, DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.core.units import GIB
 from headwater.plan.budget import make_plan
-from headwater.plan.machine import FREE_SHARE_OF_GPU
 from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import draw_plan, render_plan
@@ -179,9 +178,8 @@ def test_a_plan_for_a_larger_batch_keeps_the_tiers_of_the_store(limit, monkeypat
     parts = first.prediction.device_parts
     # The planner asks for the free memory only if no limit is set. The first engine holds a part of it then.
     held = parts["weight store"] + parts["slabs"]
-    monkeypatch.setattr(
-        "headwater.api.planner.free_device_bytes", lambda device: 3 * GIB / FREE_SHARE_OF_GPU - held
-    )
+    monkeypatch.setattr("headwater.api.planner.free_device_bytes", lambda device: 3 * GIB - held)
+    monkeypatch.setattr("headwater.api.planner.device_budget", lambda free: free)
     larger = request_for(limit, batch_size=64, fixed=Fixed(micro_batch_size=64))
     alone = make_plan(request_for(3 * GIB, batch_size=64, fixed=Fixed(micro_batch_size=64)))
     assert alone.on_device != first.on_device

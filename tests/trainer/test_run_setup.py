@@ -9,6 +9,7 @@ from rich.console import Console
 from headwater.config import load_params, shipped_params
 from headwater.core.attention import attention_kernel_available
 from headwater.core.errors import CheckpointError, ConfigError, RunError
+from headwater.core.warn_once import warn_once
 from headwater.fabric.fabric import ALONE
 from headwater.models.registry import build_model
 from headwater.optim.loss_scale import LossScale
@@ -244,8 +245,10 @@ def test_learning_rates_of_mup_reach_the_optimizer():
         (["device_memory=8TiB"], ["device_memory: without effect, because the CPU computes"]),
     ],
 )
-def test_a_budget_that_limits_nothing_gives_a_note(overrides, notes, caplog):
+def test_a_budget_that_limits_nothing_gives_one_note_for_all_plans_of_a_run(overrides, notes, caplog):
+    warn_once.cache_clear()
     config = tiny(*(f"trainer.init.backend.{each}" for each in overrides))
-    plan_run(config.init, zoo_trainable(config.init), Workload(4))
+    for _ in range(2):
+        plan_run(config.init, zoo_trainable(config.init), Workload(4))
     assert len(caplog.messages) == len(notes)
     assert all(map(str.startswith, caplog.messages, notes))

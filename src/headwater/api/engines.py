@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from headwater.core.half_products import slow_half_dtypes, use_fast_half_product
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.precision import Precision
 from headwater.core.tensor_memory import tune_allocator
+from headwater.core.warn_once import warn_once
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Plan
@@ -84,7 +84,11 @@ def build_engine(
     if plan.device == "cpu" and backend.allocator == "tuned":
         tune_allocator(keep=plan.memory_is_ample)
     if steps is None and backend.compile == "auto":
-        _warn_of_eager_blocks()
+        warn_once(
+            logger,
+            "compile: auto does not compile blocks in your own loop, because its number of steps is not "
+            "known; compile: true compiles them",
+        )
     own = steps or EngineSteps()
     options = EngineOptions(
         user_loop=steps is None,
@@ -113,23 +117,11 @@ def advise_fast_products(device: str, precision: Precision, backend: BackendConf
         backend: the options of the backend.
     """
     if device == "cpu" and not backend.fast_products and precision.wire_dtype in slow_half_dtypes():
-        _warn_of_slow_products(precision.name)
-
-
-@functools.cache
-def _warn_of_slow_products(name: str) -> None:
-    logger.warning(
-        "this processor has no instructions for %s, so torch multiplies matrices in %s several times slower "
-        "than in fp32; with the option `matmul: fast` of the backend, fp32 kernels multiply them, and "
-        "results differ by rounding",
-        name,
-        name,
-    )
-
-
-@functools.cache
-def _warn_of_eager_blocks() -> None:
-    logger.warning(
-        "compile: auto does not compile blocks in your own loop, because its number of steps is not known; "
-        "compile: true compiles them"
-    )
+        warn_once(
+            logger,
+            "this processor has no instructions for %s, so torch multiplies matrices in %s several times "
+            "slower than in fp32; with the option `matmul: fast` of the backend, fp32 kernels multiply them, "
+            "and results differ by rounding",
+            precision.name,
+            precision.name,
+        )

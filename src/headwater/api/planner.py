@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -23,11 +21,11 @@ from headwater.fabric.fabric import Fabric
 from headwater.plan.budget import find_plan, make_plan
 from headwater.plan.calibrate import calibrate
 from headwater.plan.machine import (
-    FREE_SHARE_OF_GPU,
     LATE_BYTES,
-    budget_notes,
+    device_budget,
     free_device_bytes,
     resident_bytes,
+    warn_of_budgets,
 )
 from headwater.plan.options import (
     PlanRequest,
@@ -44,8 +42,6 @@ from headwater.stream.store_settings import StoreSettings
 if TYPE_CHECKING:
     from headwater.api.engine_swap import Predecessor
     from headwater.api.updaters import Updaters
-
-logger = logging.getLogger(__name__)
 
 
 class Planner:
@@ -139,8 +135,7 @@ class Planner:
                 device_tier=fabric.size == 1,  # the user's loop may change the weights of one replica only
             )
             if before is None:
-                for note in budget_notes(request.resources, self.device):
-                    _warn(note)
+                warn_of_budgets(request.resources, self.device)
                 return make_plan(request)
             # The memory of the engine's freed tensors is free for the next one, and must not count as used.
             return_free_memory()
@@ -149,12 +144,6 @@ class Planner:
 
         # The plan is that of rank 0, but the path of the folder may differ between hosts.
         return dataclasses.replace(fabric.agree(make, Plan), disk=disk)
-
-
-# Cached: a script may compile several models.
-@functools.cache
-def _warn(note: str) -> None:
-    logger.warning("%s", note)
 
 
 def plan_for_store(asked: PlanRequest, before: Plan) -> Plan | None:
@@ -170,7 +159,7 @@ def plan_for_store(asked: PlanRequest, before: Plan) -> Plan | None:
     if limits.device_memory is None and asked.device != "cpu":
         # The stages in device memory stay there, and the slabs are freed before the new ones are made.
         held = device.get("weight store", 0) + device.get("slabs", 0)
-        room = int(FREE_SHARE_OF_GPU * (free_device_bytes(asked.device) + held))
+        room = device_budget(free_device_bytes(asked.device) + held)
         limits = dataclasses.replace(limits, device_memory=room)
     # This process has the store and the slabs of the other engine already, which a plan counts.
     others = resident_bytes() + LATE_BYTES - host.get("weight store", 0) - host.get("slabs", 0)

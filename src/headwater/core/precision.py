@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Literal
 import torch
 
 from headwater.core.errors import ConfigError
+from headwater.core.warn_once import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +60,13 @@ def usable_precision(precision: Precision, device: str) -> Precision:
     # Without CUDA this is a plan for other GPUs than this machine has, for example a simulated cluster's.
     if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
         return precision
-    _warn_of_fp32(torch.cuda.get_device_name())
-    return Precision("fp32")
-
-
-@functools.cache
-def _warn_of_fp32(device: str) -> None:
-    logger.warning(
+    warn_once(
+        logger,
         "%s cannot compute in bf16: this run computes in fp32, which takes twice the memory for weights and "
         "activations; for 16 bits write fp16_type: float16",
-        device,
+        torch.cuda.get_device_name(),
     )
+    return Precision("fp32")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from headwater.core.device_memory import let_segments_grow
 from headwater.core.errors import ConfigError
 from headwater.core.tensor_memory import tensor_ranges_available
 from headwater.core.units import MIB, counted
@@ -77,9 +78,9 @@ def _search(asked: PlanRequest) -> tuple[LimitedRequest, Plan | None]:
 
 
 def _has_ranges(asked: PlanRequest) -> bool:
-    """True if CPU tensors of a step have their memory in ranges; see `core/tensor_memory.py`."""
+    """True if the tensors of a step have their memory in ranges; see `Plan.ranges`."""
     if asked.device != "cpu":
-        return False
+        return let_segments_grow()
     return tensor_ranges_available() if asked.fixed.ranges is None else asked.fixed.ranges
 
 

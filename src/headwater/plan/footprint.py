@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 # Bytes that the allocator holds beside the tensors, as a share of the tensors' bytes. There are three
 # allocators on a CPU: malloc that returns freed pages, ranges, and malloc that keeps pages. The last share
-# is of the bytes of activations only. On a GPU torch's allocator has segments that grow; see docs/gpu.md.
-_SHARE_OF_MALLOC, _SHARE_OF_RANGES, _SHARE_OF_KEPT_PAGES, _SHARE_ON_GPU = 0.2, 0.09, 0.18, 0.06
+# is of the bytes of activations only. On a GPU torch's allocator has segments that grow, or segments of fixed
+# sizes; the share of fixed segments was not measured.
+_SHARE_OF_MALLOC, _SHARE_OF_RANGES, _SHARE_OF_KEPT_PAGES = 0.2, 0.09, 0.18
+_SHARE_OF_GROWING_SEGMENTS, _SHARE_OF_FIXED_SEGMENTS = 0.06, 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Peak:
         activations: bytes of activations.
         gradients: bytes of gradients.
         keeps_pages: True if malloc keeps the pages of freed tensors; see `Plan.memory_is_ample`.
-        ranges: True if the tensors have their memory in ranges.
+        ranges: True if the tensors have their memory in ranges that grow; see `Plan.ranges`.
         on_gpu: True if the tensors are on a GPU.
     """
 
@@ -51,7 +53,10 @@ class Peak:
         """Bytes that the allocator holds beside the tensors: gaps, and scratch memory of kernels."""
         if self.keeps_pages:
             return int(self.activations * _SHARE_OF_KEPT_PAGES)
-        share = _SHARE_ON_GPU if self.on_gpu else _SHARE_OF_RANGES if self.ranges else _SHARE_OF_MALLOC
+        growing, fixed = _SHARE_OF_RANGES, _SHARE_OF_MALLOC
+        if self.on_gpu:
+            growing, fixed = _SHARE_OF_GROWING_SEGMENTS, _SHARE_OF_FIXED_SEGMENTS
+        share = growing if self.ranges else fixed
         return int((self.activations + self.gradients) * share)
 
     @property

@@ -8,6 +8,7 @@ for memory that is needed later.
 
 from __future__ import annotations
 
+import logging
 import resource
 import shutil
 from math import ceil
@@ -17,15 +18,24 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from headwater.core.gpu import first_use
 from headwater.core.units import MIB, format_bytes
+from headwater.core.warn_once import warn_once
 from headwater.plan.cgroups import Level, memory_levels, memory_room
 from headwater.plan.types import Resources
+
+logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.9
 """Share of the free memory or disk that a plan uses if the user sets no budget."""
 
-FREE_SHARE_OF_GPU = 0.94
+_FREE_SHARE_OF_GPU = 0.94
 """The same for a GPU. The rest is for libraries and their scratch memory."""
+
+_LIBRARY_BYTES = 384 * MIB
+"""Least device memory that a plan leaves to libraries if the user sets no budget. Two threads start products,
+and each has up to 32 MiB of workspace for cuBLAS and 32 MiB for cuBLASLt. CUDA also loads kernels into device
+memory when they are first used."""
 
 LATE_BYTES = 48 * MIB
 """Host memory that a run takes after its plan is made, weights and activations aside: pages of kernels, the
@@ -63,14 +73,14 @@ def free_resources(resources: Resources, device: str) -> Resources:
     host, gpu, disk = resources.host_memory, resources.device_memory, resources.disk_bytes
     host = free_host_budget() if host is None else min(host, group_memory().budget or host)
     if gpu is None and device != "cpu":
-        gpu = int(FREE_SHARE_OF_GPU * free_device_bytes(device))
+        gpu = device_budget(free_device_bytes(device))
     if disk is None and resources.disk is not None:
         disk = int(FREE_SHARE * shutil.disk_usage(existing_ancestor(resources.disk)).free)
     return Resources(device_memory=gpu, host_memory=host, disk=resources.disk, disk_bytes=disk)
 
 
-def budget_notes(budget: Resources, device: str) -> list[str]:
-    """Return a sentence for each budget that cannot limit a run with this device on this machine."""
+def warn_of_budgets(budget: Resources, device: str) -> None:
+    """Log a warning, once, for each budget that cannot limit a run with this device on this machine."""
     limits = [("host_memory", budget.host_memory, psutil.virtual_memory().total, "this machine")]
     if device != "cpu" and budget.device_memory is not None:
         total = torch.cuda.mem_get_info(device)[1]
@@ -83,16 +93,26 @@ def budget_notes(budget: Resources, device: str) -> list[str]:
     ]
     if device == "cpu" and budget.device_memory is not None:
         notes.append("device_memory: without effect, because the CPU computes; host_memory limits the run")
-    return notes
+    for note in notes:
+        warn_once(logger, "%s", note)
 
 
 def free_device_bytes(device: str) -> int:
     """Return the bytes of device memory that this process can still take.
 
     They include what torch's allocator keeps of freed tensors, such as those of an engine that was closed.
+
+    Raises:
+        PlanError: if the driver refuses this process.
     """
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0] + kept)
+    with first_use():
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + kept)
+
+
+def device_budget(free: int) -> int:
+    """Return the bytes that a plan uses of a device with `free` free bytes if the user sets no budget."""
+    return max(0, min(int(_FREE_SHARE_OF_GPU * free), free - _LIBRARY_BYTES))
 
 
 def free_host_budget() -> int:

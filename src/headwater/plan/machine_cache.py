@@ -16,6 +16,7 @@ import torch
 from headwater.core.attention import attention_kernel_available
 from headwater.core.cleanup import on_failure
 from headwater.core.scratch import cache_folder
+from headwater.core.warn_once import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ def write_entries(cache: Path | None, entries: Mapping[str, Any], *, what: str) 
             # Other processes may read the file now: they find the old content or the new one.
             Path(name).replace(cache)
     except OSError as error:
-        logger.warning(
+        warn_once(
+            logger,
             "%s cannot be stored: %s: %s; set XDG_CACHE_HOME to a folder that can be written to",
             what,
             cache,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -10,8 +11,10 @@ from typing import Any, Literal, Protocol
 import torch
 
 from headwater.core.errors import ConfigError
+from headwater.core.gpu import why_missing, why_unused
 from headwater.core.precision import Precision
 from headwater.core.stage import OptimizerState, ParamSpec
+from headwater.core.warn_once import warn_once
 from headwater.optim.spec import OptimizerSpec, UpdateKind
 from headwater.plan.memory.slabs import minimum_slabs
 from headwater.plan.rates import Calibration
@@ -27,6 +30,8 @@ from headwater.plan.types import (
 )
 from headwater.store.layout import stored_dtype
 from headwater.store.rule import UpdateRule
+
+logger = logging.getLogger(__name__)
 
 TraceFor = Callable[[int], Trace]
 """Function that returns the dry run of a micro-batch size. Calls with the same size should be cached."""
@@ -198,11 +203,18 @@ class BackendOptions(Protocol):
 def device_of(backend: BackendOptions) -> str:
     """Return `cpu` or `cuda`. For `CSX` it is `cuda` if torch finds a GPU.
 
+    A warning is logged, once, if the machine has a GPU that torch cannot use.
+
     Raises:
         ConfigError: if the backend is `GPU` and torch finds no GPU.
     """
     check_gpu(backend, where="trainer.init.backend.backend_type")
-    return "cuda" if backend.backend_type != "CPU" and torch.cuda.is_available() else "cpu"
+    if backend.backend_type == "CPU":
+        return "cpu"
+    reason = why_unused()
+    if reason is not None:
+        warn_once(logger, "the CPU computes, because torch cannot use the GPU of this machine: %s", reason)
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_gpu(backend: BackendOptions, *, where: str) -> None:
@@ -213,7 +225,7 @@ def check_gpu(backend: BackendOptions, *, where: str) -> None:
     """
     if backend.backend_type == "GPU" and not torch.cuda.is_available():
         raise ConfigError(
-            "expected a GPU on this machine, but torch finds no GPU",
+            f"expected a GPU on this machine, but torch finds no GPU: {why_missing()}",
             where=where,
             remedy="write CPU, or CSX for the best device of this machine",
         )

@@ -42,7 +42,7 @@ class LimitedRequest:
         slack_bytes: host memory that a remedy adds to the bytes that are needed, because `asked.base_bytes`
             differs a little between processes.
         group: control groups around the process; a remedy may need larger ones.
-        ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`.
+        ranges: True if tensors have their memory in ranges that grow; see `Plan.ranges`.
     """
 
     asked: PlanRequest

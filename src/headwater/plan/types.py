@@ -189,7 +189,8 @@ class Plan:
         blocks: whether blocks are compiled.
         updates: when stages in host memory and on disk are updated. Those in device memory are always updated
             when they are used next.
-        ranges: True if CPU tensors have their memory in ranges, see `core/tensor_memory.py`.
+        ranges: True if tensors have their memory in ranges that grow: see `core/tensor_memory.py` for a CPU,
+            and `core/device_memory.py` for a GPU.
     """
 
     trace: Trace

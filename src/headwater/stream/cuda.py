@@ -10,7 +10,9 @@ from typing import final
 import torch
 
 from headwater.core.buffers import set_copied_by_fork
+from headwater.core.device_memory import let_segments_grow
 from headwater.core.errors import PlanError, StreamError
+from headwater.core.gpu import first_use, why_missing
 from headwater.core.streams import Event, Stream
 from headwater.core.units import format_bytes
 from headwater.stream.device import Device
@@ -21,7 +23,7 @@ class CudaDevice(Device):
     """The current CUDA device.
 
     Raises:
-        PlanError: if torch finds no CUDA device.
+        PlanError: if torch finds no CUDA device, or the driver refuses this process.
     """
 
     reads_host = False
@@ -29,15 +31,17 @@ class CudaDevice(Device):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise PlanError(
-                "expected a GPU, but torch finds no CUDA device", where="device", remedy="use device cpu"
+                f"expected a GPU, but torch finds no CUDA device: {why_missing()}",
+                where="device",
+                remedy="use device cpu",
             )
         # cuBLAS reads this variable at its first use. With other workspaces the order of its sums may vary.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # torch reads this variable at its first allocation. Segments that can grow avoid fragmentation.
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self.product = torch.cuda.get_device_name(self.torch_device)
+        let_segments_grow()
+        with first_use():
+            self.torch_device = torch.device("cuda", torch.cuda.current_device())
+            self.product = torch.cuda.get_device_name(self.torch_device)
+            torch.cuda.mem_get_info(self.torch_device)  # makes the context of this process on the GPU
         self.compute = CudaStream(self.torch_device, None)
 
     def allocate_slab(self, num_bytes: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import NO_UPDATES, OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.division import divisions
-from headwater.plan.machine import budget_notes
+from headwater.plan.machine import warn_of_budgets
 from headwater.plan.options import (
     DividedTraces,
     PlanRequest,
@@ -45,8 +44,6 @@ from headwater.trainer.job import Trainable
 
 if TYPE_CHECKING:
     from headwater.config.run import CommonInitConfig
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,8 +175,7 @@ def plan_run(
                 share=share,
             )
         )
-    for note in budget_notes(request.resources, plan.device):
-        logger.warning("%s", note)
+    warn_of_budgets(request.resources, plan.device)
     advise_fast_products(plan.device, plan.precision, init.backend)
     return dataclasses.replace(plan, placement=placement)
 
