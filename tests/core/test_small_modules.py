@@ -13,7 +13,7 @@ from headwater.core.errors import CheckpointError
 from headwater.core.pickles import load_pickled
 from headwater.core.scores import f_beta, intersection_over_union
 from headwater.core.signals import handled
-from headwater.core.threads import one_core, pool_beside_gpu, single_core_pool
+from headwater.core.threads import one_core, single_core_pool, update_pool
 from headwater.core.uncompiled import uncompiled
 
 
@@ -88,12 +88,14 @@ def test_threads_of_a_pool_use_one_core_and_the_main_thread_keeps_its_number():
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize(("cores", "used"), [(1, 1), (7, 7), (8, 7), (16, 14)])
-def test_the_thread_beside_a_gpu_leaves_an_eighth_of_the_cores(cores, used):
+@pytest.mark.parametrize(
+    ("on_cpu", "cores", "used"), [(False, 1, 1), (False, 7, 7), (False, 8, 7), (False, 16, 14), (True, 16, 1)]
+)
+def test_updates_use_one_core_beside_the_cpu_and_seven_eighths_beside_a_gpu(on_cpu, cores, used):
     before = torch.get_num_threads()
     torch.set_num_threads(cores)
     try:
-        with pool_beside_gpu("test") as pool:
+        with update_pool("test", on_cpu=on_cpu) as pool:
             assert pool.submit(torch.get_num_threads).result() == used
         assert torch.get_num_threads() == cores
     finally:

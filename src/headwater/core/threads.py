@@ -24,13 +24,16 @@ def single_core_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_use_one_core)
 
 
-def pool_beside_gpu(name: str) -> ThreadPoolExecutor:
-    """Return a pool of one thread whose torch operators leave some cores to the threads that start kernels.
+def update_pool(name: str, *, on_cpu: bool) -> ThreadPoolExecutor:
+    """Return a pool of one thread that updates weights beside the computation.
 
-    On a machine with an H200 and 16 cores, updates on all cores made the thread of the forward two to three
-    times slower, and the GPU waited for it. Memory limits updates, which need a few cores less.
+    If the CPU computes, the torch operators of this thread use one core; see `single_core_pool`. Beside a GPU
+    they leave some cores to the threads that start kernels. On a machine with an H200 and 16 cores, updates
+    on all cores made the thread of the forward two to three times slower, and the GPU waited for it. Memory
+    limits updates, which need a few cores less.
     """
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_leave_cores)
+    cores = _use_one_core if on_cpu else _leave_cores
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=cores)
 
 
 @contextmanager

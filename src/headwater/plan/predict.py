@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from headwater.core.units import GIB
@@ -167,7 +167,8 @@ class Predictor:
         fetch of the first stage. Updates in backward overlap with the last backward instead. Beside a GPU the
         first forward is simulated, unless updates run in backward.
         """
-        compute, update, copy = self._compute_s(plan), self._updates_s(plan), self._copy_s(plan)
+        seconds = self.stage_seconds(plan)
+        compute, update, copy = self._compute_s(plan, seconds), self._updates_s(plan), self._copy_s(plan)
         on_device = self._updates_on_device_s(plan)
         disk, link = self._disk_s(plan), self._link_s(plan)
         cores = Phases(compute.first + on_device, compute.rest)
@@ -177,10 +178,10 @@ class Predictor:
             cores = Phases(compute.first + copy.first, compute.rest + copy.rest)
             cores = _add(cores, 0.0 if in_backward else update, update if in_backward else 0.0)
         elif in_backward:  # the updates run beside the last backward, and may end after it
-            earlier = compute.rest - self._backward_s(plan)
+            earlier = compute.rest - self._backward_s(seconds)
             streams = Phases(streams.first, max(streams.rest, earlier + update))
         if plan.device != "cpu" and not in_backward:
-            first = max(self._first_forward_s(plan, disk.first), disk.first, link.first)
+            first = max(self._first_forward_s(plan, seconds, disk.first), disk.first, link.first)
         else:
             sizes = self.footprint.slab_sizes
             fill = streams.first * sizes[self.footprint.trace.uses[0]] / sum(sizes)
@@ -191,16 +192,17 @@ class Predictor:
         parts = updates | {name: phases.total for name, phases in totals.items()}
         return parts | {"overlap": step - sum(parts.values())}
 
-    def _first_forward_s(self, plan: Plan, disk_s: float) -> float:
+    def _first_forward_s(self, plan: Plan, seconds: Sequence[StageSeconds], disk_s: float) -> float:
         """Return the seconds of a step's first forward on a GPU.
 
         Args:
             plan: the plan.
+            seconds: the seconds of each stage.
             disk_s: seconds of its transfers from and to the disk.
         """
         trace, stages, on_device = self.footprint.trace, self.footprint.stages, set(plan.on_device)
-        seconds, times = self.stage_seconds(plan), Counter(trace.uses)
-        missed, seen, uses = set(self.missed(plan)), set[int](), list[first_forward.Use]()
+        missed, times = set(self.missed(plan)), Counter(trace.uses)
+        seen, uses = set[int](), list[first_forward.Use]()
         in_memory = {*plan.in_memory, *plan.on_device}
         on_disk = sum(held.slab for index, held in enumerate(stages) if index not in in_memory) or 1
         for position, stage in enumerate(trace.uses):
@@ -242,19 +244,19 @@ class Predictor:
         moved = 2 * (stage.slab + stage.state) + stage.gradient if stage.trained else 0
         return _DEVICE_UPDATE_PASSES * moved / self._rates.memory_bytes_per_s
 
-    def _compute_s(self, plan: Plan) -> Phases:
+    def _compute_s(self, plan: Plan, seconds: Sequence[StageSeconds]) -> Phases:
         """Return the seconds of forward and backward of all micro-batches."""
-        stages, overhead = self.stage_seconds(plan), USE_OVERHEAD_S * len(self.footprint.trace.uses)
-        forward = overhead + sum(stage.forward for stage in stages)
-        backward = self._backward_s(plan)
+        overhead = USE_OVERHEAD_S * len(self.footprint.trace.uses)
+        forward = overhead + sum(stage.forward for stage in seconds)
+        backward = self._backward_s(seconds)
         return Phases(forward, plan.num_micro_batches * (forward + backward) - forward)
 
-    def _backward_s(self, plan: Plan) -> float:
+    def _backward_s(self, seconds: Sequence[StageSeconds]) -> float:
         """Return the seconds of the backward of one micro-batch."""
-        if plan.trace.inference:
+        if self.footprint.trace.inference:
             return 0.0
         overhead = USE_OVERHEAD_S * len(self.footprint.trace.uses)
-        return overhead + sum(stage.backward for stage in self.stage_seconds(plan))
+        return overhead + sum(stage.backward for stage in seconds)
 
     def _copy_s(self, plan: Plan) -> Phases:
         """Return the seconds in which CPU cores copy weights to slabs; 0 on a GPU or with the disk tier."""

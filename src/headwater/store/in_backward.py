@@ -14,7 +14,7 @@ import torch
 
 from headwater.core.errors import ConfigError, HeadwaterError, StoreError, StreamError
 from headwater.core.stage import ParamKey, StageSpec
-from headwater.core.threads import pool_beside_gpu, single_core_pool
+from headwater.core.threads import update_pool
 from headwater.store.gradients.status import NO_NORMS
 from headwater.store.layout import MOST_UNFINISHED
 from headwater.store.locks import RESUME
@@ -34,13 +34,13 @@ class Moments:
         uses: stage of each use in a forward, in order; a backward uses them in reverse.
         computing: stages that the thread of the backward updates, because it computes on the same cores.
         left_out: stages that are updated when they are fetched next.
-        one_core: true if the thread for all other stages should use one core.
+        on_cpu: true if the CPU computes.
     """
 
     uses: Sequence[int]
     computing: Collection[int] = ()
     left_out: Collection[int] = ()
-    one_core: bool = False
+    on_cpu: bool = False
 
 
 @dataclasses.dataclass
@@ -117,8 +117,7 @@ class BackwardUpdates:
         self._lock = threading.Lock()
         self._here: deque[int] = deque()  # stages that the thread of the backward will update
         self._running: deque[Future[None]] = deque()
-        name = "headwater-update"
-        self._thread = single_core_pool(1, name) if moments.one_core else pool_beside_gpu(name)
+        self._thread = update_pool("headwater-update", on_cpu=moments.on_cpu)
 
     @property
     def norms(self) -> Mapping[ParamKey, torch.Tensor]:

@@ -12,7 +12,7 @@ from headwater.core.buffers import aligned_empty
 from headwater.core.recorder import FETCH, RECORDER
 from headwater.core.stage import StageSpec
 from headwater.core.streams import REACHED, Event
-from headwater.core.threads import pool_beside_gpu, single_core_pool
+from headwater.core.threads import update_pool
 from headwater.stream.device import Device
 from headwater.stream.slabs import SlabDirectory, SlabPool, Want, reason
 
@@ -51,9 +51,7 @@ class SlabLoader:
         self._unlock = device.page_lock([] if self._staging is None else [self._staging])
         self._stream = device.new_stream()
         self._last_copy: Event = REACHED
-        # Updates run on this thread too: on one core beside a model on the CPU, else on most cores.
-        name = "headwater-fetch"
-        self._thread = single_core_pool(1, name) if device.reads_host else pool_beside_gpu(name)
+        self._thread = update_pool("headwater-fetch", on_cpu=device.reads_host)  # it updates stages too
         self._thread.submit(device.enter_thread)
 
     def start(self, index: int, want: Want) -> Future[Event]:

@@ -64,5 +64,5 @@ def _moments(plan: Plan) -> Moments:
         plan.trace.uses,
         computing=frozenset(plan.in_host_memory if on_cpu else ()),
         left_out=frozenset(plan.on_device),
-        one_core=on_cpu,
+        on_cpu=on_cpu,
     )
