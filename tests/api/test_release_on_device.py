@@ -10,8 +10,11 @@ from tests.fake_cuda import META, OnFakeCuda, fake_cuda
 from torch import nn
 
 import headwater as hw
+from headwater.api.compile import streamed
 from headwater.plan.predict import NOMINAL
 from headwater.stream.engine import Engine
+from headwater.stream.parameters import ParameterAtRest
+from headwater.stream.stage_parameters import StageParameters
 
 RATES = dataclasses.replace(NOMINAL, link_bytes_per_s=1e9, memory_bytes_per_s=1e12)
 CPU = torch.device("cpu")
@@ -73,10 +76,59 @@ def test_a_released_model_is_in_host_memory_with_its_gradients_and_optimizer_sta
         model.calls = model.calls.to(META)
         hw.release(model)
     given = tensors_of(model, optimizer)
-    assert [name for name, tensor in given.items() if isinstance(tensor, OnFakeCuda)] == []
+    assert on_gpu(given) == []
     assert {param.device for param in model.parameters()} == {CPU}
     assert_equal(given, tensors_of(plain, wanted))
     # The double checks at its end that no page-locked memory is left, and gradients may be in it.
+    model.zero_grad()
+
+
+def on_gpu(tensors):
+    return [name for name, tensor in tensors.items() if isinstance(tensor, OnFakeCuda)]
+
+
+def test_a_parameter_whose_shape_changes_before_the_release_is_in_host_memory(double, monkeypatch):
+    """Its former values were a placeholder on the GPU, but the new ones are not there."""
+    torch.manual_seed(1)
+    plain = Net()
+    wanted = trained(plain)
+    torch.manual_seed(1)
+    model = hw.compile(Net(), hw.backend("CSX", device_memory="1GiB", num_slabs=2))
+    with double:
+        optimizer = trained(model)
+    let_go = StageParameters.let_go
+
+    def let_go_on_gpu(stage, index):
+        param = let_go(stage, index)
+        param.__class__ = OnGpu
+        return param
+
+    monkeypatch.setattr(StageParameters, "let_go", let_go_on_gpu)
+    changed, other = list(model.parameters())[:2]
+    for param in (changed, next(iter(plain.parameters()))):
+        with fake_cuda():
+            param.data = torch.cat([param.data, torch.ones_like(param.data)])
+    assert on_gpu(optimizer.state[changed]) == []
+    with fake_cuda():
+        # As if the new values were on the GPU.
+        optimizer.state[changed]["exp_avg"] = optimizer.state[changed]["exp_avg"].to(META)
+        hw.release(model)
+    given = tensors_of(model, optimizer)
+    assert on_gpu(given) == [] and other.device == CPU
+    assert_equal(given, tensors_of(plain, wanted))
+    model.zero_grad()
+
+
+def test_the_state_of_a_former_optimizer_is_in_host_memory(double, monkeypatch):
+    model = hw.compile(Net(), hw.backend("CSX", device_memory="1GiB", num_slabs=2))
+    with double:
+        former = trained(model)
+        with fake_cuda(), monkeypatch.context() as patch:
+            patch.setattr(ParameterAtRest, "device", META, raising=False)
+            streamed(model).optimizers.update_with(adamw(model.parameters()))
+        states = {name: former.state[param] for name, param in model.named_parameters()}
+    assert all(states.values()) and all(on_gpu(state) == [] for state in states.values())
+    hw.release(model)
     model.zero_grad()
 
 

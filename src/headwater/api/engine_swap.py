@@ -23,7 +23,7 @@ from headwater.store.replicas import take_from_first_host
 from headwater.store.store import WeightStore
 from headwater.store.takeover import take_over
 from headwater.stream.engine import Engine
-from headwater.stream.leaving import give_back, give_state_back
+from headwater.stream.leaving import HOST, give_back, give_state_back, move_to_host
 from headwater.stream.options import Initial
 from headwater.stream.store_settings import StoreSettings
 
@@ -203,13 +203,13 @@ class ReplaceableEngine:
 
         return value
 
-    def _give_back(self, key: ParamKey, param: nn.Parameter, device: torch.device | None = None) -> None:
+    def _give_back(self, key: ParamKey, param: nn.Parameter, device: torch.device = HOST) -> None:
         """Copy value, gradient and optimizer state from the store to a parameter that leaves the store."""
         store = self.present.store
         give_back(store, key, param, self.updaters.state_owner_of(store.spec(key).name), device)
 
     def give_states_back(self, names: Collection[str]) -> None:
-        """Copy optimizer state from the store to the optimizers, before other optimizers take over.
+        """Copy optimizer state from the store to host memory, before other optimizers take over.
 
         Args:
             names: names of the parameters.
@@ -233,8 +233,10 @@ class ReplaceableEngine:
         for key, param in self.engine.parameters():
             # In the place of a departed parameter there is a dummy, which no optimizer knows.
             if key not in self.engine.departed:
-                self._give_back(key, param, torch.device("cpu"))
-        self.engine.buffers.move(torch.device("cpu"))
+                self._give_back(key, param)
+        for key, param in self.engine.departed.items():
+            move_to_host(param, self.updaters.state_owner_of(self.engine.store.spec(key).name))
+        self.engine.buffers.move(HOST)
         self.engine.close()
         self.engine = None
 

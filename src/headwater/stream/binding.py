@@ -19,6 +19,8 @@ from headwater.stream.stage_parameters import StageParameters
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
 
+OnLeave = Callable[[ParamKey, nn.Parameter, torch.device], None]
+
 
 def _are_tensors_fake() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -31,7 +33,7 @@ class Binder:
     Attributes:
         stages: the parameters of each stage that was adopted.
         departed: the parameters that have become plain ones, by their place in the store.
-        on_leave: called with such a parameter; copies its values from the store.
+        on_leave: called with such a parameter; copies its values from the store to a device.
 
     Args:
         model: the model. Its parameters are bound and unbound after `adopt`.
@@ -71,23 +73,25 @@ class Binder:
         self._stage_at: dict[int, StageParameters] = {}  # address of an image -> its last stage
         self._used: dict[int, StageParameters] = {}  # the stages that were bound since `unbind_all`
         self.departed: dict[ParamKey, nn.Parameter] = {}
-        self.on_leave: Callable[[ParamKey, nn.Parameter], None] = lambda key, param: give_back(
-            store, key, param, None
-        )
+        self.on_leave: OnLeave = lambda key, param, device: give_back(store, key, param, None, device)
 
     def adopt(self, stage: int) -> None:
         """Make the parameters of a stage parameters at rest; see `StageParameters.adopt`."""
         self.stages[stage].adopt(self.let_go)
 
-    def let_go(self, key: ParamKey) -> None:
+    def let_go(self, key: ParamKey, device: torch.device) -> None:
         """Turn a parameter into a plain parameter that takes its values, gradient and optimizer state along.
 
         A dummy parameter replaces it here until the model is planned again.
+
+        Args:
+            key: its place in the store.
+            device: the device to which all of these are copied.
         """
         stage, index = key
         param = self.stages[stage].let_go(index)
         # Before the drop: it copies the gradient.
-        self.on_leave(key, param)
+        self.on_leave(key, param, device)
         self._store.drop_gradient(key)
         self.departed[key] = param
 

@@ -26,7 +26,7 @@ from headwater.store.rule import UpdateRule
 from headwater.store.rules import UpdateRules
 from headwater.store.store import WeightStore
 from headwater.store.update import Update
-from headwater.stream.binding import Binder
+from headwater.stream.binding import Binder, OnLeave
 from headwater.stream.buffers import Buffers
 from headwater.stream.compilation import compile_stages
 from headwater.stream.device_errors import device_errors
@@ -227,8 +227,8 @@ class Engine:
         """The parameters that have become plain parameters since this engine was made."""
         return self._binder.departed
 
-    def when_departed(self, action: Callable[[ParamKey, nn.Parameter], None]) -> None:
-        """Set a function that copies the values of each parameter that becomes a plain parameter."""
+    def when_departed(self, action: OnLeave) -> None:
+        """Set a function that copies the values of each parameter that becomes a plain one to a device."""
         self._binder.on_leave = action
 
     def parameters(self) -> Iterator[tuple[ParamKey, nn.Parameter]]:

@@ -14,6 +14,9 @@ from headwater.core.stage import ParamKey, ParamSpec, dense_strides
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
 
+LetGo = Callable[[ParamKey, torch.device], None]
+"""Function that turns a parameter into a plain one, whose values it copies to a device."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Home:
@@ -32,7 +35,7 @@ class Home:
     stage: int
     index: int
     device: torch.device
-    let_go: Callable[[], Callable[[ParamKey], None] | None] = dataclasses.field(compare=False, repr=False)
+    let_go: Callable[[], LetGo | None] = dataclasses.field(compare=False, repr=False)
 
     @property
     def key(self) -> ParamKey:
@@ -65,11 +68,11 @@ class Home:
         alike = tuple(value.shape) == spec.shape and dense_strides(value) == spec.strides
         return alike and value.dtype in (spec.dtype, spec.wire_dtype)
 
-    def leave(self) -> None:
-        """Turn the parameter into a plain parameter, with its values copied from the store."""
+    def leave(self, device: torch.device) -> None:
+        """Turn the parameter into a plain parameter, with its values copied from the store to a device."""
         let_go = self.let_go()
         assert let_go is not None, "a parameter at rest has an engine"
-        let_go(self.key)
+        let_go(self.key, device)
 
     def write(self, value: torch.Tensor) -> None:
         """Replace the master by a tensor of its shape."""

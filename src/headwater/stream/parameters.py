@@ -24,6 +24,7 @@ from headwater.stream.at_rest import (
 from headwater.stream.detached import DetachedAtRest, home_of, whole_memory
 from headwater.stream.exposed_gradients import exposed_on
 from headwater.stream.home import Home
+from headwater.stream.leaving import HOST
 from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
 from headwater.stream.parameter_memory import Memory, leave_memory, present_memory, return_to_memory
 from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, is_metadata, stand_in
@@ -154,7 +155,7 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
     value = plain_value(value)
     if not home.fits(value):
         # Before the assignment: on leaving, the store's values are copied to the parameter.
-        home.leave()
+        home.leave(HOST if value.is_meta else value.device)
         DATA.__set__(param, value)
         return
     home.write(value)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
 
 from headwater.core.errors import StreamError
-from headwater.core.stage import ParamKey, ParamSpec, StageSpec
+from headwater.core.stage import ParamSpec, StageSpec
 from headwater.plan.writes import changed_in_place
-from headwater.stream.home import Home
+from headwater.stream.home import Home, LetGo
 from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest
 from headwater.stream.saved_tensors import WeightHandle
@@ -76,7 +76,7 @@ class StageParameters:
 
     # life of a parameter
 
-    def adopt(self, let_go: Callable[[ParamKey], None]) -> None:
+    def adopt(self, let_go: LetGo) -> None:
         """Turn plain parameters into parameters at rest, and free the memory of their values.
 
         The objects stay the same. A gradient that a parameter has already moves to the store.
