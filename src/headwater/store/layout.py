@@ -111,9 +111,19 @@ class Piece:
     encoding: Encoding
     fields: tuple[Field, ...]
 
+    @property
+    def is_split(self) -> bool:
+        """True if its master is stored in two halves."""
+        return self.encoding is Encoding.SPLIT
+
     def views(self, rest: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors of the piece by name, as views of the group's bytes."""
         return {field.name: rest[field.span].view(field.dtype).view(field.shape) for field in self.fields}
+
+    def moved(self, num_bytes: int) -> Piece:
+        """Return the piece in a group that begins `num_bytes` earlier."""
+        fields = (dataclasses.replace(field, offset=field.offset + num_bytes) for field in self.fields)
+        return dataclasses.replace(self, fields=tuple(fields))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +198,12 @@ class StageLayout:
             for index, param in enumerate(stage.params)
             for start, stop in _split(param, most if param.strides is None else None)
         ])  # fmt: skip
+
+    @cached_property
+    def whole(self) -> Group:
+        """All pieces in one group, for updates where all bytes are in memory: they need fewer calls."""
+        pieces = (piece.moved(group.offset) for group in self.groups for piece in group.pieces)
+        return Group(tuple(pieces), 0, self.rest_bytes)
 
     @cached_property
     def rest_bytes(self) -> int:

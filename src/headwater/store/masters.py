@@ -20,9 +20,6 @@ _CPU = torch.device("cpu")
 _CHUNK_ELEMENTS = 1 << 18
 """Elements that one pass joins or splits: few enough to stay in a core's cache for the next pass."""
 
-_DEVICE_CHUNK_ELEMENTS = 1 << 25
-"""The same on another device, where a kernel for fewer elements takes longer to start than to compute."""
-
 _THREAD_ELEMENTS = 1 << 15
 """torch gives each thread at least this many elements, so that more than 8 threads need longer chunks."""
 
@@ -36,13 +33,21 @@ def join_halves(
         high: wire values, bf16.
         low: lower halves, int16.
         out: the masters, fp32; overwritten.
-        bits: see `make_bits`; allocated if not given.
+        bits: int32 memory of `num_bits` elements; allocated if not given.
     """
-    scratch = make_bits(out.numel(), out.device) if bits is None else bits
+    if out.device.type != "cpu":
+        join_at_once(high, low, out)
+        return
+    scratch = torch.empty(num_bits(out.numel(), out.device), dtype=torch.int32) if bits is None else bits
     for upper, lower, whole in _chunks(high, low, out):
         whole.copy_(upper)  # as bits: the upper half, shifted to its place
         wide = scratch[: lower.numel()].copy_(lower)  # a sum of two dtypes would be three times slower
         whole.view(torch.int32).add_(wide)
+
+
+def join_at_once(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor) -> None:
+    """Do the same as `join_halves` with the fewest operators: on a GPU each operator starts a kernel."""
+    out.view(torch.int32).copy_(low).add_(high.view(torch.int16), alpha=1 << 16)
 
 
 def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
@@ -53,6 +58,9 @@ def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
         high: wire values, bf16; overwritten.
         low: lower halves, int16; overwritten.
     """
+    if master.device.type != "cpu":
+        split_at_once(master, high, low)
+        return
     for upper, lower, whole in _chunks(high, low, master):
         bits = whole.view(torch.int32)
         # The copy keeps the lower 16 bits: integer conversion truncates.
@@ -62,50 +70,24 @@ def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
         upper.view(torch.int16).copy_(bits)
 
 
-def round_to_wire(master: torch.Tensor, wire: torch.Tensor, bits: torch.Tensor | None = None) -> None:
-    """Write masters to `wire`, rounded to its dtype. Rounds to bf16 exactly as `split_halves` does.
-
-    Args:
-        master: 1-D.
-        wire: the wire values, of the same length; overwritten.
-        bits: see `make_bits`; allocated if not given.
-    """
-    if (master.dtype, wire.dtype) != (torch.float32, torch.bfloat16):
-        wire.copy_(master)
-        return
-    scratch = make_bits(master.numel(), master.device) if bits is None else bits
-    for upper, whole in _chunks(wire, master):
-        rounded = torch.add(whole.view(torch.int32), 0x8000, out=scratch[: whole.numel()])
-        upper.view(torch.int16).copy_(rounded.bitwise_right_shift_(16))
-
-
-def _chunk_elements(device: torch.device) -> int:
-    if device.type != "cpu":
-        return _DEVICE_CHUNK_ELEMENTS
-    return max(_CHUNK_ELEMENTS, _THREAD_ELEMENTS * torch.get_num_threads())
+def split_at_once(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
+    """Do the same as `split_halves` with the fewest operators: on a GPU each operator starts a kernel."""
+    bits = master.view(torch.int32)
+    low.copy_(bits)
+    torch.bitwise_right_shift(bits.add_(0x8000), 16, out=high.view(torch.int16))
 
 
 def num_bits(numel: int, device: torch.device) -> int:
-    """Return the number of elements of the tensor that `make_bits` returns."""
-    return min(numel, _chunk_elements(device))
+    """Return the number of integers that `join_halves` needs for a tensor; 0 except on a CPU."""
+    return min(numel, _chunk_elements()) if device.type == "cpu" else 0
 
 
-def make_bits(numel: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory for the integers of one chunk of a tensor: int32, 1-D.
-
-    Args:
-        numel: elements of the tensor.
-        device: its device.
-    """
-    return torch.empty(num_bits(numel, device), dtype=torch.int32, device=device)
+def _chunk_elements() -> int:
+    return max(_CHUNK_ELEMENTS, _THREAD_ELEMENTS * torch.get_num_threads())
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    count = _chunk_elements(tensors[0].device)
-    # Most pieces on a GPU have one chunk. A split would only delay the start of their kernels.
-    if tensors[0].numel() <= count:
-        return iter((tensors,))
-    return zip(*(tensor.split(count) for tensor in tensors), strict=True)
+    return zip(*(tensor.split(_chunk_elements()) for tensor in tensors), strict=True)
 
 
 def read_master(
@@ -122,7 +104,7 @@ def read_master(
         wire: the piece's wire values, 1-D.
         rest: the piece's fields.
         scratch: fp32 workspace, 1-D, at least as long as the piece.
-        bits: see `make_bits`; allocated if not given.
+        bits: see `join_halves`.
     """
     if encoding is Encoding.SAME:
         return wire
@@ -139,18 +121,16 @@ def write_master(
     master: torch.Tensor,
     wire: torch.Tensor,
     rest: Mapping[str, torch.Tensor],
-    bits: torch.Tensor | None = None,
 ) -> None:
     """Write a master back to where `read_master` found it, and compute its wire value.
 
-    Allocates no memory on the device of the master if `bits` is given.
+    Allocates no memory on a GPU.
 
     Args:
         encoding: how it is stored.
         master: the tensor that `read_master` has returned, changed. Its content may be overwritten.
         wire: the piece's wire values, 1-D.
         rest: the piece's fields.
-        bits: see `make_bits`; allocated if not given.
     """
     if encoding is Encoding.SPLIT:
         split_halves(master, wire, rest[MASTER_FIELD[encoding]].view(-1))
@@ -158,7 +138,7 @@ def write_master(
         field = rest[MASTER_FIELD[encoding]].view(-1)
         if field.data_ptr() != master.data_ptr():
             field.copy_(master)
-        round_to_wire(field, wire, bits)
+        wire.copy_(field)
     elif wire.data_ptr() != master.data_ptr():
         wire.copy_(master)
 

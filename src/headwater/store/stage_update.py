@@ -106,13 +106,13 @@ class StageUpdate:
 
         They are on the device on which the update runs.
         """
-        own = self._ownership.own_groups(stage)
         device = self._tier.on_device(stage)
-        if device is not None:
+        if device is not None:  # every rank updates all of it
+            whole = self._tier.layouts[stage].whole
             with device.received(gradients) as received, device.changing():
-                yield device.wire, ((group, device.bytes_of(group)) for group in own), received
+                yield device.wire, [(whole, device.bytes_of(whole))], received
             return
-        part = self._ownership.own_bytes(stage)
+        own, part = self._ownership.own_groups(stage), self._ownership.own_bytes(stage)
         with self._tier.wire(stage, buffer, write=True, part=part) as image:
             yield image, self._tier.groups(stage, own, write=all_pages), gradients
 

@@ -43,7 +43,8 @@ class TorchPieces(PieceUpdate):
         """
         job = self._job
         sizes = [piece.stop - piece.start for piece in batch]
-        bits = self._workspaces.get("bits", num_bits(max(sizes), rest.device), rest.device).view(torch.int32)
+        joined = max((size for piece, size in zip(batch, sizes, strict=True) if piece.is_split), default=0)
+        bits = self._workspaces.get("bits", num_bits(joined, rest.device), rest.device).view(torch.int32)
         loaded = []
         for piece, space in zip(batch, self._workspaces.shares(sizes, rest.device), strict=True):
             spec, part = job.layout.stage.params[piece.param], job.pending.parts[piece.param]
@@ -81,7 +82,6 @@ class TorchPieces(PieceUpdate):
                     wire,
                     fields,
                     flat_master,
-                    bits,
                     wide,
                     master,
                     own,
@@ -115,7 +115,7 @@ class TorchPieces(PieceUpdate):
             )
             for each, its_scalars in zip(alike, new, strict=True):
                 # Before the next batch overwrites the workspace that holds the masters.
-                write_master(each.piece.encoding, each.flat_master, each.wire, each.fields, each.bits)
+                write_master(each.piece.encoding, each.flat_master, each.wire, each.fields)
                 _round_states(each, its_scalars)
                 progress.note(each.piece, its_scalars)
 
@@ -133,7 +133,6 @@ class _Loaded:
         wire: its wire values, 1-D.
         fields: its tensors beside the wire image.
         flat_master: its values, 1-D in the order of memory.
-        bits: see `make_bits`; shared by all pieces.
         wide_states: fp32 copies of the optimizer state that is stored in bf16, in the order of memory.
         master: the same values, in the shape that the optimizer expects.
         gradient: the gradient, in that shape.
@@ -148,7 +147,6 @@ class _Loaded:
     wire: torch.Tensor
     fields: Mapping[str, torch.Tensor]
     flat_master: torch.Tensor
-    bits: torch.Tensor
     wide_states: Mapping[str, torch.Tensor]
     master: torch.Tensor
     gradient: torch.Tensor

@@ -43,9 +43,9 @@ def update_space(trace: Trace, optimizer_state_bytes: int, update_kind: UpdateKi
     states = optimizer_state_bytes // (2 if narrow else 4)  # number of state tensors
     # Each piece has a master, a gradient, and fp32 copies of the state tensors that are stored in bf16.
     on_host = 2 + (states if narrow else 0)
-    # More on the device: the integers with which masters are joined and split; the state that the first
-    # update makes, or the copies of it from which a later one is undone.
-    on_device = on_host + 1 + states + _KERNEL_TENSORS[update_kind]
+    # More on the device: the state that the first update makes, or the copies of it from which a later one is
+    # undone.
+    on_device = on_host + states + _KERNEL_TENSORS[update_kind]
     uncut = tuple(_largest_uncut(stage, update_kind) for stage in trace.stages)
     return UpdateSpace(on_host, on_device, uncut)
 
