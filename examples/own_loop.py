@@ -1,4 +1,4 @@
-"""One training loop, first in plain PyTorch, then with streamed weights. On a CPU the losses are equal."""
+"""One training loop in plain PyTorch on the CPU, and with streamed weights. On a CPU the losses are equal."""
 
 from typing import Any
 
@@ -27,9 +27,10 @@ def train(backend: Any) -> list[float]:
     if backend is not None:
         model = hw.compile(model, backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    device = "cpu" if backend is None else backend.torch_device
     losses = []
     for _ in range(10):
-        inputs = torch.randn(32, 64, device=None if backend is None else backend.torch_device)
+        inputs = torch.randn(32, 64).to(device)
         loss = nn.functional.cross_entropy(model(inputs), inputs[:, :10].argmax(-1))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
