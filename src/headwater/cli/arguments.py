@@ -80,7 +80,7 @@ def add_model_arguments(
     add_checkpoint_arguments(parser)
     parser.add_argument(
         "--batch_size",
-        type=_positive,
+        type=positive,
         default=64,
         metavar="N",
         help="sequences of full length in one pass over the weights, if memory suffices; a pass has more "
@@ -94,7 +94,7 @@ def add_model_arguments(
     )
 
 
-def _positive(word: str) -> Any:
+def positive(word: str) -> Any:
     """Return a number of at least 1."""
     number = int(word)
     if number < 1:

@@ -14,7 +14,8 @@ from headwater.config.bigcode import BigCodeArguments
 from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.evaluation.programs import ProgramEvaluation, ProgramFiles, ProgramWriter, describe
-from headwater.trainer.inference import Inference, model_codec, open_scorer
+from headwater.trainer.inference import Inference, open_scorer
+from headwater.trainer.tokenizer import model_codec
 
 _PLACE = "headwater bigcode_eval"
 

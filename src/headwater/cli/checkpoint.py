@@ -207,7 +207,8 @@ def run_import(args: argparse.Namespace) -> int:
         config = _config_with(found.config, args.params, Path(scratch), args.model_dir)
         path = import_weights(config, found.readers())
         run_dir = RunDir(args.model_dir)
-        run_dir.keep_files_of(args.folder)
+        for name in (*found.format.folders, ""):
+            run_dir.keep_files_of(args.folder / name)
         keep_generation_tokens(read_config(args.folder), run_dir.path)
         # The params are written last: only then is the folder the model_dir of a run.
         run_dir.write_params(config)

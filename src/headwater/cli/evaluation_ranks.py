@@ -17,8 +17,8 @@ from headwater.data.codec import Codec
 from headwater.fabric.alike import check_alike
 from headwater.fabric.cluster import is_watched, join
 from headwater.fabric.fabric import Fabric
-from headwater.trainer.inference import model_codec
 from headwater.trainer.ranks import NUM_CSX, launch, program_and_params
+from headwater.trainer.tokenizer import model_codec
 
 _Found = TypeVar("_Found")
 

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headwater.cli.arguments import read_folder
+from headwater.cli.retrieved import (
+    add_index_arguments,
+    check_index_arguments,
+    headlines,
+    read_template,
+)
 from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
+from headwater.core.patience import print_notice
 from headwater.evaluation.passes import check_ids
 from headwater.generation.beams import BeamSearch
 from headwater.generation.fill_mask import Filling
 from headwater.generation.requests import GenerationRequest
 from headwater.generation.sampling import Sampling
-from headwater.trainer.inference import Inference, model_codec, open_batcher, open_filler
+from headwater.retrieval.index import Hit
+from headwater.retrieval.prompt import fitted
+from headwater.trainer.inference import Inference, open_batcher, open_filler
+from headwater.trainer.retrieval import open_retriever
 from headwater.trainer.run_dir import RunDir
+from headwater.trainer.tokenizer import model_codec
 from headwater.trainer.zoo_job import language_model, masked_model
 
 NEW_TOKENS = 100
@@ -50,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest number of tokens to generate; 0 prints the prompt (100, or as many as fit)",
     )
     _add_sampling(parser)
+    add_index_arguments(parser)
     parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to use (the newest)")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (the one in the folder of the run)"
@@ -117,6 +130,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the prompt with its continuation, or the answer to a message; return the exit code."""
+    check_index_arguments(args)
     config = read_folder(args.model_dir)
     print(continued(config, args) if masked_model(config) is None else filled(config, args))
     return 0
@@ -134,7 +148,7 @@ def filled(config: RunConfig, args: argparse.Namespace) -> str:
         CheckpointError: if the run has no checkpoint.
         DataError: if the tokenizer is missing, the prompt has no mask token, or it does not fit the model.
     """
-    for option in ("chat", "system", "end_of_text"):
+    for option in ("chat", "system", "end_of_text", "index"):
         if getattr(args, option) is not None:
             raise ConfigError(
                 f"--{option} has no effect on a {config.init.model.name}, which fills in mask tokens",
@@ -161,26 +175,63 @@ def continued(config: RunConfig, args: argparse.Namespace) -> str:
     Raises:
         ConfigError: if an argument is out of range, or the tokenizers library is not installed.
         CheckpointError: if the run has no checkpoint.
-        DataError: if the tokenizer is missing, or the prompt does not fit the model.
+        DataError: if the tokenizer is missing, the prompt does not fit the model, or the index is unsuitable.
     """
     codec = model_codec(config, args.tokenizer, args.end_of_text)
     is_message = _is_message(RunDir(config.init.model_dir), args)
-    prompt = codec.answer_prompt(_messages(args)) if is_message else codec.encode(args.prompt)
+
+    def tokens_of(text: str) -> list[int]:
+        return codec.answer_prompt(_messages(args, text)) if is_message else codec.encode(text)
+
+    asked = prompt = tokens_of(args.prompt)
     check_ids([prompt], language_model(config).vocab_size)
     temperature = args.temperature if args.do_sample else 0.0
     sampling = Sampling(temperature, args.top_k, args.top_p, args.seed, args.no_repeat_ngram_size)
     is_full = not is_message if args.return_full_text is None else args.return_full_text
     beams = _beams(args)
+    template = read_template(args)
+    hits: Sequence[Hit] = _found(args)
     inference = Inference(1 if beams is None else beams.num_beams, checkpoint=args.checkpoint_path)
     with open_batcher(config, inference) as (_, batcher):
         most = args.max_new_tokens
+        if hits:
+            most = NEW_TOKENS if most is None else most
+            prompt, hits = _with_passages(
+                hits,
+                lambda some: tokens_of(template.prompt(some, args.prompt)),
+                batcher.max_length + 1 - most,
+            )
+            check_ids([prompt], language_model(config).vocab_size)
         if most is None:
             # If the model has no room for a further token, `add` raises an error that explains this.
             most = min(NEW_TOKENS, batcher.room(len(prompt)) or NEW_TOKENS)
         ends = frozenset(codec.ends)
         generation = batcher.add(GenerationRequest(tuple(prompt), most, sampling, ends, beams=beams))
         batcher.run()
-    return codec.decode([*prompt, *generation.output] if is_full else generation.output)
+    text = codec.decode([*asked, *generation.output] if is_full else generation.output)
+    return "\n".join([text, "", "passages:", *headlines(hits)]) if hits else text
+
+
+def _found(args: argparse.Namespace) -> Sequence[Hit]:
+    """Return the passages that fit the prompt, the best one first; none without an index."""
+    if args.index is None:
+        return ()
+    # The encoder is closed before the model is opened, so the two are not in memory together.
+    with open_retriever(args.index, encoder_dir=args.encoder_dir, batch_size=1) as retriever:
+        return retriever.retrieve([args.prompt], args.passages)[0]
+
+
+def _with_passages(
+    hits: Sequence[Hit], tokens_of: Callable[[Sequence[Hit]], list[int]], most: int
+) -> tuple[list[int], Sequence[Hit]]:
+    """Return the tokens of the prompt with the passages that fit, and these passages; see `fitted`."""
+    found = fitted(hits, tokens_of, most)
+    if len(found.hits) < len(hits):
+        print_notice(
+            f"note: {len(found.hits)} of {len(hits)} passages fit into the context of the model together "
+            "with the prompt and the new tokens; the others are left out"
+        )
+    return found.tokens, found.hits
 
 
 def _beams(args: argparse.Namespace) -> BeamSearch | None:
@@ -203,7 +254,7 @@ def _is_message(run_dir: RunDir, args: argparse.Namespace) -> bool:
     return bool(chosen)
 
 
-def _messages(args: argparse.Namespace) -> list[dict[str, str]]:
-    """Return the system message, if there is one, and the prompt as a message of the user."""
+def _messages(args: argparse.Namespace, text: str) -> list[dict[str, str]]:
+    """Return the system message, if there is one, and a text as a message of the user."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [*system, {"role": "user", "content": args.prompt}]
+    return [*system, {"role": "user", "content": text}]

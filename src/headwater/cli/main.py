@@ -33,6 +33,8 @@ COMMANDS = {
     "bigcode_eval": ("headwater.cli.bigcode_eval", "evaluate a model on tasks that ask for programs"),
     "plan": ("headwater.cli.plan", "show the plan, memory and step time of a run, without training"),
     "generate": ("headwater.cli.generate", "generate text with a trained model"),
+    "index": ("headwater.cli.index", "make an index of the passages of documents"),
+    "search": ("headwater.cli.search", "find the passages of an index that fit a question"),
     "input_worker": (
         "headwater.cli.input_worker",
         "read the data of a run for its ranks, also on other hosts",
@@ -53,7 +55,7 @@ COMMANDS = {
 
 _WIDTH = 80
 """Characters of a line of a file or pipe."""
-_LITTLE_AT_A_TIME = frozenset({"generate", "serve", "batch", "bigcode_eval"})
+_LITTLE_AT_A_TIME = frozenset({"generate", "search", "serve", "batch", "bigcode_eval"})
 """Commands whose passes over a model compute few tokens; see `never_spin`."""
 
 

@@ -11,14 +11,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from headwater.cli.arguments import add_checkpoint_arguments, add_override_options, read_folder
+from headwater.cli.retrieved import add_index_arguments, check_index_arguments, read_template
 from headwater.core.errors import ConfigError
 from headwater.serving.filling import FillWorker, ServedFiller
+from headwater.serving.passages import PassagePrompts
 from headwater.serving.process import TOKEN, Address, listen, serve
 from headwater.serving.service import Service
 from headwater.serving.worker import Worker
 from headwater.serving.writing import ServedModel
 from headwater.trainer.checkpoint import CheckpointManager
-from headwater.trainer.inference import PASS_TOKENS, Inference, model_codec, open_batcher, open_filler
+from headwater.trainer.inference import PASS_TOKENS, Inference, open_batcher, open_filler
+from headwater.trainer.retrieval import open_retriever
+from headwater.trainer.tokenizer import model_codec
 from headwater.trainer.zoo_job import masked_model
 
 _MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk"})
@@ -84,6 +88,7 @@ def add_served_models(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="largest number of tokens of a text (the model's positions)",
     )
+    add_index_arguments(parser)
     add_override_options(parser, _MACHINE, without=_OWN)
 
 
@@ -135,8 +140,10 @@ def open_service(args: argparse.Namespace) -> Iterator[Service]:
             raise ConfigError(
                 f"expected at least 1, got {found}", where=f"--{option}", remedy="use 1 or more"
             )
+    check_index_arguments(args)
     inference = Inference(args.batch_size, args.max_sequence_length, args.checkpoint_path)
     with ExitStack() as opened:
+        passages = opened.enter_context(_open_passages(args))
         models: dict[str, ServedModel | ServedFiller] = {}
         for name, folder in named.items():
             config = read_folder(folder, args.overrides)
@@ -153,10 +160,25 @@ def open_service(args: argparse.Namespace) -> Iterator[Service]:
             worker = Worker(batcher, f"headwater-serve-{name}")
             # The worker is closed before the engine, because its thread uses the engine.
             opened.callback(worker.close)
-            models[name] = ServedModel(name, codec, model.vocab_size, worker, int(time.time()), source)
+            if args.index is not None:
+                source = f"{source}, index {args.index.resolve()}"
+            models[name] = ServedModel(
+                name, codec, model.vocab_size, worker, int(time.time()), source, passages
+            )
         service = Service(models)
         opened.callback(service.close)
         yield service
+
+
+@contextmanager
+def _open_passages(args: argparse.Namespace) -> Iterator[PassagePrompts | None]:
+    """Open the index that the arguments name, if they do."""
+    if args.index is None:
+        yield None
+        return
+    template = read_template(args)
+    with open_retriever(args.index, encoder_dir=args.encoder_dir, changes=args.overrides) as retriever:
+        yield PassagePrompts(retriever, template, args.passages)
 
 
 def models_by_name(words: list[str]) -> dict[str, Path]:

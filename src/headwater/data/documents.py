@@ -112,7 +112,7 @@ def read_pieces(
                 for piece, ends in cut_pieces(blocks):
                     yield Piece(piece, ends, len(piece.encode()), done + record.file_bytes, begins)
                     begins = ends
-        elif duplicates.is_new(_text_file(path)):
+        elif duplicates.is_new(text_blocks(path)):
             with opened(path) as (stream, raw):
                 for piece, ends in cut_pieces(_decoded(path, stream)):
                     yield Piece(piece, ends, len(piece.encode()), done + raw.tell(), begins)
@@ -143,7 +143,7 @@ def _cut_point(text: str) -> int:
     return PIECE_CHARS
 
 
-def _text_file(path: Path) -> Iterator[str]:
+def text_blocks(path: Path) -> Iterator[str]:
     """Yield the text of a txt file in blocks."""
     with opened(path) as (stream, _):
         yield from _decoded(path, stream)

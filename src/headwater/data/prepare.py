@@ -31,7 +31,7 @@ from headwater.data.raw_records import BadRecords
 from headwater.data.saved_tokenizer import save_tokenizer
 from headwater.data.settings import PrepareSettings
 from headwater.data.split_files import SplitFiles
-from headwater.data.staging import staged_folder
+from headwater.data.staging import file_marks, staged_folder
 from headwater.data.statistics import FILE_NAME, Statistics, entropy
 from headwater.data.tokenizer import end_of_text_id, vocabulary_size
 from headwater.data.workers import ordered_map
@@ -89,12 +89,7 @@ def prepare(
 def _key(settings: PrepareSettings, files: Sequence[Path]) -> str:
     """Return a text that identifies this preparation: it differs for other settings or changed inputs."""
     sources = [*files, *([settings.tokenizer] if isinstance(settings.tokenizer, Path) else [])]
-    stats = [path.stat() if path.exists() else None for path in sources]
-    marks = [
-        (str(path.resolve()), stat and (stat.st_size, stat.st_mtime_ns))
-        for path, stat in zip(sources, stats, strict=True)
-    ]
-    return json.dumps([settings.as_json(), marks])
+    return json.dumps([settings.as_json(), file_marks(sources)])
 
 
 @dataclasses.dataclass(frozen=True)

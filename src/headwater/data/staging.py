@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headwater.core.errors import DataError
@@ -32,11 +32,7 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
     """
     # The folder is renamed to the target, so both must be in one file system, also if the target is a link.
     target = target.resolve()
-    if target.exists() and not target.is_dir():
-        raise DataError("expected a folder, found a file", where=str(target), remedy="choose another folder")
-    if not replace and target.exists() and any(target.iterdir()):
-        remedy = "choose another folder, or use --overwrite if it holds prepared data"
-        raise DataError("output folder exists and is not empty", where=str(target), remedy=remedy)
+    check_target(target, replace=replace)
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial / _LOCK, target):
@@ -54,6 +50,28 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
             # interrupt (not an Exception) they stay, and the same command continues with them.
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def check_target(target: Path, *, replace: bool = False) -> None:
+    """Check that a folder can be created at `target`; see `staged_folder`.
+
+    Raises:
+        DataError: if `target` is a file, or if it is not empty and `replace` is not set.
+    """
+    if target.exists() and not target.is_dir():
+        raise DataError("expected a folder, found a file", where=str(target), remedy="choose another folder")
+    if not replace and target.exists() and any(target.iterdir()):
+        remedy = "choose another folder, or use --overwrite if the same command has written it"
+        raise DataError("output folder exists and is not empty", where=str(target), remedy=remedy)
+
+
+def file_marks(paths: Sequence[Path]) -> list[tuple[str, tuple[int, int] | None]]:
+    """Return the path, size and time of each file, for the key of a folder that is made of these files."""
+    stats = [path.stat() if path.exists() else None for path in paths]
+    return [
+        (str(path.resolve()), stat and (stat.st_size, stat.st_mtime_ns))
+        for path, stat in zip(paths, stats, strict=True)
+    ]
 
 
 @contextlib.contextmanager

@@ -331,10 +331,20 @@ class DPR(nn.Module):
         """Return the score of every passage for every question, fp32 [batch, batch · passages]."""
         names = ("input_ids", "attention_mask", "token_type_ids")
         of = {name: batch[f"questions_{name}"] for name in names if f"questions_{name}" in batch}
-        questions = whole_batch.rows(self.questions(**of)[:, 0].float())
+        questions = whole_batch.rows(text_vectors(self.questions, **of))
         of = {name: batch[f"ctx_{name}"].flatten(0, 1) for name in names if f"ctx_{name}" in batch}
-        passages = whole_batch.rows(self.contexts(**of)[:, 0].float())
+        passages = whole_batch.rows(text_vectors(self.contexts, **of))
         return questions @ passages.mT / self.config.softmax_temperature
+
+
+def text_vectors(encoder: nn.Module, **batch: Tensor) -> Tensor:
+    """Return the vector of each text, fp32 [batch, hidden]: the hidden state of its first token.
+
+    Args:
+        encoder: an encoder of `DPR`.
+        batch: the arguments of `Encoder`.
+    """
+    return encoder(**batch)[:, 0].float()  # type: ignore[no-any-return]
 
 
 def _counted(config: TokenClassifierConfig, batch: Mapping[str, Tensor]) -> Tensor:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, final
 
-from headwater.core.errors import HeadwaterError
+from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.seeding import derive_seed
 from headwater.generation.requests import FinishReason
 from headwater.generation.sampling import Chosen, Sampling
+from headwater.retrieval.index import Hit
+from headwater.retrieval.prompt import FittedPrompt
 from headwater.serving.answer import Answer
+from headwater.serving.passages import PassagePrompts
 from headwater.serving.schemas import CardRequest, ChatRequest, CompletionRequest, TextSettings
 from headwater.serving.writing import (
     Delta,
@@ -28,6 +32,9 @@ from headwater.serving.writing import (
 )
 
 Json = dict[str, Any]
+
+_ANSWER_TOKENS = 100
+"""New tokens for which passages leave room, if the request names no number."""
 
 
 class WrittenAnswer(Answer):
@@ -149,15 +156,17 @@ class OpenAIAnswer(WrittenAnswer):
     async def body(self) -> Json:
         texts = await self.texts()
         choices = [self.choice(number, text) for number, text in enumerate(texts)]
-        return self._frame(self.kind) | {"choices": choices, "usage": self._usage()}
+        return self._frame(self.kind) | self.found() | {"choices": choices, "usage": self._usage()}
 
     @final
     async def chunks(self) -> AsyncIterator[Json]:
         """Yield the answer in pieces, for server-sent events."""
         frame = self._frame(self.chunk_kind) | ({"usage": None} if self._reports_usage else {})
+        found = self.found()
         for number in range(len(self.writings)):
             for first in self.first_choices(number):
-                yield frame | {"choices": [first]}
+                yield frame | found | {"choices": [first]}
+                found = {}  # only the first chunk has it
         async for number, delta in self.pieces():
             reason = self.writings[number].reason if delta is None else None
             choice = self.chunk_choice(number, delta or Delta(""), reason)
@@ -169,6 +178,10 @@ class OpenAIAnswer(WrittenAnswer):
     @abc.abstractmethod
     def choice(self, number: int, text: Text) -> Json:
         """Return a whole text as JSON."""
+
+    def found(self) -> Json:
+        """Return what the server has found for the request, as keys of the answer."""
+        return {}
 
     def first_choices(self, number: int) -> Sequence[Json]:
         """Return what is sent of a text before it is written."""
@@ -269,14 +282,27 @@ class Chat(OpenAIAnswer):
     def __init__(self, model: ServedModel, body: ChatRequest) -> None:
         check_length(model, sum(len(message.text) for message in body.messages))
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
-        prompt = tuple(model.codec.answer_prompt(messages))
         limit = body.max_completion_tokens or body.max_tokens
+        self._hits: Sequence[Hit] = ()
+        if model.passages is None:
+            prompt = tuple(model.codec.answer_prompt(messages))
+        else:
+            fitting = _with_passages(
+                model, model.passages, messages, _ANSWER_TOKENS if limit is None else limit
+            )
+            prompt, self._hits = tuple(fitting.tokens), fitting.hits
         top = (body.top_logprobs or 0) if body.logprobs else None
         requests = [
             TextRequest(prompt, limit, sampling, body.stops, top, body.beams)
             for sampling in samplings(body, body.n or 1)
         ]
         super().__init__(model, requests, [prompt], body)
+
+    def found(self) -> Json:
+        if self.model.passages is None:
+            return {}
+        passages = [{"score": hit.score, **dataclasses.asdict(hit.passage)} for hit in self._hits]
+        return {"passages": passages}
 
     def choice(self, number: int, text: Text) -> Json:
         return {
@@ -313,6 +339,36 @@ class Chat(OpenAIAnswer):
     def _entry(self, token: int, log_probability: float | None) -> Json:
         text, found = self.model.tokens[token]
         return {"token": text, "logprob": log_probability, "bytes": None if found is None else list(found)}
+
+
+def _with_passages(
+    model: ServedModel, passages: PassagePrompts, messages: Sequence[dict[str, str]], new_tokens: int
+) -> FittedPrompt:
+    """Return the prompt of a conversation with passages before the last message of the user.
+
+    Args:
+        model: the model.
+        passages: puts them there.
+        messages: `role` and `content` of each message.
+        new_tokens: tokens for which there is room after the prompt.
+
+    Raises:
+        DataError: if the user has no message; see also `PassagePrompts.prompt`.
+    """
+    place = next((n for n in reversed(range(len(messages))) if messages[n]["role"] == "user"), None)
+    if place is None:
+        raise DataError(
+            "expected a message with the role user, which is the question; got none",
+            where="messages",
+            remedy="add the question as a message of the user",
+        )
+
+    def tokens_of(text: str) -> list[int]:
+        return model.codec.answer_prompt(
+            [*messages[:place], {"role": "user", "content": text}, *messages[place + 1 :]]
+        )
+
+    return passages.prompt(messages[place]["content"], tokens_of, model.worker.max_length + 1 - new_tokens)
 
 
 @final

@@ -43,12 +43,15 @@ class Service:
 
     def __init__(self, models: Mapping[str, ServedModel | ServedFiller]) -> None:
         self.models = models
+        generating = (model for model in models.values() if isinstance(model, ServedModel))
+        self._finds_passages = any(model.passages is not None for model in generating)
         self._readers = ThreadPoolExecutor(2, "headwater-serve-read")
 
     async def answer(self, path: str, raw: bytes | str) -> Answer:
         """Begin to answer a request, in the asyncio loop that reads the answer.
 
-        Another thread reads and tokenizes a large request, so that it does not delay the others.
+        Another thread reads and tokenizes a large request, or one for which passages are found, so that it
+        does not delay the others.
 
         Args:
             path: path of the request, one of those above.
@@ -59,7 +62,7 @@ class Service:
                 has failed.
         """
         try:
-            if len(raw) <= _SMALL_BODY:
+            if len(raw) <= _SMALL_BODY and not (path == CHAT and self._finds_passages):
                 answer = self._read(path, raw)
             else:
                 loop = asyncio.get_running_loop()

@@ -14,6 +14,7 @@ from headwater.data.codec import Codec
 from headwater.generation.beams import BeamSearch
 from headwater.generation.requests import FinishReason, Generation, GenerationRequest
 from headwater.generation.sampling import Chosen, Sampling
+from headwater.serving.passages import PassagePrompts
 from headwater.serving.text import TextStream
 from headwater.serving.tokens import TokenTexts
 from headwater.serving.worker import Worker
@@ -33,6 +34,7 @@ class ServedModel:
         worker: generates.
         created: seconds since 1970 at which the server opened it.
         source: the folder of its weights, and its checkpoint.
+        passages: puts passages before the question of a chat; `None`: no passages.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ServedModel:
     worker: Worker
     created: int
     source: str
+    passages: PassagePrompts | None = None
 
     @functools.cached_property
     def tokens(self) -> TokenTexts:

@@ -21,7 +21,7 @@ from headwater.config.models.preference import DPOConfig
 from headwater.config.run import RunConfig
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.loss_function import LossFunction
-from headwater.data.codec import Codec, mask_token_id, open_codec, open_tokenizer
+from headwater.data.codec import mask_token_id, open_tokenizer
 from headwater.evaluation.scorer import Scorer, check_length, largest_pass
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.generation.batcher import ACTIVE_PER_ROW, Batcher
@@ -33,7 +33,7 @@ from headwater.trainer.checkpoint import CheckpointManager
 from headwater.trainer.engines import open_engine, trained_model
 from headwater.trainer.huggingface import weights_folder
 from headwater.trainer.planning import Workload
-from headwater.trainer.run_dir import RunDir
+from headwater.trainer.tokenizer import tokenizer_path
 from headwater.trainer.zoo_job import language_model, masked_model, policy_names, zoo_trainable
 
 PASS_TOKENS = 512
@@ -140,7 +140,7 @@ def open_filler(
     Args:
         config: the run.
         inference: the model and its memory: `batch_size` texts of full length in a pass.
-        tokenizer: see `model_codec`.
+        tokenizer: see `model_codec` in `trainer.tokenizer`.
 
     Yields:
         An object that fills masked places with the model.
@@ -158,7 +158,7 @@ def open_filler(
             where=f"{config.source}: trainer.init.model.name",
             remedy="name a run whose model is a BERT",
         )
-    path = _tokenizer_path(config, tokenizer)
+    path = tokenizer_path(config, tokenizer)
     loaded = open_tokenizer(path)
     mask = mask_token_id(loaded, path if path.is_dir() else path.parent)
 
@@ -231,29 +231,3 @@ def _has_library_weights(config: RunConfig, checkpoint: Path | None) -> bool:
             remedy="save the model there with save_pretrained, or name a checkpoint with --checkpoint_path",
         )
     return True
-
-
-def model_codec(config: RunConfig, tokenizer: Path | None, end: int | str | None = None) -> Codec:
-    """Return the tokenizer of a run's model.
-
-    Args:
-        config: the run.
-        tokenizer: the tokenizer's file or folder; that in the run's folder if not given, or else that in the
-            folder of a transformers model.
-        end: the end token or its id; found in the tokenizer's files if not given.
-
-    Raises:
-        DataError: if the tokenizer is missing.
-    """
-    prepared = RunDir(config.init.model_dir).prepared_data()
-    known = () if prepared is None else (prepared.end_of_text_id,)
-    return open_codec(_tokenizer_path(config, tokenizer), end, known)
-
-
-def _tokenizer_path(config: RunConfig, tokenizer: Path | None) -> Path:
-    """Return the file or the folder of the tokenizer of a run's model; see `model_codec`."""
-    run_dir, model = RunDir(config.init.model_dir), config.init.model
-    # The run's copy comes first: it belongs to the training data, and the folder may have changed since.
-    if tokenizer is None and isinstance(model, HuggingFaceConfig) and not run_dir.tokenizer.is_file():
-        return model.hf
-    return tokenizer or run_dir.tokenizer

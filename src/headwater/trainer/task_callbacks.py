@@ -19,8 +19,9 @@ from headwater.evaluation.programs import ProgramEvaluation, ProgramFiles, Progr
 from headwater.evaluation.scorer import Scorer, check_length
 from headwater.trainer.callback import Callback, FitStart, StepEnd
 from headwater.trainer.harness import load_tasks, run_tasks
-from headwater.trainer.inference import make_scorer, model_codec
+from headwater.trainer.inference import make_scorer
 from headwater.trainer.run_dir import RunDir
+from headwater.trainer.tokenizer import model_codec
 from headwater.trainer.zoo_job import language_model
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from headwater.data.modes.base import (
     renamed,
 )
 from headwater.data.modes.chat import Message, conversation, messages_of
+from headwater.data.passages import ended, first_tokens, titled
 from headwater.data.raw_records import Record, checked_text
 
 Fields = dict[str, Tokens]
@@ -129,7 +130,7 @@ def _passages(value: Any, record: Record) -> list[str]:
     found = []
     for part in value if isinstance(value, list) else [value]:
         if isinstance(part, dict):
-            part = " ".join(str(part[key]) for key in ("title", "text") if part.get(key))
+            part = titled(*(str(part.get(key) or "") for key in ("title", "text")))
         found.append(checked_text(part, "passage", record.where))
     return found
 
@@ -137,13 +138,10 @@ def _passages(value: Any, record: Record) -> list[str]:
 def _enclosed(context: Context, text: str) -> Tokens:
     """Return the tokens of a text with the special tokens of the tokenizer, and end-of-text as the last."""
     context.counts["text_bytes"] += len(text.encode())
-    tokens = np.array(context.tokenizer.encode(text).ids, dtype=np.int32)
-    if not len(tokens) or tokens[-1] != context.end:
-        tokens = context.ended(tokens)
+    tokens = ended(context.tokenizer.encode(text).ids, context.end)
     if len(tokens) > context.length:
         context.counts["cut"] += 1
-        tokens = np.append(tokens[: context.length - 1], tokens[-1])
-    return tokens
+    return np.array(first_tokens(tokens, context.length), dtype=np.int32)
 
 
 def embedding_fields(example: Example, _number: int, context: Context) -> Fields:

@@ -1,0 +1,93 @@
+"""`headwater index`: encode the passages of documents, and write them as an index."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headwater.cli.arguments import add_override_options, positive, read_model_dir
+from headwater.core.patience import noticed
+from headwater.core.units import counted
+from headwater.data.documents import find_inputs
+from headwater.data.passages import PASSAGE_WORDS
+from headwater.data.staging import check_target
+from headwater.retrieval.build import Texts, replaces
+from headwater.trainer.retrieval import RetrieverRun, index_texts
+
+MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk"})
+"""The options of params files that matter to an encoder."""
+_OWN = frozenset({"model_dir", "model", "batch_size", "checkpoint_path"})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `headwater index`."""
+    parser.description = (
+        "Cut documents into passages, encode them with the passage encoder of a run (dpr), and write an "
+        "index for `headwater search` and `headwater generate --index`. The same command continues an index "
+        "that was killed."
+    )
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="TEXTS",
+        help="txt, jsonl, json, csv (plain or .gz) or parquet file, or a folder of such files; a record may "
+        "have a title",
+    )
+    parser.add_argument("--model_dir", required=True, type=Path, metavar="DIR", help="folder of the run")
+    parser.add_argument("--out", required=True, type=Path, metavar="INDEX", help="folder of the index")
+    parser.add_argument(
+        "--passage_words",
+        type=int,
+        default=PASSAGE_WORDS,
+        metavar="N",
+        help="words of a passage; passages that are longer than the encoder reads are halved (%(default)s)",
+    )
+    parser.add_argument(
+        "--json_key", default="text", metavar="KEY", help="key of the text in records (%(default)s)"
+    )
+    parser.add_argument(
+        "--skip_bad_records",
+        action="store_true",
+        help="leave out and count records that cannot be used (default: stop at the first)",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="passages in one pass over the weights, if memory suffices (%(default)s)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the index that --out already has")
+    parser.add_argument("--checkpoint_path", type=Path, metavar="PATH", help="checkpoint to use (the newest)")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (the one in the folder of the run)"
+    )
+    add_override_options(parser, MACHINE, without=_OWN)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the index; return the exit code."""
+    texts = Texts(find_inputs(args.inputs), args.passage_words, args.json_key, args.skip_bad_records)
+    # Before the encoder is opened, which takes a while.
+    check_target(args.out, replace=replaces(args.out, args.overwrite))
+    config = read_model_dir(args.model_dir, args.overrides)
+    retriever = RetrieverRun.find(config, args.checkpoint_path)
+    with noticed("opening the encoder") as activity:
+
+        def told(count: int) -> None:
+            activity.name = f"encoding passages: {count} done"
+
+        built = index_texts(
+            retriever,
+            args.out,
+            texts,
+            tokenizer=args.tokenizer,
+            batch_size=args.batch_size,
+            overwrite=args.overwrite,
+            told=told,
+        )
+    if built.bad_records:
+        print(f"left out: {counted(built.bad_records, 'record', 'records')} that cannot be used")
+    print(f"{counted(built.manifest.num_passages, 'passage', 'passages')} written to {args.out}")
+    return 0

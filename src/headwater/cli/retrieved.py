@@ -1,0 +1,87 @@
+"""Arguments of commands that find passages in an index, and the lines that they print."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwater.cli.arguments import positive
+from headwater.core.errors import ConfigError
+from headwater.retrieval.index import Hit
+from headwater.retrieval.prompt import PassageTemplate
+from headwater.retrieval.retriever import PASSAGES
+
+
+def add_retriever_arguments(group: argparse._ActionsContainer) -> None:
+    """Add the arguments that say how passages are found."""
+    group.add_argument(
+        "--passages",
+        type=positive,
+        metavar="K",
+        help=f"number of passages to find ({PASSAGES}, or all if the index has fewer)",
+    )
+    group.add_argument(
+        "--encoder_dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the run that made the index (where it was then)",
+    )
+
+
+def add_index_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that put passages before a prompt."""
+    group = parser.add_argument_group("passages before the prompt")
+    group.add_argument(
+        "--index",
+        type=Path,
+        metavar="INDEX",
+        help="put the passages of this index that fit the prompt best before it (see headwater index)",
+    )
+    add_retriever_arguments(group)
+    group.add_argument(
+        "--template",
+        type=Path,
+        metavar="FILE",
+        help="text with {passages} and {prompt} (passages, an empty line, prompt)",
+    )
+
+
+def check_index_arguments(args: argparse.Namespace) -> None:
+    """Raise if an argument of `add_index_arguments` has no effect.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    for option in ("passages", "encoder_dir", "template"):
+        if args.index is None and getattr(args, option) is not None:
+            raise ConfigError(f"--{option} needs --index", where=f"--{option}", remedy="name an index")
+
+
+def read_template(args: argparse.Namespace) -> PassageTemplate:
+    """Return the template that the arguments name, or the default one.
+
+    Raises:
+        ConfigError: if the file cannot be read, or is not a template.
+    """
+    if args.template is None:
+        return PassageTemplate()
+    try:
+        text = args.template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the template cannot be read: {error}",
+            where=str(args.template),
+            remedy="name a UTF-8 file with {passages} and {prompt}",
+        ) from error
+    # Editors end files with a newline, which would separate the prompt from its continuation.
+    return PassageTemplate(text.removesuffix("\n"))
+
+
+def headlines(hits: Sequence[Hit]) -> list[str]:
+    """Return a line for each passage: number, score, title and source."""
+    return [
+        f"[{number}] {hit.score:.3f}  {hit.passage.title}{'  ' if hit.passage.title else ''}"
+        f"({hit.passage.source})"
+        for number, hit in enumerate(hits, start=1)
+    ]
