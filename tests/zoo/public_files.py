@@ -1,5 +1,6 @@
 """The params files of the public Model Zoo, and the same files with small sizes."""
 
+import functools
 import json
 
 import yaml
@@ -62,10 +63,14 @@ def overrides(section, prefix):
     return {f"{prefix}.{key}": small[key] for key in section if small[key] != section[key]}
 
 
+def model_section(file):
+    """Return the section of a file that describes its model."""
+    tree = yaml.load((ROOT / file).read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return tree["trainer"]["init"]["model"] if "trainer" in tree else tree["model"]
+
+
 def small_params(file, model_dir):
-    tree = yaml.safe_load((ROOT / file).read_text())
-    model = tree["trainer"]["init"]["model"] if "trainer" in tree else tree["model"]
-    keys = overrides(model, "trainer.init.model") | {
+    keys = overrides(model_section(file), "trainer.init.model") | {
         "trainer.init.backend": {"backend_type": "CPU", "num_slabs": 2, "micro_batch_size": BATCH},
         "trainer.init.loop": {"max_steps": 2},
         "trainer.init.checkpoint": {},
@@ -85,6 +90,13 @@ def kinds(value):
     return type(value).__name__ if isinstance(value, float | int) and not isinstance(value, bool) else value
 
 
+@functools.cache
+def computation(file):
+    """Return the sections of a file with small sizes: of its model, and of its kind of training."""
+    init = small_params(file, "run").init.model_dump(mode="json", warnings=False)
+    return tuple(json.dumps(part, sort_keys=True) for part in (init.pop("model"), kinds(init)))
+
+
 def different_files(*, trainings=True):
     """Return files with every model that occurs once sizes are small, and with every kind of training.
 
@@ -95,9 +107,7 @@ def different_files(*, trainings=True):
     """
     seen, found = set(), []
     for file in FILES:
-        init = small_params(file, "run").init.model_dump(mode="json", warnings=False)
-        parts = (init.pop("model"), kinds(init))[: 1 + trainings]
-        new = {json.dumps(part, sort_keys=True) for part in parts} - seen
+        new = set(computation(file)[: 1 + trainings]) - seen
         seen |= new
         if new:
             found.append(file)

@@ -1,8 +1,7 @@
 """The params files of the public Model Zoo load, their models are built, and each kind of model is traced."""
 
 import pytest
-import yaml
-from public_files import FILES, ROOT, different_files
+from public_files import FILES, ROOT, different_files, model_section
 
 from headwater.config import load_params
 from headwater.plan.trace import trace_step
@@ -31,9 +30,8 @@ def test_a_file_loads_and_its_model_is_built(file):
 
 @pytest.mark.parametrize("file", different_files(trainings=False))
 def test_every_kind_of_model_is_traced_with_the_sizes_of_a_file(file):
-    tree = yaml.safe_load((ROOT / file).read_text())
-    model = tree["trainer"]["init"]["model"] if "trainer" in tree else tree["model"]
-    config = load_params(ROOT / file, dict(fewer_layers(model, "trainer.init.model")))
+    keys = dict(fewer_layers(model_section(file), "trainer.init.model"))
+    config = load_params(ROOT / file, keys)
     trainable = zoo_trainable(config.init, 64 if "nlp" in file else None)
     trace = trace_step(
         trainable.model, trainable.example(1), config.init.precision.precision, loss_function=trainable.loss
