@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import quick_start
+from headwater.core.native import SWITCH
+from headwater.store.native_check import checked_adam
 
 SHOW = """
 import json, os, signal, sys
@@ -80,6 +82,18 @@ def test_a_program_that_a_fork_executes_is_its_process_and_starts_others():
     outer = f"import os, sys; os.execv(sys.executable, {command})"
     done = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [True, False, True, True]
+
+
+CHECKED = "from headwater.store.native_check import _checked_once; print(_checked_once.cache_info().currsize)"
+
+
+def test_a_fork_knows_the_checked_kernel_unless_its_environment_may_choose_another():
+    def known(**variables):
+        environment = {**os.environ, **variables}
+        return int(subprocess.check_output([sys.executable, "-c", CHECKED], env=environment))
+
+    assert known() == (checked_adam() is not None)
+    assert known(**{SWITCH: "0"}) == known(CC="clang") == 0
 
 
 def test_the_server_ends_when_its_client_dies_in_the_middle_of_a_request():

@@ -29,6 +29,7 @@ SERVER = "quick-server"
 
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_CPU)
 _READ_WHEN_LOADED = (
+    "ATEN_",
     "LD_",
     "MALLOC_",
     "GLIBC_",

@@ -17,8 +17,10 @@ import signal
 import socket
 import sys
 import threading
+import time
 import types
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,9 @@ _MODULES = (
 )
 _LEFT_OUT = ("headwater.fabric.launch.ray", "headwater.cli.ray", "headwater.cli.demo")
 
+_CHOOSE_KERNELS = ("HEADWATER_NATIVE", "CC", "CXX", "HOME", "XDG_CACHE_HOME")
+"""Environment variables on which it depends which native kernels a process uses."""
+
 _CLONE_PARENT, _CLONE_CHILD_SETTID, _CLONE_CHILD_CLEARTID = 0x8000, 0x1000000, 0x200000
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_GET_TID_ADDRESS = 1, 15, 40
@@ -63,7 +68,7 @@ _LIBC = ctypes.PyDLL(None, use_errno=True)
 
 
 def preload() -> None:
-    """Import what most processes need, and nothing that starts a thread."""
+    """Import what most processes need, and check the kernel of Adam, which each process would do again."""
     for package in _PACKAGES:
         found = importlib.import_module(f"headwater.{package}")
         for module in pkgutil.iter_modules(found.__path__, f"{found.__name__}."):
@@ -71,11 +76,26 @@ def preload() -> None:
                 importlib.import_module(module.name)
     for name in _MODULES:
         importlib.import_module(name)
+    _check_kernel()
+    for finalizer in list(weakref.finalize._registry):  # of torch's operators: 50 ms at the end of a process
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, (
-        "a fork of a process with threads may stand still"
-    )
+    end_s = time.monotonic() + 10
+    while len(list(Path("/proc/self/task").iterdir())) > 1:  # a thread that was joined ends a moment later
+        assert time.monotonic() < end_s, "a fork of a process with threads may stand still"
+        time.sleep(0.001)
+
+
+def _check_kernel() -> None:
+    """Check the native kernel of Adam; forks use the result, which takes 0.4 s of a slow core."""
+    if importlib.import_module("headwater.store.native_check").checked_adam() is None:
+        _forget_kernels()  # so that each process logs the reason
+
+
+def _forget_kernels() -> None:
+    importlib.import_module("headwater.core.native")._loaded_once.cache_clear()
+    importlib.import_module("headwater.store.native_check")._checked_once.cache_clear()
 
 
 def _clone_as_sibling() -> int:
@@ -144,6 +164,8 @@ def _become(request: dict[str, Any], files: list[int], connection: socket.socket
     read = dict(os.environ)
     os.environ.clear()
     os.environ.update(request["environment"])
+    if any(read.get(name) != os.environ.get(name) for name in _CHOOSE_KERNELS):
+        _forget_kernels()
     os.chdir(request["folder"])
     if request["umask"] >= 0:
         os.umask(request["umask"])
