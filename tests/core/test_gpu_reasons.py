@@ -1,4 +1,4 @@
-"""A GPU that torch cannot use: errors and warnings give the reason."""
+"""Errors and warnings about a GPU that torch cannot use have the reason."""
 
 import logging
 

@@ -200,3 +200,12 @@ def test_a_store_with_other_gradient_sums_is_not_kept():
 @pytest.mark.parametrize("cluster", [SERVERS, WAFERS], ids=lambda cluster: cluster.name)
 def test_simulated_clusters_have_no_stage_in_device_memory(cluster):
     assert not point(cluster, 1, 8).plan.on_device
+
+
+def test_a_plan_counts_more_bytes_for_an_allocator_with_fixed_segments(monkeypatch):
+    growing = planned(3 * GIB)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
+    fixed = planned(3 * GIB)
+    for plan, share in ((growing, 0.06), (fixed, 0.2)):
+        parts = plan.prediction.device_parts
+        assert parts["allocator"] == int(share * (parts["activations"] + parts["gradients"]))

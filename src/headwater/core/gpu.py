@@ -29,7 +29,7 @@ def why_missing() -> str:
 
 
 def why_unused() -> str | None:
-    """Return why torch cannot use this machine's NVIDIA GPU; `None` if there is none, or it is hidden."""
+    """Return why torch cannot use an NVIDIA GPU of this machine; `None` without one, or if it is hidden."""
     if torch.cuda.is_available() or not _DRIVER.exists():
         return None
     return None if os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN else why_missing()

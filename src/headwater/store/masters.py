@@ -87,7 +87,10 @@ def _chunk_elements() -> int:
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*(tensor.split(_chunk_elements()) for tensor in tensors), strict=True)
+    count = _chunk_elements()
+    if tensors[0].numel() <= count:  # most parameters; a split would take longer than the operators
+        return iter((tensors,))
+    return zip(*(tensor.split(count) for tensor in tensors), strict=True)
 
 
 def read_master(
