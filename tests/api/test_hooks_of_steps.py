@@ -34,9 +34,13 @@ def decay(optimizer, args, kwargs):
         param.mul_(0.9)
 
 
-def train(place, register):
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def train(place, register, make=adamw):
     model = place.compile(Net())
-    optimizer = adamw(model.parameters())
+    optimizer = make(model.parameters())
     handle = register(optimizer)
     losses = []
     for inputs, targets in batches(4):
@@ -58,9 +62,13 @@ def test_hooks_before_a_step_equal_plain(hook, plan, tmp_path):
     check(script, plan, tmp_path)
 
 
+@pytest.mark.parametrize("make", [adamw, sgd])  # torch's optimizer updates the pieces of SGD
 @pytest.mark.parametrize("hook", [clip, lower_the_rate])
-def test_hooks_before_the_steps_of_all_optimizers_equal_plain(hook, tmp_path):
-    check(lambda place: train(place, lambda _: register_optimizer_step_pre_hook(hook)), "memory", tmp_path)
+def test_hooks_before_the_steps_of_all_optimizers_equal_plain(hook, make, tmp_path):
+    def script(place):
+        return train(place, lambda _: register_optimizer_step_pre_hook(hook), make)
+
+    check(script, "memory", tmp_path)
 
 
 @extreme_plans

@@ -75,11 +75,21 @@ def _refuse_growth(name: str, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -
             )
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Call the `step` of an optimizer's class without torch's wrapper.
+
+    The wrapper calls the hooks that the user has registered for all optimizers. They are for the steps of the
+    user's optimizers, not for each batch of pieces. The wrapper also takes a tenth of the time of an update.
+    """
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)
+
+
 def _train_jointly(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> None:
     for gradients in _gradients():
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
-        optimizer.step()
+        step_without_hooks(optimizer)
 
 
 def _train_singly(
@@ -99,7 +109,7 @@ def _train_singly(
             if states[index]:
                 optimizer.state[master] = states[index]
             master.grad = gradient
-            optimizer.step()
+            step_without_hooks(optimizer)
             states[index] = _copied(optimizer.state.pop(master, {}))
         shapes.append({key: tuple(value.shape) for key, value in state_tensors(states[0]).items()})
     return values, states, shapes

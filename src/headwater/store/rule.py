@@ -11,7 +11,7 @@ import torch
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
-from headwater.optim.probe import STATE_REMEDY, state_tensors
+from headwater.optim.probe import STATE_REMEDY, state_tensors, step_without_hooks
 from headwater.optim.spec import OptimizerSpec, numbers, state_signature
 from headwater.store.layout import PIECE_ELEMENTS, Scalars, StageLayout, StateLayout, StateTensor
 from headwater.store.rules import UpdateRules
@@ -68,7 +68,7 @@ class UpdateRule(UpdateRules):
             probe.grad = gradient.to_sparse(1) if is_sparse else gradient
             if needs_plain_kernel(probe.grad):
                 group.update(_PLAIN_KERNEL)
-            optimizer.step()
+            step_without_hooks(optimizer)
         return {
             name: StateTensor(value.dtype, None if value.shape == probe.shape else tuple(value.shape))
             for name, value in state_tensors(optimizer.state[probe]).items()
@@ -146,7 +146,7 @@ class UpdateRule(UpdateRules):
             if old is not None:
                 optimizer.state[master] = {**own, **_copied_to(place, old)}
         try:
-            optimizer.step()
+            step_without_hooks(optimizer)
         except RuntimeError:
             for tensor, before in undo:
                 tensor.copy_(before)
