@@ -22,7 +22,7 @@ import multiprocessing, os, signal, sys
 from pathlib import Path
 from headwater.data import journal, packing
 from headwater.data.prepare import prepare
-from headwater.data.settings import PrepareSettings
+from headwater.data.settings import NearDuplicates, PrepareSettings
 from headwater.data.tokenizer import TrainBPE
 
 source, out, mode, workers, name, count = sys.argv[1:]
@@ -39,7 +39,9 @@ def kill_before_rename(event, arguments):
 
 sys.addaudithook(kill_before_rename)
 if __name__ == "__main__":
-    settings = PrepareSettings(TrainBPE(300), 32, samples_per_file=40, mode=mode)
+    near = NearDuplicates(0.95) if mode.endswith("+near") else False
+    mode = mode.removesuffix("+near")
+    settings = PrepareSettings(TrainBPE(300), 32, samples_per_file=40, mode=mode, deduplicate=near)
     prepare([Path(source)], Path(out), settings, num_workers=int(workers))
 """
 
@@ -48,7 +50,8 @@ if __name__ == "__main__":
 def source(tmp_path):
     path = tmp_path / "a.jsonl"
     record = {"prompt": "word " * 5, "completion": "other words " * 3}
-    lines = (json.dumps({**record, "text": f"{n} {n * n} is a square. " * 6}) + "\n" for n in range(900))
+    texts = (f"{n % 700} {(n % 700) ** 2} is a square. " * 6 for n in range(900))
+    lines = (json.dumps({**record, "text": text}) + "\n" for text in texts)
     path.write_text("".join(lines))
     return path
 
@@ -77,17 +80,24 @@ def files_below(folder: Path):
         ("pretraining", 2, "data-00002.h5", 1),
         ("prompt_completion", 2, "journal.json", 3),
         ("fill_in_the_middle", 1, "data-00002.h5", 1),
+        ("pretraining+near", 2, "journal.json", 3),
+        ("prompt_completion+near", 1, "kept.npy", 1),
+        ("pretraining+near", 2, "data-00002.h5", 1),
     ],
 )
 def test_killed_preparation_continues_and_writes_the_same_bytes(
     tmp_path, source, mode, workers, kill_at, count
 ):
+    if "near" in mode:
+        pytest.importorskip("datasketch")
     partial = tmp_path / "out.partial"
     assert run(tmp_path, source, "whole", mode) == 0
     assert run(tmp_path, source, "out", mode, workers=workers, kill_at=kill_at, count=count) != 0
-    assert json.loads((partial / "journal.json").read_text())["tasks"] > 0
+    (journal,) = partial.rglob("journal.json")
+    assert json.loads(journal.read_text())["tasks"] > 0
+    assert (journal.parent == partial) == (kill_at.endswith(".h5") or "near" not in mode)
     kept = {path: path.stat().st_mtime_ns for path in partial.rglob("train/*.h5")}
-    assert bool(kept) == (kill_at != "journal.json")
+    assert bool(kept) == kill_at.endswith(".h5")
     assert run(tmp_path, source, "out", mode) == 0
     names = files_below(tmp_path / "whole")
     assert names == files_below(tmp_path / "out")

@@ -14,6 +14,7 @@ from headwater.core.errors import ConfigError, DataError
 from headwater.core.units import format_bytes
 
 if TYPE_CHECKING:
+    from headwater.data.settings import NearDuplicates
     from headwater.data.statistics import Statistics
 
 MODE_HELP = {
@@ -119,12 +120,7 @@ def _add_record_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="FIELD=NAME",
         help="names that other fields have in the records, for example prompt=question",
     )
-    group.add_argument(
-        "--deduplicate",
-        action="store_true",
-        help="leave out and count documents or records that are equal to an earlier one, apart from white "
-        "space and upper and lower case",
-    )
+    _add_duplicate_arguments(group)
     group.add_argument(
         "--skip_bad_records",
         action="store_true",
@@ -136,6 +132,28 @@ def _add_record_arguments(group: argparse._ArgumentGroup) -> None:
         default="skip",
         help="skip or cut records longer than a sample (%(default)s)",
     )
+
+
+def _add_duplicate_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the arguments of duplicates. A preparation searches equal or similar ones, not both."""
+    kinds = group.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--deduplicate",
+        action="store_true",
+        help="leave out and count documents or records that are equal to an earlier one, apart from white "
+        "space and upper and lower case",
+    )
+    kinds.add_argument(
+        "--deduplicate_near",
+        action="store_true",
+        help="of each group of equal or similar documents or records keep the first; count the others",
+    )
+    group.add_argument(
+        "--near_threshold",
+        type=float,
+        help="Jaccard similarity from which documents are similar: greater than 0, at most 1 (0.8)",
+    )
+    group.add_argument("--near_ngram", type=int, help="characters of the n-grams that are compared (13)")
 
 
 def _add_text_arguments(group: argparse._ArgumentGroup) -> None:
@@ -260,7 +278,7 @@ def run(args: argparse.Namespace) -> int:
             image_token_id=args.image_token_id,
             begin_of_text=args.begin_of_text,
         ),
-        deduplicate=args.deduplicate,
+        deduplicate=_deduplicate(args),
         skip_bad_records=args.skip_bad_records,
     )
     statistics = prepare(
@@ -287,6 +305,21 @@ def _show(args: argparse.Namespace) -> int:
     write_page(args.inputs[1], args.out, num_samples=args.samples)
     Console().print(f"{args.out}", soft_wrap=True)
     return 0
+
+
+def _deduplicate(args: argparse.Namespace) -> bool | NearDuplicates:
+    from headwater.data.settings import NearDuplicates
+
+    options = {"threshold": args.near_threshold, "ngram": args.near_ngram}
+    given = {name: value for name, value in options.items() if value is not None}
+    if args.deduplicate_near:
+        return NearDuplicates(**given)
+    if given:
+        option = f"near_{next(iter(given))}"
+        what = f"--{option} has no effect without --deduplicate_near"
+        raise ConfigError(what, where=option, remedy="add --deduplicate_near, or leave the option out")
+    flag: bool = args.deduplicate
+    return flag
 
 
 def _keys(words: list[str]) -> tuple[tuple[str, str], ...]:

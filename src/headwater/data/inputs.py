@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from rich.progress import Progress
 
 from headwater.data.documents import Piece, read_pieces
@@ -24,17 +26,33 @@ class Inputs:
         reads: "documents" to read running text, "records" to read fields.
         json_key: key of the text in records, for running text.
         bar: progress bar; each pass over the files is a task of it.
+        kept: True for each document or record that is read, in order; by default all are read.
     """
 
     files: Sequence[Path]
     reads: Literal["documents", "records"]
     json_key: str
     bar: Progress
+    kept: npt.NDArray[np.bool_] | None = None
 
     @property
     def names(self) -> str:
         """The first files, for error messages."""
         return ", ".join(map(str, self.files[:3]))
+
+    @property
+    def left_out(self) -> int:
+        """Number of documents or records that are not read."""
+        return 0 if self.kept is None else int(np.count_nonzero(~self.kept))
+
+    def documents(self, bad: BadRecords) -> Iterator[Piece]:
+        """Yield all documents in pieces; the strings of a record are one document, which may be empty."""
+        if self.reads == "documents":
+            yield from self._pieces("comparing", bad, Duplicates())
+        else:
+            for record in self._records("comparing", bad, Duplicates()):
+                text = "\n".join(_strings(record.fields))
+                yield Piece(text, True, len(text), record.file_bytes)
 
     def texts(self, bad: BadRecords, duplicates: Duplicates) -> Iterator[str]:
         """Yield all texts, for the training of a tokenizer."""
@@ -54,15 +72,19 @@ class Inputs:
 
     def _pieces(self, description: str, bad: BadRecords, duplicates: Duplicates) -> Iterator[Piece]:
         pieces = read_pieces(self.files, json_key=self.json_key, bad=bad, duplicates=duplicates)
-        return self._shown(description, pieces)
+        return self._kept(description, pieces)
 
     def _records(self, description: str, bad: BadRecords, duplicates: Duplicates) -> Iterator[Record]:
-        return self._shown(description, duplicates.new_records(read_records(self.files, bad)))
+        return self._kept(description, duplicates.new_records(read_records(self.files, bad)))
 
-    def _shown(self, description: str, items: Iterator[Any]) -> Iterator[Any]:
+    def _kept(self, description: str, items: Iterator[Any]) -> Iterator[Any]:
+        """Yield the pieces or records that are kept, and show how much of the files was read."""
         task = self.bar.add_task(description, total=sum(path.stat().st_size for path in self.files))
+        number = -1
         for item in items:
-            yield item
+            number += getattr(item, "begins_document", True)
+            if self.kept is None or self.kept[number]:
+                yield item
             self.bar.update(task, completed=item.file_bytes)
 
 

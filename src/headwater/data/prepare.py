@@ -2,8 +2,8 @@
 
 It has two passes, each spread over worker processes. The first writes the tokens of all texts to one flat
 temporary file. The second reads that file and writes the samples in random order. The shuffle therefore
-covers the whole data set, while memory holds only a few blocks of text and a few numbers per sample. A killed
-preparation continues where it stopped.
+covers the whole data set, while memory holds only a few blocks of text and a few numbers per sample. A search
+for near-duplicates is one more pass, before these two. A killed preparation continues where it stopped.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from headwater.data.examples import Block, MakeExamples, WriteExamples
 from headwater.data.inputs import Inputs
 from headwater.data.journal import Corpus
 from headwater.data.modes import Mode, find_mode
+from headwater.data.near_duplicates import KEPT_FILE, find_kept
 from headwater.data.packing import Encode, WriteSamples, arrange, split_samples
 from headwater.data.raw_records import BadRecords
 from headwater.data.saved_tokenizer import save_tokenizer
-from headwater.data.settings import PrepareSettings
+from headwater.data.settings import NearDuplicates, PrepareSettings
 from headwater.data.split_files import SplitFiles
 from headwater.data.staging import file_marks, staged_folder
 from headwater.data.statistics import FILE_NAME, Statistics, entropy
@@ -79,8 +80,14 @@ def prepare(
     try:
         with staged_folder(output_dir, replace=replace, key=key) as folder, _progress(progress) as bar:
             read = Inputs(files, mode.reads, settings.json_key, bar)
+            if isinstance(settings.deduplicate, NearDuplicates):
+                bad = BadRecords(settings.skip_bad_records)
+                kept = find_kept(read, settings.deduplicate, bad, folder, num_workers)
+                read = dataclasses.replace(read, kept=kept)
             written = SplitFiles(folder, settings.samples_per_file, num_workers, bar)
-            return _Preparation(settings, mode, read, written).run()
+            statistics = _Preparation(settings, mode, read, written).run()
+            (folder / KEPT_FILE).unlink(missing_ok=True)
+            return statistics
     except OSError as error:
         remedy = "make the folder writable, and free disk space (about 12 bytes per token are needed)"
         raise DataError(f"output cannot be written: {error}", where=str(output_dir), remedy=remedy) from error
@@ -132,13 +139,14 @@ class _Preparation:
                 written = self._write_examples(make, corpus)
             corpus.remove()
             statistics = self._statistics(corpus, written, end, bad)
-            statistics = dataclasses.replace(statistics, duplicate_records=duplicates.count)
+            left_out = duplicates.count + self.inputs.left_out
+            statistics = dataclasses.replace(statistics, duplicate_records=left_out)
         # The statistics are written last: their presence means that all data are complete.
         statistics.write(folder)
         return statistics
 
     def _duplicates(self) -> Duplicates:
-        return Duplicates(skip=self.settings.deduplicate)
+        return Duplicates(skip=self.settings.deduplicate is True)
 
     def _maker(self, tokenizer: Tokenizer, end: int) -> MakeExamples:
         settings = self.settings

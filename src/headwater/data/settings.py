@@ -12,6 +12,33 @@ from headwater.data.modes import ModeOptions
 from headwater.data.modes.chat import find_template
 from headwater.data.tokenizer import TrainBPE
 
+MAX_NGRAM = 1000
+"""Maximum characters of an n-gram, because each character of a text begins one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NearDuplicates:
+    """Settings of the search for near-duplicates. The defaults are those of SlimPajama.
+
+    Attributes:
+        threshold: Jaccard similarity of the n-grams of two documents from which they are near-duplicates.
+        ngram: characters of an n-gram.
+
+    Raises:
+        ConfigError: if a setting is out of range.
+    """
+
+    threshold: float = 0.8
+    ngram: int = 13
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            what = f"expected near_threshold in (0, 1], got {self.threshold}"
+            raise ConfigError(what, where="near_threshold", remedy="use a similarity such as 0.8")
+        if not 1 <= self.ngram <= MAX_NGRAM:
+            what = f"expected near_ngram from 1 to {MAX_NGRAM}, got {self.ngram}"
+            raise ConfigError(what, where="near_ngram", remedy="use a number of characters such as 13")
+
 
 @dataclasses.dataclass(frozen=True)
 class PrepareSettings:
@@ -28,7 +55,7 @@ class PrepareSettings:
         mode: kind of the samples, a name in `headwater.data.modes.MODES`.
         options: options of the mode.
         deduplicate: leave out documents or records that are equal to an earlier one, apart from white space
-            and upper and lower case.
+            and upper and lower case; with `NearDuplicates` also those that are similar to another one.
         skip_bad_records: leave out and count records that cannot be used; otherwise the first is an error.
 
     Raises:
@@ -44,7 +71,7 @@ class PrepareSettings:
     end_of_text: str | None = None
     mode: str = "pretraining"
     options: ModeOptions = dataclasses.field(default_factory=ModeOptions)
-    deduplicate: bool = False
+    deduplicate: bool | NearDuplicates = False
     skip_bad_records: bool = False
 
     def __post_init__(self) -> None:

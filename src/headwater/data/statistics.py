@@ -41,7 +41,8 @@ class Statistics:
         empty_records: records left out because they have no text.
         too_long_records: records left out because they have more tokens than a sample.
         cut_records: records that were cut to the length of a sample.
-        duplicate_records: documents or records left out because they are equal to an earlier one.
+        duplicate_records: documents or records left out because they are equal or similar to another
+            one.
         images: number of images in the texts; an image that occurs twice counts twice.
     """
 
