@@ -57,9 +57,9 @@ def folder(tmp_path_factory):
             {
                 "trainer.init.model_dir": str(folder / "dpr"),
                 "trainer.init.model": {"name": "dpr", "q_encoder": SIZES, "ctx_encoder": SIZES},
-                "trainer.init.loop": {"max_steps": 120},
+                "trainer.init.loop": {"max_steps": 90},
                 "trainer.init.schedulers": [{"ConstantLR": {"learning_rate": 4e-3}}],
-                "trainer.init.checkpoint": {"steps": 120},
+                "trainer.init.checkpoint": {"steps": 90},
                 loader + "batch_size": 16,
                 loader + "data_dir": str(folder / "data" / "train"),
                 "trainer.fit.val_dataloader": [],
