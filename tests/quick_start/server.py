@@ -77,8 +77,10 @@ def preload() -> None:
     for name in _MODULES:
         importlib.import_module(name)
     _check_kernel()
-    for finalizer in list(weakref.finalize._registry):  # of torch's operators: 50 ms at the end of a process
+    # At the end of a process torch removes its operators and lists its compilations, which takes 0.1 s.
+    for finalizer in list(weakref.finalize._registry):
         finalizer.atexit = False
+    atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
     gc.collect()
     gc.freeze()
     end_s = time.monotonic() + 10
