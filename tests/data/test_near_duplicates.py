@@ -103,7 +103,7 @@ def kept_of(folder, texts, *, near=None):
 
 @pytest.mark.parametrize("threshold", [0.7, 0.8, 0.9])
 def test_the_share_left_out_depends_on_the_exact_similarity(tmp_path, texts, similarities, threshold):
-    """The theory gives the probability to find a pair; 0.05 above the threshold it is more than a half."""
+    """The share is the probability of two equal bands; 0.05 above the threshold it is more than a half."""
     kept = kept_of(tmp_path, texts, near=NearDuplicates(threshold))
     highest = np.tril(similarities, -1).max(1)
     bands = choose_bands(threshold)
