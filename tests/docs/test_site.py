@@ -68,6 +68,12 @@ def test_pages_made_from_the_code_are_up_to_date(name):
     assert (DOCS / name).read_text() == expected, "run python docs/made_from_code.py"
 
 
+@pytest.mark.parametrize("name", ["all_commands.md", "all_errors.md", "all_keys.md"])
+def test_every_option_error_and_key_has_a_meaning(name):
+    rows = load(DOCS / "made_from_code.py").pages()[name].splitlines()
+    assert not [row for row in rows if row.endswith("|  |")]
+
+
 @pytest.mark.parametrize("name", ["flow.svg", "peers.svg"])
 def test_pictures_are_those_of_the_script(name):
     expected = load(DOCS / "pictures" / "draw.py").pictures()[name]

@@ -12,6 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from headwater.config.base import ALSO, Choice, JsonSchema, Section, any_case
+from headwater.config.common_keys import COMMON_KEYS
 from headwater.config.forms import MOVES
 from headwater.config.older_schema import older_sections
 from headwater.config.run import TrainerConfig
@@ -67,7 +68,8 @@ def _accept_second_names(tree: SchemaTree) -> None:
 
 def _second_names(note: JsonSchema, properties: Keys) -> Keys:
     extra = {new: properties[old] for new, old in note["keys"].items()}
-    return {**extra, "name": {"anyOf": [properties["name"], {"enum": note["names"]}]}}
+    names = {"anyOf": [properties["name"], {"enum": note["names"]}], "description": COMMON_KEYS["name"]}
+    return {**extra, "name": names}
 
 
 def _accept_second_places(tree: SchemaTree) -> None:
@@ -102,8 +104,8 @@ class _Generator(GenerateJsonSchema):
                 node.pop("default", None)  # the keys of a nested section have their own defaults
             if (mark := section.no_effect(name)) is not None:
                 node.update(without_effect(mark.why))
-            elif name in described:
-                node["description"] = described[name]
+            elif about := described.get(name) or COMMON_KEYS.get(name):
+                node["description"] = about
         return _of_choice(written) if issubclass(section, Choice) else written
 
     def tagged_union_schema(self, schema: core_schema.TaggedUnionSchema) -> JsonSchemaValue:

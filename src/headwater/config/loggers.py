@@ -14,7 +14,11 @@ Resume = Literal["auto", "allow", "must", "never"]
 
 
 class TensorBoardLoggerConfig(Section):
-    """Output of scalars for TensorBoard, to `summary_dir` or to a folder in `model_dir`."""
+    """Output of scalars for TensorBoard.
+
+    Attributes:
+        summary_dir: folder of the files; the `model_dir` if absent.
+    """
 
     summary_dir: FilePath | None = None
 

@@ -61,7 +61,13 @@ class OptimizerSection(Section):
 
 
 class AdamConfig(OptimizerSection):
-    """Adam or AdamW. `correct_bias` must be true, because torch always corrects the bias."""
+    """Adam or AdamW.
+
+    Attributes:
+        betas: decay rates of the moving averages of the gradient and of its square.
+        amsgrad: divide by the largest second moment so far.
+        correct_bias: must be true, because torch always corrects the bias of the averages.
+    """
 
     betas: Annotated[tuple[Beta, Beta], AsTuple] = (0.9, 0.999)
     eps: float = Field(default=1e-8, ge=0)
@@ -70,7 +76,13 @@ class AdamConfig(OptimizerSection):
 
 
 class SGDConfig(OptimizerSection):
-    """Stochastic gradient descent, optionally with momentum."""
+    """Stochastic gradient descent, optionally with momentum.
+
+    Attributes:
+        momentum: decay rate of the moving sum of gradients; 0 for none.
+        dampening: fraction of each gradient that is not added to this sum.
+        nesterov: use Nesterov's momentum.
+    """
 
     momentum: float = Field(default=0.0, ge=0)
     dampening: float = 0.0
@@ -117,7 +129,13 @@ class LionConfig(OptimizerSection):
 
 
 class RMSpropConfig(OptimizerSection):
-    """RMSprop."""
+    """RMSprop.
+
+    Attributes:
+        alpha: decay rate of the moving average of the squared gradient.
+        momentum: decay rate of the moving sum of steps; 0 for none.
+        centered: divide by the estimated standard deviation instead of the root mean square.
+    """
 
     alpha: Beta = 0.99
     eps: float = Field(default=1e-8, ge=0)
@@ -126,7 +144,12 @@ class RMSpropConfig(OptimizerSection):
 
 
 class AdagradConfig(OptimizerSection):
-    """Adagrad."""
+    """Adagrad.
+
+    Attributes:
+        lr_decay: decay of the learning rate with the number of steps.
+        initial_accumulator_value: first value of the sum of squared gradients.
+    """
 
     lr_decay: float = Field(default=0.0, ge=0)
     initial_accumulator_value: float = Field(default=0.0, ge=0)
@@ -134,7 +157,11 @@ class AdagradConfig(OptimizerSection):
 
 
 class AdadeltaConfig(OptimizerSection):
-    """Adadelta."""
+    """Adadelta.
+
+    Attributes:
+        rho: decay rate of the moving averages.
+    """
 
     rho: Beta = 0.9
     eps: float = Field(default=1e-6, ge=0)
@@ -198,7 +225,11 @@ class ScheduleSection(Section, abc.ABC):
 
 
 class ConstantConfig(ScheduleSection):
-    """The same rate at every step."""
+    """The same rate at every step.
+
+    Attributes:
+        learning_rate: the rate.
+    """
 
     learning_rate: float = Field(ge=0)
 
@@ -251,7 +282,11 @@ class CosineWeightDecayConfig(WeightDecayConfig):
 
 
 class ConstantWeightDecayConfig(ScheduleSection):
-    """The same weight decay at every step."""
+    """The same weight decay at every step.
+
+    Attributes:
+        val: the weight decay.
+    """
 
     val: float = Field(ge=0)
 
@@ -260,7 +295,12 @@ class ConstantWeightDecayConfig(ScheduleSection):
 
 
 class PolynomialConfig(RampSection):
-    """A decay by a power of the remaining fraction of steps."""
+    """A decay by a power of the remaining fraction of steps.
+
+    Attributes:
+        power: exponent of the fraction; 1 is a linear decay.
+        cycle: start again with a longer decay after `total_iters` steps, instead of staying at the end.
+    """
 
     power: float = Field(default=1.0, ge=0)
     cycle: bool = False
@@ -277,7 +317,12 @@ class DecaySection(ScheduleSection):
 
 
 class ExponentialConfig(DecaySection):
-    """An exponential decay by the factor `decay_rate` per `total_iters` steps."""
+    """An exponential decay by the factor `decay_rate` per `total_iters` steps.
+
+    Attributes:
+        decay_rate: factor on the learning rate in `total_iters` steps.
+        staircase: change the rate only every `total_iters` steps.
+    """
 
     total_iters: int = Field(ge=1)
     decay_rate: float = Field(ge=0)
@@ -288,7 +333,13 @@ class ExponentialConfig(DecaySection):
 
 
 class InverseSquareRootDecayConfig(ScheduleSection):
-    """A decay with the inverse square root of the step, constant for the first `warmup_steps` steps."""
+    """A decay with the inverse square root of the step, constant for the first `warmup_steps` steps.
+
+    Attributes:
+        initial_learning_rate: factor on the rate.
+        scale: further factor on the rate.
+        warmup_steps: number of steps with the same rate.
+    """
 
     initial_learning_rate: float = Field(default=1.0, ge=0)
     scale: float = Field(default=1.0, ge=0)
@@ -299,7 +350,12 @@ class InverseSquareRootDecayConfig(ScheduleSection):
 
 
 class CosineAnnealingConfig(DecaySection):
-    """A periodic cosine with a period of `2 * T_max` steps."""
+    """A periodic cosine with a period of `2 * T_max` steps.
+
+    Attributes:
+        T_max: number of steps from the highest rate to the lowest.
+        eta_min: lowest rate.
+    """
 
     T_max: int = Field(ge=1)
     eta_min: float = Field(default=0.0, ge=0)
@@ -309,7 +365,12 @@ class CosineAnnealingConfig(DecaySection):
 
 
 class StepConfig(DecaySection):
-    """A multiplication of the rate by `gamma` every `step_size` steps."""
+    """A multiplication of the rate by `gamma` every `step_size` steps.
+
+    Attributes:
+        step_size: number of steps with the same rate.
+        gamma: factor on the rate.
+    """
 
     step_size: int = Field(ge=1)
     gamma: float = Field(ge=0)
@@ -319,7 +380,12 @@ class StepConfig(DecaySection):
 
 
 class MultiStepConfig(DecaySection):
-    """A multiplication of the rate by `gamma` at each milestone."""
+    """A multiplication of the rate by `gamma` at each milestone.
+
+    Attributes:
+        gamma: factor on the rate.
+        milestones: steps at which the rate changes.
+    """
 
     gamma: float = Field(ge=0)
     milestones: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1), AsTuple]
@@ -335,7 +401,13 @@ class MultiStepConfig(DecaySection):
 
 
 class SequentialConfig(Section):
-    """A sequence of schedules. `milestones` follow from `total_iters` and can be omitted."""
+    """A sequence of schedules.
+
+    Attributes:
+        schedulers: the schedules, in order.
+        param_group_tags: tags of the parameters to which the sequence applies; all parameters if absent.
+        milestones: steps at which the next schedule starts; they follow from `total_iters` if absent.
+    """
 
     schedulers: Annotated[tuple[SimpleScheduleConfig, ...], Field(min_length=1), AsTuple]
     param_group_tags: Tags = ()

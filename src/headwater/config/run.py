@@ -46,6 +46,8 @@ class CommonInitConfig(Section):
     """The section `trainer.init` without `model`: the settings that the runs of all models have.
 
     Attributes:
+        model_dir: folder of the run: checkpoints, logs and the resolved params.
+        seed: seed of initial weights, dropout and the order of samples.
         schedulers: schedules of the learning rate and the weight decay. There can be one for all parameters,
             and others for parameters with tags. If several apply to a parameter, the last one counts. Without
             schedules the optimizer's `learning_rate` is used.
@@ -220,7 +222,11 @@ class CommonInitConfig(Section):
 
 
 class InitConfig(CommonInitConfig):
-    """The section `trainer.init`: everything except the data."""
+    """The section `trainer.init`: everything except the data.
+
+    Attributes:
+        model: the model; its `name` selects the keys of the section.
+    """
 
     model: AnyModel
 

@@ -85,7 +85,12 @@ class ClusterConfig(Section):
 
 
 class DiskConfig(Section):
-    """The disk tier: its folder, and the bytes that it may use."""
+    """The disk tier: its folder, and the bytes that it may use.
+
+    Attributes:
+        path: folder of the files; it is created if missing.
+        size: most bytes that the files may take; 90 % of the free space if absent.
+    """
 
     path: FilePath
     size: Bytes | None = None
@@ -347,7 +352,12 @@ class CheckpointConfig(Section):
 
 
 class LoggingConfig(Section):
-    """The frequency and the level of log messages."""
+    """The frequency and the level of log messages.
+
+    Attributes:
+        log_steps: steps between records in TensorBoard, and between lines if the output is not a terminal.
+        log_level: lowest level of messages to show; `WARNING` and `ERROR` hide the plan and the progress.
+    """
 
     log_steps: int = Field(default=1, ge=1)
     log_level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Upper] = "INFO"
@@ -360,13 +370,21 @@ class EmptySection(Section):
 
 
 class KeepNCheckpointsConfig(Section):
-    """The number of newest checkpoints to keep."""
+    """The number of newest checkpoints to keep.
+
+    Attributes:
+        n: number of checkpoints; all if absent.
+    """
 
     n: int | None = Field(default=None, ge=1)
 
 
 class LoadCheckpointStatesConfig(Section):
-    """The parts of a checkpoint to load: `all`, or a list such as `[model]`."""
+    """The parts of a checkpoint to load: `all`, or a list such as `[model]`.
+
+    Attributes:
+        load_checkpoint_states: `all`, or `model` for the weights without optimizer state, step and data.
+    """
 
     load_checkpoint_states: Annotated[tuple[str, ...], OneOrMore] = ("all",)
 
@@ -497,7 +515,13 @@ Loaders = Annotated[tuple[AnyData, ...], OneOrMore]
 
 
 class FitConfig(Section):
-    """Training data, data for evaluations during training, and the checkpoint with which to start."""
+    """Training data, data for evaluations during training, and the checkpoint with which to start.
+
+    Attributes:
+        train_dataloader: training data.
+        val_dataloader: data of evaluations during training.
+        ckpt_path: checkpoint from which a new run starts; a run with checkpoints continues from its newest.
+    """
 
     train_dataloader: AnyData
     val_dataloader: Loaders = ()
@@ -505,14 +529,24 @@ class FitConfig(Section):
 
 
 class ValidateConfig(Section):
-    """Data and checkpoint of an evaluation."""
+    """Data and checkpoint of an evaluation.
+
+    Attributes:
+        val_dataloader: data of `headwater validate`.
+        ckpt_path: checkpoint to evaluate; the newest undamaged one if absent.
+    """
 
     val_dataloader: AnyData
     ckpt_path: FilePath | None = None
 
 
 class ValidateAllConfig(Section):
-    """Data and checkpoints of an evaluation of several checkpoints on several data sets."""
+    """Data and checkpoints of an evaluation of several checkpoints on several data sets.
+
+    Attributes:
+        val_dataloaders: data of `headwater validate --all`.
+        ckpt_paths: checkpoints to evaluate; all in the `model_dir` if absent.
+    """
 
     val_dataloaders: Loaders
     ckpt_paths: Annotated[tuple[FilePath, ...], OneOrMore] | None = None

@@ -22,7 +22,11 @@ class _ScheduleSection(Section):
 
 
 class ConstantConfig(_ScheduleSection):
-    """A schedule with the same number at each step."""
+    """A schedule with the same number at each step.
+
+    Attributes:
+        value: the number.
+    """
 
     type: Literal["constant"]
     value: float
@@ -31,7 +35,12 @@ class ConstantConfig(_ScheduleSection):
 
 
 class LinearConfig(_ScheduleSection):
-    """`init + slope · step`."""
+    """`init + slope · step`.
+
+    Attributes:
+        init: number of step 0.
+        slope: change in one step.
+    """
 
     type: Literal["linear"]
     init: float
@@ -41,7 +50,13 @@ class LinearConfig(_ScheduleSection):
 
 
 class ExponentialConfig(_ScheduleSection):
-    """An exponential approach: `final + (init - final) · exp(-gamma · step)`."""
+    """An exponential approach: `final + (init - final) · exp(-gamma · step)`.
+
+    Attributes:
+        init: number of step 0.
+        gamma: rate of the approach in one step.
+        final: number that the schedule approaches.
+    """
 
     type: Literal["exp"]
     init: float
@@ -52,7 +67,12 @@ class ExponentialConfig(_ScheduleSection):
 
 
 class PowerConfig(_ScheduleSection):
-    """`init · beta ** step`."""
+    """`init · beta ** step`.
+
+    Attributes:
+        init: number of step 0.
+        beta: factor of one step.
+    """
 
     type: Literal["power"]
     init: float
@@ -62,7 +82,13 @@ class PowerConfig(_ScheduleSection):
 
 
 class CosineConfig(_ScheduleSection):
-    """Half a cosine from `init` to `minimum` over `half_period` steps."""
+    """Half a cosine from `init` to `minimum` over `half_period` steps.
+
+    Attributes:
+        init: number of step 0.
+        half_period: number of steps from `init` to `minimum`.
+        minimum: smallest number.
+    """
 
     type: Literal["cosine"]
     init: float
@@ -73,7 +99,14 @@ class CosineConfig(_ScheduleSection):
 
 
 class CubicConfig(_ScheduleSection):
-    """A cubic from `init` at step `begin` to `final` at step `end`."""
+    """A cubic from `init` at step `begin` to `final` at step `end`.
+
+    Attributes:
+        init: number until step `begin`.
+        final: number from step `end` on.
+        begin: first step of the change.
+        end: last step of the change.
+    """
 
     type: Literal["cubic"]
     init: float = 0.0
@@ -98,7 +131,13 @@ ByStep = Annotated[
 
 
 class CadenceConfig(Section):
-    """The steps at which masks change: multiples of `freq` from `start` to `stop`, without `stop` itself."""
+    """The steps at which masks change: multiples of `freq` from `start` to `stop`, without `stop` itself.
+
+    Attributes:
+        freq: steps between two changes.
+        start: first step at which masks may change.
+        stop: step from which on masks stay as they are; masks change until the end if absent.
+    """
 
     freq: int = Field(ge=1)
     start: int = Field(default=0, ge=0)

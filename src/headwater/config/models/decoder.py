@@ -26,19 +26,38 @@ from headwater.config.models.lora import LoRAConfig
 
 
 class KeyValueConfig(Section):
-    """`extra_attention_params` of multi-query attention: the number of heads of keys and values."""
+    """`extra_attention_params` of multi-query attention.
+
+    Attributes:
+        num_kv_groups: number of heads of keys and values; queries share them.
+    """
 
     num_kv_groups: int = Field(default=1, ge=1)
 
 
 class FeedForwardPartConfig(Section):
-    """`extra_ffn_params`: settings of the feed-forward part, which have no effect."""
+    """`extra_ffn_params`: settings of the feed-forward part.
+
+    Attributes:
+        static_dual_expert: only false is supported.
+    """
 
     static_dual_expert: Literal[False] = False
 
 
 class RopeScalingConfig(Section):
-    """`pos_scaling_extra_args`: further settings of the scaling of rotary positions."""
+    """`pos_scaling_extra_args`: further settings of the scaling of rotary positions.
+
+    Attributes:
+        original_max_position_embeddings: longest sequence of the pre-training.
+        low_freq_factor: with `llama3`, wavelengths above `original_max_position_embeddings` divided by this
+            are scaled.
+        high_freq_factor: with `llama3`, wavelengths below `original_max_position_embeddings` divided by this
+            stay the same.
+        beta_fast: with `yarn`, pairs with more rotations than this in the original length stay the same.
+        beta_slow: with `yarn`, pairs with fewer rotations than this in the original length are scaled.
+        attention_factor: with `yarn`, factor on queries and keys; computed from the scaling if absent.
+    """
 
     original_max_position_embeddings: int | None = Field(default=None, ge=1)
     low_freq_factor: float | None = Field(default=None, gt=0)

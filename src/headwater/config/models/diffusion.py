@@ -109,6 +109,7 @@ class DiTConfig(Section):
         schedule_name: noise schedule: `linear` (arXiv:2006.11239, section 4) or `cosine` (arXiv:2102.09672,
             equation 17).
         num_classes: number of classes of the images.
+        patch_size: rows and columns of latent values that form one position.
         label_dropout_rate: fraction of the images that are trained without their class.
         embedding_nonlinearity: nonlinearity in the time embedding, and before each modulation.
         frequency_embedding_size: number of sines and cosines of the time.

@@ -73,6 +73,8 @@ class ViewEncoderConfig(ImageEncoderSection):
     """The vision transformer of a student or a teacher (arXiv:2304.07193).
 
     Attributes:
+        use_encoder_pooler_layer: only false is supported.
+        stochastic_depth_mode: `row` skips parts for each view separately; the only mode.
         interpolate_position_embedding: interpolation of position embeddings for views of another size.
         use_masked_patches: replace masked patches by a trained vector.
         stochastic_depth_drop_prob: probability that a part of a block is skipped for a view
@@ -159,6 +161,7 @@ class DistillationConfig(Section):
         warmup_teacher_temp: temperature of the teacher's scores at the first step.
         warmup_teacher_temp_steps: number of steps of the warm-up, in which the temperature changes linearly.
         center_momentum: momentum of the moving average that is subtracted from the teacher's scores.
+        teacher_temp_scheduler: `linear_cosine` is the only schedule of the teacher's temperature.
     """
 
     name: Literal["DinoDistillationLoss", "iBOTPatchLoss"]
@@ -184,7 +187,11 @@ class KoLeoConfig(Section):
 
 
 class LossConfig(CalledSection):
-    """A term of the loss."""
+    """A term of the loss.
+
+    Attributes:
+        loss: the function, which its key `name` selects.
+    """
 
     loss: Annotated[DistillationConfig | KoLeoConfig, Field(discriminator="name")]
 
@@ -209,7 +216,13 @@ class CopyConfig(Section):
 
 
 class MomentumConfig(Section):
-    """The momentum of a moving average: half a cosine from start to end over `total_steps` steps."""
+    """The momentum of a moving average: half a cosine from start to end over `total_steps` steps.
+
+    Attributes:
+        ema_decay_start: momentum of the first step.
+        ema_decay_end: momentum after `total_steps` steps.
+        total_steps: number of steps of the change.
+    """
 
     ema_decay_start: float = Field(ge=0, le=1)
     ema_decay_end: float = Field(default=1.0, ge=0, le=1)
@@ -220,6 +233,7 @@ class AverageConfig(CopyConfig):
     """A model that is the exponential moving average of another one.
 
     Attributes:
+        scheduler_name: `cosine` is the only schedule of the momentum.
         scheduler_params: the momentum.
     """
 

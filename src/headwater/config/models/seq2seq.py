@@ -56,8 +56,10 @@ class Seq2SeqConfig(Section):
         relative_attention_max_distance: all distances from this one on are treated as equal.
         src_max_position_embeddings: largest number of tokens of an input text.
         tgt_max_position_embeddings: largest number of tokens of an output text.
+        d_model: width: number of values at each position.
         d_kv: width of a head.
         d_ff: width of the hidden layer of the feed-forward part.
+        encoder_num_hidden_layers: number of the encoder's layers.
         decoder_num_hidden_layers: number of the decoder's layers; that of the encoder if absent.
         decoder_nonlinearity: nonlinearity of the decoder; that of the encoder if absent.
         relu_dropout_rate: dropout rate after the nonlinearity; `dropout_rate` if absent.
@@ -67,6 +69,7 @@ class Seq2SeqConfig(Section):
         use_transformer_initialization: use Xavier initializers, and divide attention scores by the square
             root of the head size. Otherwise, as in T5, the queries' weights are initialized smaller.
         initializer_factor: factor on the standard deviation of T5's initializers.
+        decoder_start_token_id: id of the token with which a generated text starts.
         pad_token_id: id of the padding token; also the start token if `decoder_start_token_id` is absent.
         label_smoothing: fraction of each label that is spread over all tokens in training
             (arXiv:1512.00567, section 7).
