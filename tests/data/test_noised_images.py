@@ -124,5 +124,5 @@ def test_digits_with_noise(tmp_path):
 
 
 def test_latents_need_a_diffusion_model(folders):
-    with pytest.raises(ConfigError, match="not for the model vision_transformer"):
+    with pytest.raises(ConfigError, match="expected data for a vision_transformer"):
         samples_of(latent_config(*folders), ViTConfig(name="vision_transformer"))

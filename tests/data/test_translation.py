@@ -142,7 +142,7 @@ def test_a_vocabulary_larger_than_the_model(data):
 
 
 def test_translation_data_need_an_encoder_decoder(data):
-    with pytest.raises(ConfigError, match="not for the model fc_mnist"):
+    with pytest.raises(ConfigError, match="write MNISTDataProcessor"):
         open_data(section(data), FCMnistConfig(name="fc_mnist"), seed=0, repeat=True)
     source = open_data(section(data), transformer(), seed=0, repeat=False)
     assert [batch["input_ids"].shape for batch in source.create_dataloader()] == [(2, 8)]

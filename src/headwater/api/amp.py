@@ -264,6 +264,6 @@ def _positive(name: str, value: Any, default: D) -> float | D:
         raise ConfigError(
             f"expected {name} to be a finite number above 0, got {value!r}",
             where="amp",
-            remedy=f"correct {name}",
+            remedy=f"pass a positive number as {name}, such as 1.0",
         )
     return value

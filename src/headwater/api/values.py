@@ -52,7 +52,7 @@ class TracedValue(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.Tensor.backward and not args[0].requires_grad:
             raise StreamError(
-                "the result of a traced step has no graph",
+                "backward was called on the result of a traced step, which has no autograd graph",
                 where="backward",
                 remedy="call backward within the traced function",
             )

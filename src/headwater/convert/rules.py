@@ -18,6 +18,9 @@ from headwater.core.gather import gather
 from headwater.core.names import similar
 from headwater.core.units import counted
 
+TRAIN_UNCONVERTED = "train the model unconverted: write `model: {hf: FOLDER}` in the params"
+"""Remedy for a model of the transformers library that no model of this package can represent."""
+
 
 def _alone(tensor: Tensor) -> list[Tensor]:
     return [tensor]
@@ -112,9 +115,9 @@ def with_constant(rule: Rule, theirs: str, value: Callable[[], Tensor]) -> Rule:
         tolerance = 1e-5 if found.dtype == torch.float32 else 1e-2
         if not torch.allclose(found.float(), value(), rtol=0, atol=tolerance):
             raise CheckpointError(
-                f"tensor {theirs.replace('{}', '*')} has values that our model cannot represent",
+                f"tensor {theirs.replace('{}', '*')} has values that no model of this package represents",
                 where=rule.ours.replace("{}", "*"),
-                remedy="import another model",
+                remedy=TRAIN_UNCONVERTED,
             )
         return rule.join(parts)
 

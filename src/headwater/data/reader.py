@@ -322,4 +322,8 @@ def _check_lengths(
         )
         raise DataError(what, where=str(first.path), remedy=remedy)
     if not any(file.num_samples for file in files):
-        raise DataError("data_dir holds no samples", where=str(first.path.parent), remedy="prepare more data")
+        raise DataError(
+            "data_dir holds no samples",
+            where=str(first.path.parent),
+            remedy="prepare more text, or samples with a smaller --sequence_length",
+        )

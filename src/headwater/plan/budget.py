@@ -142,7 +142,9 @@ def check(asked: PlanRequest) -> None:
     for name, tier in {"tier": fixed.tier, "gradient_tier": fixed.gradient_tier}.items():
         if tier == "disk" and asked.resources.disk is None:
             raise ConfigError(
-                f"{name} is disk, but no disk folder is given", where=name, remedy="set disk to a folder"
+                f"{name} is disk, but no disk folder is given",
+                where=name,
+                remedy="set disk to a folder on a fast disk (--disk, or headwater.backend(disk=FOLDER))",
             )
     if fixed.activations is Activations.OFFLOAD and asked.device == "cpu" and asked.resources.disk is None:
         raise ConfigError(

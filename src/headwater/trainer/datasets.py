@@ -136,10 +136,12 @@ def check_model(config: DataConfig, model: ModelConfig) -> None:
     if isinstance(model, HuggingFaceConfig):
         _check_task(config, model)
     elif not isinstance(model, schema):
+        kinds = [kind for kind, (models, _) in _OPENERS.items() if isinstance(model, models)]
+        known = [name for kind in kinds for name in _names(kind)]
         raise ConfigError(
-            f"{config.data_processor} is not for the model {model.name}",
+            f"expected data for a {model.name}, found {config.data_processor}",
             where="data_processor",
-            remedy="name the data processor of this model",
+            remedy=f"write {' or '.join(known)}",
         )
 
 
@@ -428,11 +430,13 @@ _LIBRARY_TASKS: dict[type, tuple[Task, ...]] = {
 }
 """Class of a data section -> the tasks of the transformers models that use such data."""
 
-_PROCESSORS = {
-    name: tasks
-    for kind, tasks in _LIBRARY_TASKS.items()
-    for name in get_args(kind.model_fields["data_processor"].annotation)  # type: ignore[attr-defined]
-}
+
+def _names(kind: type) -> tuple[str, ...]:
+    """Return the names in params files of the data processors that a class of data sections has."""
+    return get_args(kind.model_fields["data_processor"].annotation)  # type: ignore[attr-defined]
+
+
+_PROCESSORS = {name: tasks for kind, tasks in _LIBRARY_TASKS.items() for name in _names(kind)}
 """Name of a data processor in params files -> the tasks."""
 
 

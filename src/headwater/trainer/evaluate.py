@@ -91,9 +91,17 @@ def _checked(total: float, weights: float, count: int) -> float:
             remedy="write a smaller batch_size, or drop_last: false",
         )
     if weights == 0:
-        raise DataError("the validation data have no label", remedy="check how the data were prepared")
+        raise DataError(
+            "expected labels in the validation data, found none that counts in the loss",
+            where="val_dataloader",
+            remedy="look at samples: headwater data show DIR --out page.html",
+        )
     loss = total / weights
     # True for NaN and for the infinities, whose difference is NaN.
     if loss - loss != 0:
-        raise NonFiniteError(f"the validation loss is {loss}", remedy="check the validation data")
+        raise NonFiniteError(
+            f"expected a finite validation loss, got {loss}",
+            where="val_dataloader",
+            remedy="look for damaged validation data, or go back to an earlier checkpoint: --checkpoint_path",
+        )
     return loss

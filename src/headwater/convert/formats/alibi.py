@@ -7,7 +7,7 @@ from typing import Any
 
 from headwater.config.models.decoder import DecoderConfig
 from headwater.convert.formats.base import Format, Key, interleaved_heads
-from headwater.convert.rules import Rule, both, permuted, same
+from headwater.convert.rules import TRAIN_UNCONVERTED, Rule, both, permuted, same
 from headwater.core.errors import ConfigError
 
 
@@ -59,14 +59,14 @@ def _mpt_section(hf: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"expected {key} to be {value!r}, got {attention[key]!r}",
                 where="config.json, attn_config",
-                remedy="import another model",
+                remedy=TRAIN_UNCONVERTED,
             )
     heads = hf["n_heads"]
     if heads & (heads - 1):
         raise ConfigError(
             f"expected n_heads to be a power of 2, got {heads}: MPT has other ALiBi slopes then",
             where="config.json",
-            remedy="import another model",
+            remedy=TRAIN_UNCONVERTED,
         )
     return {
         "filter_size": hf["d_model"] * hf.get("expansion_ratio", 4),

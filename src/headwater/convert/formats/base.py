@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from headwater.config.models.decoder import DecoderConfig
-from headwater.convert.rules import Rule
+from headwater.convert.rules import TRAIN_UNCONVERTED, Rule
 from headwater.core.errors import ConfigError
 
 REQUIRED = object()
@@ -105,7 +105,7 @@ class Format:
                 raise ConfigError(
                     f"expected {name} to be {only!r}, got {hf[name]!r}",
                     where=where,
-                    remedy="import another model",
+                    remedy=TRAIN_UNCONVERTED,
                 )
         check_sizes(hf, where=where)
         section: dict[str, Any] = {"name": self.models[0] if self.models else None}

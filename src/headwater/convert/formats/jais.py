@@ -35,7 +35,7 @@ def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"expected {key} to be {only!r}, got {hf.get(key)!r}",
                 where="config.json",
-                remedy="import another model",
+                remedy=f"import a model with {key}: {only}",
             )
     # In the first releases these keys do not have the prefix "mup_".
     width, alpha, embeddings = (

@@ -98,7 +98,7 @@ def _text_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
         raise ConfigError(
             f"expected a language model of type {' or '.join(_TEXTS)}, got {kind}",
             where="config.json, text_config",
-            remedy="import another model",
+            remedy="import a LLaVA with such a language model",
         )
     format, sizes = _TEXTS[kind]
     section: DecoderConfig = format.config_from_hf({**sizes, **hf}, where="config.json, text_config")

@@ -16,7 +16,17 @@ from torch import Tensor
 from headwater.config.models.seq2seq import Seq2SeqConfig, StackName
 from headwater.convert.formats.base import Format, Key, function, their_function
 from headwater.convert.formats.t5 import seq2seq_meaning
-from headwater.convert.rules import Rule, both, reordered, repeated, same, scaled, stacked, with_constant
+from headwater.convert.rules import (
+    TRAIN_UNCONVERTED,
+    Rule,
+    both,
+    reordered,
+    repeated,
+    same,
+    scaled,
+    stacked,
+    with_constant,
+)
 from headwater.core.errors import ConfigError
 from headwater.models.layers.positions import sinusoidal_positions
 
@@ -33,7 +43,7 @@ def _section(hf: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"expected equal {encoder} and {decoder}, got {hf.get(encoder)} and {hf.get(decoder)}",
                 where="config.json",
-                remedy="import another model",
+                remedy=TRAIN_UNCONVERTED,
             )
     width = hf["d_model"]
     return {
