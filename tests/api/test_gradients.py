@@ -241,6 +241,78 @@ def test_penalties_on_weights_in_the_loss_equal_plain(plan, tmp_path):
     check(script, plan, tmp_path)
 
 
+@every_plan
+def test_a_penalty_from_before_the_first_forward_equals_plain(plan, tmp_path):
+    """Its graph has saved the parameters, trained and frozen ones, before they have streamed weights."""
+
+    def script(place):
+        model = Net()
+        model.norm.requires_grad_(False)
+        penalty = 1e-3 * (model.blocks[0][0].weight * model.norm.weight).sum()
+        place.compile(model)
+        optimizer = adamw(param for param in model.parameters() if param.requires_grad)
+        penalty = penalty + 1e-2 * sum(param.square().sum() for param in model.parameters())
+        losses = []
+        for inputs, targets in batches(3):
+            optimizer.zero_grad()
+            loss = loss_of(model(inputs), targets)
+            (loss + penalty).backward()
+            optimizer.step()
+            losses.append(loss.item())
+            penalty = 0.0
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+def _bytes_in_memory(model):
+    """Return the bytes to which the parameters of a streamed model point now."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return sum(param.untyped_storage().nbytes() for param in model.parameters())
+
+
+def test_the_memory_that_an_early_penalty_needs_is_freed_after_the_step(tmp_path):
+    place = Place("slabs", tmp_path)
+    model = place.compile(Net())
+    optimizer = adamw(model.parameters())
+    penalty = sum(param.square().sum() for param in model.parameters())
+    (inputs, targets), *_ = batches(1)
+    loss = loss_of(model(inputs), targets)
+    assert _bytes_in_memory(model) > 2000
+    (loss + penalty).backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+    model(inputs)
+    assert _bytes_in_memory(model) < 200
+    place.release()
+
+
+def test_an_early_penalty_is_refused_if_the_weights_are_streamed_in_another_dtype(tmp_path):
+    place = Place("slabs", tmp_path)
+    model = place.compile(Net())
+    penalty = sum(param.square().sum() for param in model.parameters())
+    (inputs, targets), *_ = batches(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model(inputs), targets)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + penalty).backward()
+    place.release()
+
+
+def test_gradients_of_16_bits_return_to_released_parameters_in_the_dtype_of_these(tmp_path):
+    place = Place("slabs", tmp_path)
+    model = place.compile(Net())
+    (inputs, targets), *_ = batches(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(model(inputs), targets).backward()
+    streamed = [param.grad.clone() for param in model.parameters()]
+    place.release()
+    assert [param.grad.dtype for param in model.parameters()] == [torch.float32] * len(streamed)
+    for param, gradient in zip(model.parameters(), streamed, strict=True):
+        assert torch.equal(param.grad, gradient.float())
+
+
 @extreme_plans
 def test_gradient_penalty_with_second_derivatives_equals_plain(plan, tmp_path):
     """A gradient penalty as in WGAN-GP needs second derivatives of the model."""

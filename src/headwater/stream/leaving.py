@@ -43,7 +43,8 @@ def give_back(
     leave_store(param)
     gradient = store.borrow_gradient(key)
     if gradient is not None:
-        param.grad = gradient.to(device)
+        # Gradients of weights that are streamed in 16 bits have 16 bits too.
+        param.grad = gradient.to(device, param.dtype)
     if optimizer is not None:
         give_state_back(store, key, param, optimizer, device)
 

@@ -29,6 +29,15 @@ def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
     return torch.full((), value, dtype=dtype, device=device).expand(param.shape)
 
 
+def _may_be_saved(param: nn.Parameter) -> bool:
+    """True if a graph may have saved a parameter: torch counts more references than the usual ones."""
+    # The Python object, and the node that gets the gradient: it exists if a graph has saved the parameter.
+    usual = 2 if param.requires_grad else 1
+    with torch._C.DisableTorchFunctionSubclass():
+        references: int = torch.Tensor._use_count(param)  # type: ignore[attr-defined]
+    return references > usual
+
+
 @final
 class StageParameters:
     """The `nn.Parameter` objects of one stage. They point to an image of the weights, or to placeholders.
@@ -70,6 +79,7 @@ class StageParameters:
         self._watched = watched
         self._classes = [type(param) for param in params]
         self._placeholders = [placeholder(param, device) for param in spec.params]
+        self._kept: dict[int, int] = {}  # versions of parameters whose placeholder is their former memory
         self._address: int | None = None  # of the image to which the parameters point
         self._views: list[torch.Tensor] = []  # of that image
         self._versions: list[int] | None = None  # of the parameters when they were bound; `None` at rest
@@ -108,12 +118,30 @@ class StageParameters:
         if gradient is not None:  # from a backward before streaming began
             self._store.set_gradient((self._spec.index, index), gradient)
         value = self._placeholders[index]
+        if _may_be_saved(param):
+            # The backward of a graph from before streaming, such as a penalty on weights, reads the memory to
+            # which the parameter points then. So this is the former memory as long as it may be needed.
+            if (param.dtype, param.device) == (value.dtype, value.device):
+                self._kept[index] = self._version(index)
+                value = self._placeholders[index] = param.data
+            else:
+                # Such a backward would compute with NaN. After this it raises torch's error.
+                torch.autograd.graph.increment_version(param)
         if param.is_meta:  # torch forbids `.data =` here, but allows to swap the objects
             other = nn.Parameter(value, requires_grad=self._spec.params[index].requires_grad)
             other.__dict__.update(param.__dict__)
             torch.utils.swap_tensors(param, other)
         else:
             param.data = value
+
+    def _drop_memory(self) -> None:
+        """Replace kept memory by a placeholder once no backward can need it: torch refuses old versions."""
+        for index, version in list(self._kept.items()):
+            is_old = self._version(index) != version
+            # With `stable` the parameters point to the image from now on, which has the same values.
+            if self._stable or is_old or not _may_be_saved(self.params[index]):
+                del self._kept[index]
+                self._placeholders[index] = placeholder(self._spec.params[index], self._device)
 
     def let_go(self, index: int) -> nn.Parameter:
         """Turn a parameter into a plain parameter whose values the caller sets. A dummy replaces it here."""
@@ -152,6 +180,8 @@ class StageParameters:
                 self._views = self._spec.views(image)
             self._address = address
             self._point(self._views)
+            if self._kept:
+                self._drop_memory()
         self._versions = self._present_versions()
 
     def rest(self) -> None:
@@ -181,6 +211,7 @@ class StageParameters:
 
     def _point_to_placeholders(self) -> None:
         self._address, self._views = None, []
+        self._drop_memory()
         self._point(self._placeholders)
 
     def _point(self, values: Sequence[torch.Tensor]) -> None:
