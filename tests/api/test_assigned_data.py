@@ -281,6 +281,46 @@ def test_weights_that_only_later_forwards_change_in_place(plan, change, tmp_path
             check(script, plan, tmp_path)
 
 
+def by_numpy(weight):
+    values = weight.detach().numpy()
+    values *= 0.5
+
+
+UNCOUNTED_CHANGES = {"data": lambda weight: weight.data.mul_(0.5), "numpy": by_numpy}
+
+
+@pytest.mark.parametrize("plan", ["memory", "slabs", "disk", "recompute", "recompute in place"])
+@pytest.mark.parametrize("change", UNCOUNTED_CHANGES)
+def test_later_changes_that_torch_does_not_count(plan, change, tmp_path, monkeypatch):
+    """The change is kept where the weights are in the memory of the store. Elsewhere an error names them."""
+    monkeypatch.setitem(PLANS, "recompute in place", {"tier": "memory", "activations": "recompute"})
+
+    def script(place):
+        model = place.compile(nn.Sequential(*(ScaledLater(UNCOUNTED_CHANGES[change]) for _ in range(4))))
+        optimizer = adamw(model.parameters())
+        return train(model, optimizer, 10), model, optimizer
+
+    if plan == "memory":
+        check(script, plan, tmp_path)
+    else:
+        with pytest.raises(StreamError, match=r"changes \d\.weight by \.data or numpy"):
+            check(script, plan, tmp_path)
+
+
+class ScaledInTurn(ScaledLater):
+    """A layer that scales its weight by `.data` in every second forward from the third on."""
+
+    def __init__(self):
+        super().__init__(lambda weight: None if self.calls % 2 else weight.data.mul_(0.5))
+
+
+def test_a_change_in_every_second_forward_of_one_layer_is_found(tmp_path):
+    model = Place("slabs", tmp_path).compile(nn.Sequential(stack(), ScaledInTurn(), nn.Linear(6, 6)))
+    with pytest.raises(StreamError, match=r"changes 1\.weight by \.data"):
+        train(model, adamw(model.parameters()), 60)
+    cstorch.release(model)
+
+
 class ReadsData(nn.Linear):
     def forward(self, x):
         return super().forward(x) + self.weight.data.sum() + copy.deepcopy(self.weight).data.sum()

@@ -18,6 +18,7 @@ from headwater.stream.stage_parameters import StageParameters
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
+    from headwater.stream.unseen_writes import UnseenWrites
 
 OnLeave = Callable[[ParamKey, nn.Parameter, torch.device], None]
 
@@ -34,6 +35,7 @@ class Binder:
         stages: the parameters of each stage that was adopted.
         departed: the parameters that have become plain ones, by their place in the store.
         on_leave: called with such a parameter; copies its values from the store to a device.
+        unseen: finds changes of weights that torch does not count; `None` if no stage needs it.
 
     Args:
         model: the model. Its parameters are bound and unbound after `adopt`.
@@ -74,6 +76,15 @@ class Binder:
         self._used: dict[int, StageParameters] = {}  # the stages that were bound since `unbind_all`
         self.departed: dict[ParamKey, nn.Parameter] = {}
         self.on_leave: OnLeave = lambda key, param, device: give_back(store, key, param, None, device)
+        self.unseen: UnseenWrites | None = None
+
+    def watch(self, unseen: UnseenWrites) -> None:
+        """Check stages in turn for changes that torch does not count, if a forward must not make them."""
+        unseen.stages = [index for index, stage in enumerate(self.stages) if stage.is_watched]
+        if unseen.stages:
+            self.unseen = unseen
+        for index in unseen.stages:
+            self.stages[index].unseen = unseen
 
     def adopt(self, stage: int) -> None:
         """Make the parameters of a stage parameters at rest; see `StageParameters.adopt`."""

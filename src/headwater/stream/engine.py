@@ -38,10 +38,11 @@ from headwater.stream.options import DEFAULTS, EngineOptions, Initial
 from headwater.stream.step import StepReport, TrainStep
 from headwater.stream.storage import make_store, make_weights
 from headwater.stream.store_settings import StoreSettings
+from headwater.stream.unseen_writes import UnseenWrites
 
 if TYPE_CHECKING:
     from headwater.stream.device import Device
-    from headwater.stream.weights import Weights
+from headwater.stream.weights import Weights
 
 
 class Engine:
@@ -353,6 +354,7 @@ def _make_binder(
         written=plan.trace.written,
         repeats=any(policy.is_recomputed for policy in plan.activations),
     )
+    binder.watch(UnseenWrites(device))
     # On another device the backward uses copies of the old weights, or asks the store for a stage.
     if store.in_backward is not None and plan.device == "cpu":
         store.in_backward.on_hand_over = binder.note_update

@@ -193,6 +193,8 @@ class Executor:
         # Forwards from now on use the weights of these commits, so the commits must not be rolled back.
         self._store.ledger.note_all_used()
         self._forwards_expected = num_micro_batches
+        if self._binder.unseen is not None:
+            self._binder.unseen.next_forward(trains=num_micro_batches > 0)
         # Before `Weights.begin`, which counts the bytes that it fetches ahead.
         self._weights.statistics = StreamStatistics()
         if num_micro_batches:

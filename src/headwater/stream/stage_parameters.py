@@ -20,6 +20,7 @@ from headwater.stream.saved_tensors import WeightHandle
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
+    from headwater.stream.unseen_writes import UnseenWrites
 
 
 def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
@@ -44,6 +45,8 @@ class StageParameters:
 
     Attributes:
         params: the parameters. A dummy replaces each parameter that has become a plain one.
+        is_watched: true if a change by a forward that the dry run did not see must be found.
+        unseen: finds such changes that torch does not count; `None` if it is not asked to.
 
     Args:
         spec: the stage.
@@ -76,7 +79,8 @@ class StageParameters:
         self._stable = stable
         self._writable = writable
         self._written = frozenset(written)
-        self._watched = watched
+        self.is_watched = watched
+        self.unseen: UnseenWrites | None = None
         self._classes = [type(param) for param in params]
         self._placeholders = [placeholder(param, device) for param in spec.params]
         self._kept: dict[int, int] = {}  # versions of parameters whose placeholder is their former memory
@@ -183,6 +187,8 @@ class StageParameters:
             if self._kept:
                 self._drop_memory()
         self._versions = self._present_versions()
+        if self.unseen is not None:
+            self.unseen.begin(self._spec, image)
 
     def rest(self) -> None:
         """Turn bound parameters into parameters at rest that still point to their slab.
@@ -226,6 +232,8 @@ class StageParameters:
         """
         if not self.is_bound:
             return {}
+        if self.unseen is not None:
+            self.unseen.end(self._spec, self._written)
         pairs = list(zip(self.params, self._views, strict=True))
         moved = {index for index, (param, view) in enumerate(pairs) if not param.is_set_to(view)}
         changed = moved if self._writable else moved | self._written
@@ -244,7 +252,7 @@ class StageParameters:
         for param in self.params:
             param.__class__ = ParameterAtRest
         changed = set(values)
-        if self._watched:
+        if self.is_watched:
             pairs = enumerate(zip(self._present_versions(), before, strict=True))
             changed.update(index for index, (now, then) in pairs if now != then)
         # Other parameters are not written back, and their forwards may run again.
@@ -254,6 +262,8 @@ class StageParameters:
                 where=f"stage {self._spec.name!r}",
                 remedy="change the weight between steps, or also in the first forward in training mode",
             )
+        if self.unseen is not None:
+            self.unseen.raise_found()
         for index, value in values.items():
             self._keep(index, value)
 
