@@ -126,7 +126,7 @@ def test_a_write_that_the_dry_run_saw_reaches_the_store():
 def test_a_parameter_that_leaves_is_plain_and_a_dummy_replaces_it(setup):
     bias = setup.model[0].bias
     setup.store.parameters.write_param((0, 1), torch.full((2,), 7.0))
-    bias.home.leave()
+    bias.home.leave(torch.device("cpu"))
     assert type(bias) is nn.Parameter and torch.equal(bias.data, torch.full((2,), 7.0))
     assert setup.binder.departed == {(0, 1): bias}
     assert setup.first.params[1] is not bias
