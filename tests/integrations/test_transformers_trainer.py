@@ -21,6 +21,10 @@ from headwater.integrations.transformers import StreamedTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
+NEW, OLD = "activation_checkpointing", "gradient_checkpointing"
+CHECKPOINTING = NEW if NEW in TrainingArguments.__dataclass_fields__ else OLD
+"""The argument's name, which depends on the version of transformers."""
+
 ROWS = text_rows(110, 24)
 TRAIN, VALIDATION = ([{"input_ids": row, "labels": row} for row in part] for part in ROWS.split([90, 20]))
 
@@ -244,7 +248,7 @@ def test_an_empty_model_trains_and_refuses_to_resume(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"activation_checkpointing": True}, {"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}],
+    [{CHECKPOINTING: True}, {"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}],
 )
 def test_features_of_the_trainer_equal_plain_trainer(options, tmp_path):
     plain = trained(None, tmp_path / "plain", max_steps=5, **options)
