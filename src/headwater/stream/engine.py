@@ -42,7 +42,7 @@ from headwater.stream.unseen_writes import UnseenWrites
 
 if TYPE_CHECKING:
     from headwater.stream.device import Device
-from headwater.stream.weights import Weights
+    from headwater.stream.weights import Weights
 
 
 class Engine:
