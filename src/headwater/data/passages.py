@@ -34,7 +34,7 @@ class Passage:
 
     Attributes:
         text: its text.
-        title: title of the document; empty if it has none.
+        title: title of the document, or an empty string.
         source: file of the document, with the line or record.
     """
 
