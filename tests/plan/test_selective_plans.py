@@ -120,6 +120,8 @@ def test_without_a_budget_activations_are_kept_where_selective_recomputation_cos
     assert set(slow.activations) == {Activations.KEEP}
     # Without ranges, each value that is computed again would get new pages from the system.
     assert set(on_disk(trace, ranges=False).activations) == {Activations.KEEP}
+    # In a user's loop, functions that the user has compiled would run eagerly.
+    assert set(on_disk(trace, ranges=True, user_loop=True).activations) == {Activations.KEEP}
     assert set(on_disk(trace, ranges=True, compiled=True).activations) == {Activations.KEEP}
     assert set(planned(trace, calibration=NOMINAL, ranges=True).activations) == {Activations.KEEP}
 

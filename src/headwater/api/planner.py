@@ -133,6 +133,7 @@ class Planner:
                 ranks=fabric.local_size,
                 share=_share(fabric),
                 device_tier=fabric.size == 1,  # the user's loop may change the weights of one replica only
+                user_loop=True,
             )
             if before is None:
                 warn_of_budgets(request.resources, self.device)

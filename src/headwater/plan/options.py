@@ -108,6 +108,7 @@ class PlanRequest:
         divided: dry runs with smaller stages, which are planned only if no plan fits otherwise.
         device_tier: False if no stage may be stored in device memory.
         update_kind: how the optimizer updates on the device.
+        user_loop: True if the user's own loop calls the model.
     """
 
     trace_for: TraceFor
@@ -127,6 +128,7 @@ class PlanRequest:
     divided: DividedTraces = not_divided
     device_tier: bool = True
     update_kind: UpdateKind = "fused"
+    user_loop: bool = False
 
     @property
     def may_use_device_tier(self) -> bool:

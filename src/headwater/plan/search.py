@@ -87,7 +87,9 @@ def _frugal(best: Plan, request: LimitedRequest) -> Plan:
     size, limit = best.micro_batch_size, _FRUGAL_TIME * _seconds(best)
     requests = {best.activations: request}
     # Unless tensors have ranges of memory, a run that computes values again gets new pages for each of them.
-    if asked.fixed.activations is None and set(best.activations) == {Activations.KEEP} and best.ranges:
+    # In a user's loop, functions that the user has compiled would run eagerly.
+    may_select = asked.fixed.activations is None and best.ranges and not asked.user_loop
+    if may_select and set(best.activations) == {Activations.KEEP}:
         selective = dataclasses.replace(asked.fixed, activations=Activations.SELECTIVE)
         requests[uniform(best.trace, Activations.SELECTIVE)] = request.asking(fixed=selective)
     return min(
