@@ -77,20 +77,31 @@ def test_unsuitable_searches_are_refused(tmp_path):
         index.search(torch.randn(1, 5), 1)
 
 
-def test_folders_that_are_no_index_are_refused(tmp_path):
+def test_folders_without_an_index_are_refused(tmp_path):
     with pytest.raises(DataError, match="no such index"):
         PassageIndex(tmp_path / "missing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"has no manifest\.json"):
+    with pytest.raises(DataError, match=r"has no index\.json"):
         PassageIndex(tmp_path / "empty")
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format_version": 1}', b"\xff"])
+def damaged_manifest():
+    """Return a manifest with a right checksum whose content is of another form."""
+    content = {"encoder": 3}
+    checksum = zlib.crc32(json.dumps(content, separators=(",", ":")).encode())
+    document = {"kind": "headwater index", "format_version": 1, "checksum": checksum, "content": content}
+    return json.dumps(document).encode()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"kind": "headwater index"}', b"\xff", damaged_manifest()]
+)
 def test_a_damaged_manifest_is_refused(content, tmp_path):
     write_index(tmp_path / "index", torch.randn(3, 4), [3])
     (tmp_path / "index" / MANIFEST_FILE).write_bytes(content)
-    with pytest.raises(CorruptError, match=r"(?s)manifest is damaged.*headwater index"):
+    with pytest.raises(CorruptError, match=r"(?s)manifest is damaged.*headwater index") as raised:
         PassageIndex(tmp_path / "index")
+    assert "pydantic" not in str(raised.value)
 
 
 def test_a_changed_manifest_and_another_version_are_refused(tmp_path):
@@ -102,6 +113,14 @@ def test_a_changed_manifest_and_another_version_are_refused(tmp_path):
         PassageIndex(tmp_path / "index")
     path.write_text(json.dumps(document | {"format_version": 2}))
     with pytest.raises(DataError, match="format version 1, got version 2"):
+        PassageIndex(tmp_path / "index")
+
+
+def test_a_foreign_file_with_the_name_of_the_manifest_is_refused(tmp_path):
+    write_index(tmp_path / "index", torch.randn(3, 4), [3])
+    path = tmp_path / "index" / MANIFEST_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kind": "a catalogue"}))
+    with pytest.raises(DataError, match=r"another index\.json"):
         PassageIndex(tmp_path / "index")
 
 
@@ -186,6 +205,37 @@ def test_an_interrupted_index_continues_after_its_last_file(encoder, texts, tmp_
     torch.testing.assert_close(vectors, whole._files[0].vectors)
 
 
+def test_an_index_continues_after_a_bad_record(encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "PASSAGES_PER_FILE", 8)
+    path, told = tmp_path / "texts.jsonl", []
+    lines = [json.dumps({"text": str(number)}) for number in range(600)]
+    # Records are read 256 at a time, so the error comes after some passages are written.
+    path.write_text("\n".join([*lines, "no record"]))
+    with pytest.raises(DataError, match="line 601"):
+        build_index(tmp_path / "index", Texts([path]), encoder, IDENTITY, told=told.append)
+    assert read_manifest(tmp_path / "index.partial").num_passages == max(told) > 400
+    told.clear()
+    texts = Texts([path], skip_bad_records=True)
+    built = build_index(tmp_path / "index", texts, encoder, IDENTITY, told=told.append)
+    assert min(told) > 400 and built.manifest.num_passages == 600 and built.bad_records == 1
+    index = PassageIndex(tmp_path / "index")
+    assert [index.passage(number).text for number in range(600)] == [*map(str, range(600))]
+
+
+def test_a_damaged_partial_index_begins_again(encoder, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "PASSAGES_PER_FILE", 8)
+
+    def stop(count):
+        if count > 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_index(tmp_path / "index", texts, encoder, IDENTITY, told=stop)
+    (tmp_path / "index.partial" / MANIFEST_FILE).write_bytes(b"{")
+    build_index(tmp_path / "index", texts, encoder, IDENTITY)
+    assert len(PassageIndex(tmp_path / "index")) == 40
+
+
 def test_another_model_does_not_continue_an_interrupted_index(encoder, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "PASSAGES_PER_FILE", 8)
 
@@ -209,9 +259,23 @@ def test_only_an_index_is_replaced(encoder, texts, tmp_path):
     other = Texts(texts.files, passage_words=4)
     build_index(tmp_path / "index", other, encoder, IDENTITY, overwrite=True)
     assert len(PassageIndex(tmp_path / "index")) == 50
+    for content in ("", "[]", '{"version": 1}'):
+        (tmp_path / "index" / MANIFEST_FILE).write_text(content)
+        with pytest.raises(DataError, match="expected an index to replace"):
+            build_index(tmp_path / "index", other, encoder, IDENTITY, overwrite=True)
     (tmp_path / "index" / MANIFEST_FILE).unlink()
-    with pytest.raises(DataError, match="not empty"):
+    with pytest.raises(DataError, match="expected an index to replace"):
         build_index(tmp_path / "index", other, encoder, IDENTITY, overwrite=True)
+
+
+def test_a_checkpoint_is_never_replaced(encoder, texts, tmp_path):
+    checkpoint = tmp_path / "checkpoint_100"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text("{}")
+    (checkpoint / "weights.safetensors").write_bytes(b"weights")
+    with pytest.raises(DataError, match="expected an index to replace"):
+        build_index(checkpoint, texts, encoder, IDENTITY, overwrite=True)
+    assert (checkpoint / "weights.safetensors").read_bytes() == b"weights"
 
 
 def test_texts_without_words_are_refused(encoder, tmp_path):

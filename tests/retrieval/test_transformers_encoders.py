@@ -9,6 +9,7 @@ import torch
 
 from headwater.cli.main import main
 from headwater.core.errors import DataError
+from headwater.retrieval import build
 from headwater.retrieval.index import PassageIndex
 from headwater.trainer.retrieval import open_retriever
 
@@ -191,8 +192,16 @@ def test_unsuitable_runs_and_folders_are_refused_before_the_encoder_is_opened(
 
     assert "not empty" in error(documents, "--model_dir", run, "--out", index)
     assert "not empty" in error(documents, "--model_dir", run, "--out", run, "--overwrite")
+    checkpoint = next(run.glob("checkpoint_*"))
+    files = sorted(checkpoint.iterdir())
+    found = error(documents, "--model_dir", run, "--out", checkpoint, "--overwrite")
+    assert "expected an index to replace" in found and sorted(checkpoint.iterdir()) == files
+    below = documents.parent / "folder" / "index"
+    assert "below" in error(documents.parent, "--model_dir", run, "--out", below) and not below.exists()
     new = tmp_path / "new"
-    assert "at least 1 word" in error(documents, "--model_dir", run, "--out", new, "--passage_words", 0)
+    for number in (0, 5_000_000_000):
+        found = error(documents, "--model_dir", run, "--out", new, "--passage_words", number)
+        assert f"from 1 to 100000 words of a passage, got {number}" in found
     assert "does not exist" in error(tmp_path / "x.txt", "--model_dir", run, "--out", new)
     assert "params.yaml" in error(documents, "--model_dir", tmp_path, "--out", new)
     params = (run / "params.yaml").read_text()
@@ -207,3 +216,18 @@ def test_unsuitable_runs_and_folders_are_refused_before_the_encoder_is_opened(
     )
     assert "whose model is dpr, got a bert" in error(documents, "--model_dir", tmp_path / "run", "--out", new)
     assert not new.exists()
+
+
+def test_an_error_says_that_the_command_continues(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "PASSAGES_PER_FILE", 8)
+    path = tmp_path / "texts.jsonl"
+    path.write_text(json.dumps({"text": "river"}) + "\n{}\n")
+    command = ["index", str(path), "--model_dir", str(run), "--out", str(tmp_path / "index")]
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "continues" not in capsys.readouterr().err, "nothing was written yet"
+    path.write_text((json.dumps({"text": "river"}) + "\n") * 300 + "{}\n")
+    assert main(command) == 2
+    assert f"kept in {tmp_path / 'index.partial'}; the same command continues" in capsys.readouterr().err
+    assert main([*command, "--skip_bad_records"]) == 0
+    assert len(PassageIndex(tmp_path / "index")) == 300

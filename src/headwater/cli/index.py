@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.cli.arguments import add_override_options, positive, read_model_dir
-from headwater.core.patience import noticed
+from headwater.core.errors import DataError, HeadwaterError
+from headwater.core.patience import noticed, print_notice
 from headwater.core.units import counted
 from headwater.data.documents import find_inputs
 from headwater.data.passages import PASSAGE_WORDS
-from headwater.data.staging import check_target
+from headwater.data.staging import check_target, partial_folder
 from headwater.retrieval.build import Texts, replaces
+from headwater.retrieval.files import is_index
 from headwater.trainer.retrieval import RetrieverRun, index_texts
 
 MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk"})
@@ -23,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater index`."""
     parser.description = (
         "Cut documents into passages, encode them with the passage encoder of a run (dpr), and write an "
-        "index for `headwater search` and `headwater generate --index`. The same command continues an index "
-        "that was killed."
+        "index for `headwater search` and `headwater generate --index`. The same command continues after a "
+        "kill or an error."
     )
     parser.add_argument(
         "inputs",
@@ -68,12 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the index; return the exit code."""
+    _check_out(args.out, args.inputs)
     texts = Texts(find_inputs(args.inputs), args.passage_words, args.json_key, args.skip_bad_records)
     # Before the encoder is opened, which takes a while.
     check_target(args.out, replace=replaces(args.out, args.overwrite))
     config = read_model_dir(args.model_dir, args.overrides)
     retriever = RetrieverRun.find(config, args.checkpoint_path)
-    with noticed("opening the encoder") as activity:
+    with _noted_progress(args.out), noticed("opening the encoder") as activity:
 
         def told(count: int) -> None:
             activity.name = f"encoding passages: {count} done"
@@ -91,3 +96,32 @@ def run(args: argparse.Namespace) -> int:
         print(f"left out: {counted(built.bad_records, 'record', 'records')} that cannot be used")
     print(f"{counted(built.manifest.num_passages, 'passage', 'passages')} written to {args.out}")
     return 0
+
+
+def _check_out(out: Path, inputs: Sequence[Path]) -> None:
+    """Check that the index is not written into a folder of inputs.
+
+    Raises:
+        DataError: if it is. Its own files would be inputs when the command is run again.
+    """
+    for folder in inputs:
+        if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
+            raise DataError(
+                f"expected a folder outside of the inputs, found one below {folder}",
+                where=f"--out {out}",
+                remedy="name a folder that is not below an input folder",
+            )
+
+
+@contextmanager
+def _noted_progress(out: Path) -> Iterator[None]:
+    """Print after an error that the same command continues, if some passages are written already."""
+    try:
+        yield
+    except HeadwaterError:
+        partial = partial_folder(out)
+        if is_index(partial):
+            print_notice(
+                f"note: the passages written so far are kept in {partial}; the same command continues"
+            )
+        raise

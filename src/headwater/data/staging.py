@@ -16,15 +16,19 @@ _KEY = ".key"
 
 
 @contextlib.contextmanager
-def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iterator[Path]:
+def staged_folder(
+    target: Path, *, replace: bool = False, key: str = "", keep: str | None = None
+) -> Iterator[Path]:
     """Yield a folder beside `target`, which is renamed to `target` when the block ends without an error.
 
-    The folder is empty, or holds the files of a killed or interrupted process that used the same `key`.
+    The folder is empty, or holds the files of an earlier process that used the same `key` and was killed,
+    was interrupted, or ended with an error after it had written the file `keep`.
 
     Args:
         target: folder to create.
         replace: allow `target` to exist; it is removed when the new folder is complete.
         key: identifies the content. Files left under another key, or without a key, are removed first.
+        keep: name of a file. After an error the partial files are removed, unless this file is among them.
 
     Raises:
         DataError: if `target` is a file, if it is not empty and `replace` is not set, or if another process
@@ -33,7 +37,7 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
     # The folder is renamed to the target, so both must be in one file system, also if the target is a link.
     target = target.resolve()
     check_target(target, replace=replace)
-    partial = target.with_name(target.name + ".partial")
+    partial = partial_folder(target)
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial / _LOCK, target):
         try:
@@ -46,10 +50,17 @@ def staged_folder(target: Path, *, replace: bool = False, key: str = "") -> Iter
                 (partial / name).unlink()
             _swap(partial, target)
         except Exception:
-            # After any error the partial files are useless, and the error is raised again. After an
-            # interrupt (not an Exception) they stay, and the same command continues with them.
-            shutil.rmtree(partial, ignore_errors=True)
+            # After an interrupt (not an Exception) the partial files stay, and the same command continues
+            # with them. After an error they are useless, unless the caller can continue from `keep`.
+            if keep is None or not (partial / keep).is_file():
+                shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def partial_folder(target: Path) -> Path:
+    """Return the folder that has the files of `target` until they are complete."""
+    target = target.resolve()
+    return target.with_name(target.name + ".partial")
 
 
 def check_target(target: Path, *, replace: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -9,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from headwater.core.errors import ConfigError, DataError
+from headwater.core.errors import ConfigError, CorruptError, DataError
 from headwater.core.files import disk_errors, replace_file
 from headwater.data.passages import PASSAGE_WORDS, Passage, first_tokens, halves, read_passages
 from headwater.data.raw_records import BadRecords
@@ -20,6 +21,7 @@ from headwater.retrieval.files import (
     EncoderIdentity,
     FileEntry,
     Manifest,
+    is_index,
     read_manifest,
     write_passages,
     write_tokenizer,
@@ -27,6 +29,9 @@ from headwater.retrieval.files import (
 
 PASSAGES_PER_FILE = 8192
 """Passages that are encoded before they are written. A killed command continues after the last file."""
+
+_MOST_WORDS = 100_000
+"""Most words of a passage before it is halved; encoders read far fewer."""
 
 _SHORT = 16
 """Characters of a passage that is not divided any more; its title is too long for the encoder."""
@@ -43,7 +48,7 @@ class Texts:
         skip_bad_records: leave out records that cannot be used; otherwise the first is an error.
 
     Raises:
-        ConfigError: if `passage_words` is not positive.
+        ConfigError: if `passage_words` is not positive, or larger than any encoder could use.
     """
 
     files: Sequence[Path]
@@ -52,11 +57,11 @@ class Texts:
     skip_bad_records: bool = False
 
     def __post_init__(self) -> None:
-        if self.passage_words < 1:
+        if not 1 <= self.passage_words <= _MOST_WORDS:
             raise ConfigError(
-                f"expected at least 1 word, got {self.passage_words}",
+                f"expected from 1 to {_MOST_WORDS} words of a passage, got {self.passage_words}",
                 where="--passage_words",
-                remedy=f"use 1 or more, for example {PASSAGE_WORDS}",
+                remedy=f"use a number in this range, for example {PASSAGE_WORDS}",
             )
 
 
@@ -84,7 +89,7 @@ def build_index(
 ) -> Built:
     """Write an index of texts to the new folder `out`, which appears when it is complete.
 
-    Until then the files are in `out` + `.partial`, where the same call continues if it was killed.
+    Until then the files are in `out` + `.partial`. After a kill or an error the same call continues there.
 
     Args:
         out: the folder.
@@ -95,18 +100,22 @@ def build_index(
         told: called with the number of passages that are encoded.
 
     Raises:
-        DataError: if an input cannot be read, the inputs have no text, or `out` is in use.
+        DataError: if an input cannot be read, the inputs have no text, `out` is in use, or `out` holds
+            something else than an index.
         StoreError: if the index cannot be written.
     """
     bad = BadRecords(texts.skip_bad_records)
     passages = read_passages(texts.files, num_words=texts.passage_words, json_key=texts.json_key, bad=bad)
-    options = [texts.passage_words, texts.json_key, texts.skip_bad_records]
+    # `skip_bad_records` is not in the key: the passages before the first bad record do not depend on it.
+    options = [texts.passage_words, texts.json_key]
     reads = [encoder.texts.tokenizer.to_str(), encoder.texts.end, encoder.texts.length]
     key = json.dumps([dataclasses.asdict(identity), options, reads, file_marks(texts.files)])
-    with disk_errors(out), staged_folder(out, replace=replaces(out, overwrite), key=key) as folder:
+    replace = replaces(out, overwrite)
+    with disk_errors(out), staged_folder(out, replace=replace, key=key, keep=MANIFEST_FILE) as folder:
         checksum = write_tokenizer(folder, encoder.texts.tokenizer)
         manifest = Manifest(identity, encoder.dimension, checksum, encoder.texts.end, [])
-        if (folder / MANIFEST_FILE).is_file():
+        # If the manifest is missing or unreadable, all passages are encoded again.
+        with contextlib.suppress(CorruptError, DataError):
             manifest = read_manifest(folder)
         for entry in _written(folder, manifest, divided(passages, encoder.texts), encoder, told):
             manifest = dataclasses.replace(manifest, files=[*manifest.files, entry])
@@ -121,8 +130,23 @@ def build_index(
 
 
 def replaces(out: Path, overwrite: bool) -> bool:
-    """True if an index at `out` may be replaced. A folder with other content is never replaced."""
-    return overwrite and (out / MANIFEST_FILE).is_file()
+    """Return true if an index at `out` is replaced. A folder with other content is never replaced.
+
+    Raises:
+        DataError: if an index is to be replaced, and `out` is not an index and not empty.
+    """
+    if not overwrite or is_index(out):
+        return overwrite
+    with disk_errors(out):
+        has_content = out.is_dir() and any(out.iterdir())
+    if has_content:
+        raise DataError(
+            f"expected an index to replace, found a folder that is not empty and has no {MANIFEST_FILE} of "
+            "an index",
+            where=str(out),
+            remedy="choose another folder, or remove this one yourself",
+        )
+    return False
 
 
 def _written(

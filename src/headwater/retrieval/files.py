@@ -12,7 +12,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from pydantic import TypeAdapter
@@ -29,7 +29,8 @@ from headwater.data.passages import Passage
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MANIFEST_FILE = "manifest.json"
+MANIFEST_FILE = "index.json"
+_KIND = "headwater index"
 FORMAT_VERSION = 1
 _REMEDY = "make the index again with headwater index, or use another copy of it"
 
@@ -92,7 +93,12 @@ class Manifest:
         """Return the content of the manifest file; the inverse of `read_manifest`."""
         content = dataclasses.asdict(self)
         checksum = zlib.crc32(_canonical(content))
-        document = {"format_version": FORMAT_VERSION, "checksum": checksum, "content": content}
+        document = {
+            "kind": _KIND,
+            "format_version": FORMAT_VERSION,
+            "checksum": checksum,
+            "content": content,
+        }
         return json.dumps(document).encode()
 
 
@@ -105,17 +111,25 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
-        what = "the folder is not an index: it has no manifest.json" if folder.is_dir() else "no such index"
+        what = f"the folder is not an index: it has no {MANIFEST_FILE}"
+        what = what if folder.is_dir() else "no such index"
         raise DataError(what, where=str(folder), remedy="name the folder that headwater index wrote (--out)")
     try:
-        with disk_errors(path):
-            document = json.loads(path.read_bytes())
-        version, checksum, content = (document[key] for key in ("format_version", "checksum", "content"))
+        document = _document(path)
+        kind, version, checksum, content = (
+            document[key] for key in ("kind", "format_version", "checksum", "content")
+        )
+        if kind != _KIND:
+            raise DataError(
+                f"expected a file that headwater index wrote, found another {MANIFEST_FILE}",
+                where=str(path),
+                remedy="name the folder that headwater index wrote (--out)",
+            )
         # Before the checksum, because a newer version may compute it differently.
         if version == FORMAT_VERSION and checksum == zlib.crc32(_canonical(content)):
             return TypeAdapter(Manifest).validate_python(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptError(f"the manifest is damaged: {error!r}", where=str(path), remedy=_REMEDY) from error
+        raise CorruptError("the manifest is damaged", where=str(path), remedy=_REMEDY) from error
     if version != FORMAT_VERSION:
         raise DataError(
             f"expected an index of format version {FORMAT_VERSION}, got version {version!r}",
@@ -123,6 +137,20 @@ def read_manifest(folder: Path) -> Manifest:
             remedy="use the version of headwater that wrote it, or make the index again",
         )
     raise CorruptError("the manifest is damaged: its checksum differs", where=str(path), remedy=_REMEDY)
+
+
+def is_index(folder: Path) -> bool:
+    """True if the folder has a manifest that `headwater index` has written, also by another version."""
+    path = folder / MANIFEST_FILE
+    try:
+        return path.is_file() and bool(_document(path)["kind"] == _KIND)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _document(path: Path) -> Any:
+    with disk_errors(path):
+        return json.loads(path.read_bytes())
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> int:
