@@ -226,6 +226,7 @@ def test_failed_write_names_the_folder_and_leaves_nothing(text_file, tmp_path):
     """A limit on the file size simulates a full disk."""
     process = run(tmp_path, text_file, workers=1, limit=100_000)
     assert "DataError: output cannot be written" in process.stderr
+    assert "516 bytes per document" in process.stderr
     assert process.returncode == 1
     assert not list(tmp_path.glob("out*"))
 

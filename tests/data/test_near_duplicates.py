@@ -15,6 +15,7 @@ from headwater.cli.main import main
 from headwater.core.errors import ConfigError, DataError
 from headwater.data import documents, near_duplicates, packing
 from headwater.data.documents import Piece, cut_pieces
+from headwater.data.modes import ModeOptions
 from headwater.data.near_duplicates import Bands, choose_bands, first_of_groups
 from headwater.data.prepare import prepare
 from headwater.data.settings import NearDuplicates, PrepareSettings
@@ -236,6 +237,45 @@ def test_all_strings_of_a_record_are_compared(tmp_path, texts, mode, capsys):
     found = read_statistics(tmp_path / "out")
     assert (found.documents, found.duplicate_records) == (3, 2)
     assert "left out: duplicates" in capsys.readouterr().out
+
+
+TURNS = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}]
+
+
+@pytest.mark.parametrize(
+    ("mode", "bad", "good"),
+    [
+        ("prompt_completion", {"completion": " "}, {"completion": "Nobody."}),
+        ("prompt_completion", {"completion": 3}, {"completion": "Nobody."}),
+        ("summarization", {"document": "x", "summary": []}, {"document": "x", "summary": "Nobody."}),
+        ("chat", {"messages": TURNS[:1]}, {"messages": TURNS}),
+        ("classification", {"text": "x", "label": "many"}, {"text": "x", "label": 1}),
+        ("preference", {"chosen": "Nobody."}, {"chosen": "Nobody.", "rejected": "He."}),
+        ("embedding_pairs", {"positive": ""}, {"positive": "Nobody.", "negative": "He."}),
+        ("extractive_summarization", {"source": ["x"]}, {"source": ["x", "y"], "source_labels": [0, 1]}),
+        ("image_text", {"image": "none.png", "captions": ["x"]}, {"image": "a.png", "captions": ["x"]}),
+    ],
+)
+def test_a_record_without_an_example_does_not_replace_a_similar_one(tmp_path, texts, mode, bad, good):
+    (tmp_path / "a.png").touch()
+    records = [{"prompt": texts[0], "question": texts[0], **each} for each in (bad, good, good)]
+    source = lines(tmp_path / "a.jsonl", records)
+    options = {"image_dir": tmp_path, "num_features": 4, "begin_of_text": "e"} if mode == "image_text" else {}
+    found = prepare(
+        [source],
+        tmp_path / "out",
+        PrepareSettings(
+            TrainBPE(300),
+            1500,
+            val_fraction=0,
+            mode=mode,
+            options=ModeOptions(**options),
+            skip_bad_records=True,
+            deduplicate=NearDuplicates(),
+        ),
+    )
+    assert (found.documents, found.duplicate_records, found.train_samples) == (2, 1, 1)
+    assert found.bad_records + found.empty_records == 1
 
 
 def test_finished_signatures_are_not_computed_again(tmp_path, texts, monkeypatch):

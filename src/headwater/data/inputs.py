@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,8 @@ class Inputs:
         json_key: key of the text in records, for running text.
         bar: progress bar; each pass over the files is a task of it.
         kept: True for each document or record that is read, in order; by default all are read.
+        makes_example: returns False for a record from which no example can be made; by default no record is
+            checked.
     """
 
     files: Sequence[Path]
@@ -34,6 +36,7 @@ class Inputs:
     json_key: str
     bar: Progress
     kept: npt.NDArray[np.bool_] | None = None
+    makes_example: Callable[[Record], bool] | None = None
 
     @property
     def names(self) -> str:
@@ -46,12 +49,17 @@ class Inputs:
         return 0 if self.kept is None else int(np.count_nonzero(~self.kept))
 
     def documents(self, bad: BadRecords) -> Iterator[Piece]:
-        """Yield all documents in pieces; the strings of a record are one document, which may be empty."""
+        """Yield all documents in pieces. The strings of a record are one document.
+
+        The document of a record from which no example can be made is empty. Empty documents are similar to no
+        other, so such a record does not replace one that can be used.
+        """
         if self.reads == "documents":
             yield from self._pieces("comparing", bad, Duplicates())
         else:
             for record in self._records("comparing", bad, Duplicates()):
-                text = "\n".join(_strings(record.fields))
+                is_usable = self.makes_example is None or self.makes_example(record)
+                text = "\n".join(_strings(record.fields)) if is_usable else ""
                 yield Piece(text, True, len(text), record.file_bytes)
 
     def texts(self, bad: BadRecords, duplicates: Duplicates) -> Iterator[str]:

@@ -29,6 +29,7 @@ from headwater.data.modes import Mode, find_mode
 from headwater.data.near_duplicates import KEPT_FILE, find_kept
 from headwater.data.packing import Encode, WriteSamples, arrange, split_samples
 from headwater.data.raw_records import BadRecords
+from headwater.data.record_check import RecordCheck
 from headwater.data.saved_tokenizer import save_tokenizer
 from headwater.data.settings import NearDuplicates, PrepareSettings
 from headwater.data.split_files import SplitFiles
@@ -82,6 +83,8 @@ def prepare(
             read = Inputs(files, mode.reads, settings.json_key, bar)
             if isinstance(settings.deduplicate, NearDuplicates):
                 bad = BadRecords(settings.skip_bad_records)
+                if mode.reads == "records":
+                    read = dataclasses.replace(read, makes_example=RecordCheck(mode, settings.options))
                 kept = find_kept(read, settings.deduplicate, bad, folder, num_workers)
                 read = dataclasses.replace(read, kept=kept)
             written = SplitFiles(folder, settings.samples_per_file, num_workers, bar)
@@ -89,7 +92,10 @@ def prepare(
             (folder / KEPT_FILE).unlink(missing_ok=True)
             return statistics
     except OSError as error:
-        remedy = "make the folder writable, and free disk space (about 12 bytes per token are needed)"
+        remedy = (
+            "make the folder writable, and free disk space (about 12 bytes per token are needed, and for "
+            "--deduplicate_near 516 bytes per document)"
+        )
         raise DataError(f"output cannot be written: {error}", where=str(output_dir), remedy=remedy) from error
 
 
