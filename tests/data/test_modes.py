@@ -171,8 +171,10 @@ def test_questions_and_passages_have_the_tokens_of_bert(shared, tmp_path):
     fields = retrieval_fields(12, 12, 3, vocab_sizes=(30522, 30522))
     batch = open_records(tmp_path / "embedding_pairs/train", fields, 12).__getitems__([0])
     oracle = transformers.BertTokenizer(str(vocabulary))
-    texts = ["Books Anne did.", "Ships They sail.", "Another."]
-    expected = oracle(texts, padding="max_length", max_length=12, return_tensors="pt")
+    # Title and text are a pair, as in the data of DPR's authors.
+    texts = [("Books", "Anne did."), ("Ships", "They sail."), "Another."]
+    expected = [oracle(*[text] if isinstance(text, str) else text) for text in texts]
+    expected = oracle.pad(expected, padding="max_length", max_length=12, return_tensors="pt")
     assert batch["ctx_input_ids"][0].tolist() == expected["input_ids"].tolist()
     assert batch["ctx_attention_mask"][0].tolist() == expected["attention_mask"].tolist()
     assert batch["questions_input_ids"][0, :6].tolist() == oracle("Who wrote it?")["input_ids"]

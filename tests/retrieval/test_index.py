@@ -290,10 +290,24 @@ def test_a_passage_that_the_encoder_cannot_read_is_halved(encoder):
     found = list(divided([Passage(text, "the title", "here")], encoder.texts))
     assert " ".join(passage.text for passage, _ in found) == text
     assert all(len(tokens) <= 24 for _, tokens in found) and len(found) > 4
-    # With a title that fills the encoder, passages become short, but they end.
-    found = list(divided([Passage(text, "title " * 20, "here")], encoder.texts))
-    assert " ".join(passage.text for passage, _ in found) == text
-    assert all(len(tokens) <= 24 and tokens[-1] == 0 for _, tokens in found)
+
+
+@pytest.mark.parametrize(
+    "title",
+    ["title " * 20, "https://example.org/" + "a" * 150, "河" * 60],
+    ids=["words", "address", "chinese"],
+)
+@pytest.mark.parametrize("gap", [" ", ""])
+def test_a_long_title_leaves_room_for_the_text(title, gap, encoder):
+    text = gap.join(map(str, range(100)))
+    found = list(divided([Passage(text, title, "here")], encoder.texts))
+    assert gap.join(passage.text for passage, _ in found) == text
+    decode = encoder.texts.tokenizer.decode
+    for passage, tokens in found:
+        assert len(tokens) <= 24 and tokens[-1] == 0 and passage.title == title
+        assert decode(tokens).endswith(f" {passage.text}"), "the whole text is encoded"
+    vectors = encoder.encode([tokens for _, tokens in found])
+    assert len(vectors.unique(dim=0)) == len(found) > 4
 
 
 def test_a_tokenizer_of_another_model_and_infinite_vectors_are_refused(encoder):

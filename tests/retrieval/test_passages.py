@@ -4,10 +4,20 @@ import gzip
 import json
 
 import pytest
+from tokenizers import processors
 
 from headwater.core.errors import DataError
-from headwater.data.passages import Passage, cut_passages, ended, first_tokens, halves, read_passages
+from headwater.data.passages import (
+    Passage,
+    cut_passages,
+    ended,
+    first_tokens,
+    halves,
+    read_passages,
+    titled,
+)
 from headwater.data.raw_records import BadRecords
+from headwater.data.tokenizer import TrainBPE
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
@@ -61,8 +71,23 @@ def test_halves_are_cut_between_words():
         ("oneword", ("one", "word")),
     ):
         assert tuple(each.text for each in halves(Passage(text, "t", "s"))) == expected
-    assert Passage("text", "title", "").encoded_text == "title text"
-    assert Passage("text", "", "").encoded_text == "text"
+
+
+def test_a_title_is_the_first_of_a_pair_if_the_tokenizer_separates_pairs():
+    trained = TrainBPE(300).train(["title text"])
+    assert titled(trained, "title", "text", 64) == "title text"
+    assert titled(trained, "", "text", 64) == "text" and titled(trained, "title", "", 64) == "title"
+    trained.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    assert titled(trained, "title", "text", 64) == ("title", "text")
+
+
+def test_a_title_has_at_most_half_of_the_tokens():
+    tokenizer = TrainBPE(300).train(["title text"])
+    for title in ("https://example.org/" + "a" * 150, "河" * 60, "é" * 60):
+        whole = titled(tokenizer, title, "text", 24)
+        kept = whole.removesuffix(" text")
+        assert whole != kept and title.startswith(kept) and 0 < len(tokenizer.encode(kept).ids) <= 13
+        assert titled(tokenizer, title, "text", 2) == "text"
 
 
 def test_tokens_end_with_the_end_token():

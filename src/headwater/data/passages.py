@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwater.core.errors import DataError
 from headwater.data.documents import text_blocks
@@ -17,6 +18,9 @@ from headwater.data.raw_records import (
     read_records,
     text_of,
 )
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PASSAGE_WORDS = 100
 """Words of a passage, as in DPR (arXiv:2004.04906)."""
@@ -42,15 +46,38 @@ class Passage:
     title: str
     source: str
 
-    @property
-    def encoded_text(self) -> str:
-        """The text that an encoder reads."""
-        return titled(self.title, self.text)
+
+def titled(tokenizer: Tokenizer, title: str, text: str, length: int) -> str | tuple[str, str]:
+    """Return the input of a tokenizer for a passage with its title, in training and in an index.
+
+    As in DPR, this is the pair of title and text if the tokenizer puts a separator between the two. Otherwise
+    it is one text.
+
+    Args:
+        tokenizer: the tokenizer.
+        title: title of the document, or an empty string.
+        text: text of the passage, or an empty string.
+        length: tokens that the encoder reads. Title and text each have room for half of them.
+    """
+    if not title or not text:
+        return title or text
+    # One more token may be added: the end-of-text token.
+    special = tokenizer.num_special_tokens_to_add(True)
+    title = _first_part(tokenizer, title, (length - special - 1) // 2)
+    if not title:
+        return text
+    has_separator = special > tokenizer.num_special_tokens_to_add(False)
+    return (title, text) if has_separator else f"{title} {text}"
 
 
-def titled(title: str, text: str) -> str:
-    """Return a passage with its title, as DPR reads it in training and in an index."""
-    return " ".join(part for part in (title, text) if part)
+def _first_part(tokenizer: Tokenizer, text: str, most: int) -> str:
+    """Return the beginning of a text, which has about `most` tokens, or the whole text if it has fewer."""
+    if len(text.encode()) <= most:  # so few bytes have no more tokens
+        return text
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    if len(encoded.ids) <= most:
+        return text
+    return text[: encoded.offsets[most - 1][1]] if most > 0 else ""
 
 
 def read_passages(

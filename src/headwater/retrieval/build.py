@@ -33,9 +33,6 @@ PASSAGES_PER_FILE = 8192
 _MOST_WORDS = 100_000
 """Most words of a passage before it is halved; encoders read far fewer."""
 
-_SHORT = 16
-"""Characters of a passage that is not divided any more; its title is too long for the encoder."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
@@ -179,9 +176,9 @@ def divided(passages: Iterable[Passage], texts: TextTokens) -> Iterator[tuple[Pa
     """
     source = iter(passages)
     while some := list(itertools.islice(source, 256)):
-        tokens = texts.of([passage.encoded_text for passage in some])
+        tokens = texts.of_passages(some)
         for passage, each in zip(some, tokens, strict=True):
-            if len(each) > texts.length and len(passage.text) > _SHORT:
+            if len(each) > texts.length and len(passage.text) > 1:
                 yield from divided(halves(passage), texts)
             else:
                 yield passage, first_tokens(each, texts.length)

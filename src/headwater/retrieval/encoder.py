@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwater.core.errors import DataError, NonFiniteError
-from headwater.data.passages import ended
+from headwater.data.passages import Passage, ended, titled
 from headwater.models.bert import text_vectors
 from headwater.models.encoder import Encoder
 
@@ -33,9 +33,13 @@ class TextTokens:
     end: int
     length: int
 
-    def of(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, which may be longer than the encoder reads."""
+    def of(self, texts: Sequence[str | tuple[str, str]]) -> list[list[int]]:
+        """Return the tokens of each text or pair of texts, which may be longer than the encoder reads."""
         return [ended(each.ids, self.end) for each in self.tokenizer.encode_batch_fast(list(texts))]
+
+    def of_passages(self, passages: Sequence[Passage]) -> list[list[int]]:
+        """Return the tokens of each passage with its title; see `titled`."""
+        return self.of([titled(self.tokenizer, each.title, each.text, self.length) for each in passages])
 
 
 @final

@@ -120,25 +120,28 @@ def embedding_pairs(context: Context, record: Record) -> Example:
             where=record.where,
             remedy=f"use --num_passages {len(negatives) + 1}, or skip the record with --skip_bad_records",
         )
-    if not question.strip() or not positives or not positives[0].strip():
+    if not question.strip() or not positives or not "".join(positives[0]).strip():
         raise Unusable("empty")
-    texts = [question, positives[0], *negatives[:wanted]]
-    return tuple(_enclosed(context, text) for text in texts)
+    texts = [("", question), positives[0], *negatives[:wanted]]
+    return tuple(_enclosed(context, title, text) for title, text in texts)
 
 
-def _passages(value: Any, record: Record) -> list[str]:
+def _passages(value: Any, record: Record) -> list[tuple[str, str]]:
+    """Return title and text of each passage; the title may be empty."""
     found = []
     for part in value if isinstance(value, list) else [value]:
-        if isinstance(part, dict):
-            part = titled(*(str(part.get(key) or "") for key in ("title", "text")))
-        found.append(checked_text(part, "passage", record.where))
+        is_titled = isinstance(part, dict)
+        both = [str(part.get(key) or "") for key in ("title", "text")] if is_titled else ["", part]
+        title, text = (checked_text(each, "passage", record.where) for each in both)
+        found.append((title, text))
     return found
 
 
-def _enclosed(context: Context, text: str) -> Tokens:
+def _enclosed(context: Context, title: str, text: str) -> Tokens:
     """Return the tokens of a text with the special tokens of the tokenizer, and end-of-text as the last."""
-    context.counts["text_bytes"] += len(text.encode())
-    tokens = ended(context.tokenizer.encode(text).ids, context.end)
+    context.counts["text_bytes"] += len(title.encode()) + len(text.encode())
+    whole = titled(context.tokenizer, title, text, context.length)
+    tokens = ended(context.tokenizer.encode_batch_fast([whole])[0].ids, context.end)
     if len(tokens) > context.length:
         context.counts["cut"] += 1
     return np.array(first_tokens(tokens, context.length), dtype=np.int32)
