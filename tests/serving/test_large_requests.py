@@ -1,6 +1,7 @@
 """Large requests: another thread reads them, and the asyncio loop answers other requests meanwhile."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 
@@ -8,6 +9,7 @@ import pytest
 from serving_samples import LLAMA, TEXT
 
 from headwater.config.models.decoder import DecoderConfig
+from headwater.core.errors import DataError
 from headwater.data.codec import Codec
 from headwater.data.tokenizer import TrainBPE
 from headwater.generation.batcher import Batcher
@@ -76,6 +78,49 @@ def test_errors_of_large_requests_are_those_of_small_ones(service):
         with pytest.raises(ApiError) as found:
             asyncio.run(service.answer(COMPLETIONS, json.dumps({"prompt": prompt})))
         assert found.value.status == 400 and message in str(found.value)
+
+
+class WaitingPassages:
+    """Passages that are found only after an event, and then not at all."""
+
+    def __init__(self):
+        self.event = threading.Event()
+
+    def prompt(self, question, tokens_of, most):
+        assert self.event.wait(20), "the test does not set the event"
+        raise DataError("no passages")
+
+
+def test_requests_that_wait_for_passages_are_limited_and_delay_no_large_ones(service, monkeypatch):
+    monkeypatch.setattr("headwater.serving.service._MOST_WAITING", 10)
+    model = dataclasses.replace(service.models["model"], passages=WaitingPassages())
+    model.codec.loop_is_free.set()
+    finding = Service({"model": model})
+    statuses = []
+
+    async def chat():
+        body = {"messages": [{"role": "user", "content": "Who?"}]}
+        with pytest.raises(ApiError) as found:
+            await finding.answer(CHAT, json.dumps(body))
+        statuses.append(found.value.status)
+
+    async def ask():
+        chats = [asyncio.create_task(chat()) for _ in range(15)]
+        await asyncio.sleep(0.01)
+        assert statuses == [429] * 5
+        answer = await asyncio.wait_for(finding.answer(COMPLETIONS, json.dumps(BODIES[COMPLETIONS])), 10)
+        answer.cancel()
+        model.passages.event.set()
+        await asyncio.gather(*chats)
+        assert statuses[5:] == [400] * 10
+        await chat()
+        assert statuses[-1] == 400, "requests that were answered do not count"
+
+    try:
+        asyncio.run(ask())
+    finally:
+        model.passages.event.set()
+        finding.close()
 
 
 @pytest.mark.parametrize("special", [True, False, None])

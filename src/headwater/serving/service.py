@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
@@ -30,7 +30,7 @@ _SCHEMAS: dict[str, type[CompletionRequest] | type[ChatRequest] | type[CardReque
 _SMALL_BODY = 2**15
 """Most bytes of a request that is read in the asyncio loop, which takes a few milliseconds."""
 _MOST_WAITING = 4096
-"""Texts that may wait for a model; at least those of one request."""
+"""Texts that may wait for a model, and requests that may wait for a thread that reads them."""
 
 
 @final
@@ -45,7 +45,9 @@ class Service:
         self.models = models
         generating = (model for model in models.values() if isinstance(model, ServedModel))
         self._finds_passages = any(model.passages is not None for model in generating)
-        self._readers = ThreadPoolExecutor(2, "headwater-serve-read")
+        self._readers = _Readers("headwater-serve-read")
+        # Separate threads, because the search for passages may take longer than reading a large request.
+        self._finders = _Readers("headwater-serve-find")
 
     async def answer(self, path: str, raw: bytes | str) -> Answer:
         """Begin to answer a request, in the asyncio loop that reads the answer.
@@ -62,11 +64,12 @@ class Service:
                 has failed.
         """
         try:
-            if len(raw) <= _SMALL_BODY and not (path == CHAT and self._finds_passages):
+            finds = path == CHAT and self._finds_passages
+            if len(raw) <= _SMALL_BODY and not finds:
                 answer = self._read(path, raw)
             else:
-                loop = asyncio.get_running_loop()
-                answer = await loop.run_in_executor(self._readers, self._read, path, raw)
+                readers = self._finders if finds else self._readers
+                answer = await readers.run(lambda: self._read(path, raw))
                 _check_queue(self.models[answer.model_name], answer.num_texts)  # the queue may be longer now
             answer.begin()
         except HeadwaterError as error:
@@ -112,8 +115,40 @@ class Service:
         return self.models[name]
 
     def close(self) -> None:
-        """End the threads that read large requests."""
-        self._readers.shutdown(cancel_futures=True)
+        """End the threads that read requests."""
+        self._readers.close()
+        self._finders.close()
+
+
+@final
+class _Readers:
+    """Two threads that read requests. Used only in the asyncio loop.
+
+    Args:
+        name: beginning of the threads' names.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._threads = ThreadPoolExecutor(2, name)
+        self._count = 0
+
+    async def run(self, read: Callable[[], Answer]) -> Answer:
+        """Return the result of `read`, which one of the threads calls.
+
+        Raises:
+            ApiError: if too many requests wait for a thread; see also `Service.answer`.
+        """
+        # Without this check the queue of the threads has no limit.
+        _check_room(self._count, 1)
+        self._count += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, read)
+        finally:
+            self._count -= 1
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(cancel_futures=True)
 
 
 def parsed(raw: bytes | str) -> dict[str, Any]:
@@ -137,7 +172,11 @@ def parsed(raw: bytes | str) -> dict[str, Any]:
 
 def _check_queue(model: ServedModel | ServedFiller, count: int) -> None:
     """Raise `ApiError` if too many texts would wait for a model after a request for `count` texts."""
-    waiting = model.worker.waiting
+    _check_room(model.worker.waiting, count)
+
+
+def _check_room(waiting: int, count: int) -> None:
+    """Raise `ApiError` if `count` texts more would be too many."""
     if waiting + count > _MOST_WAITING:
         message = (
             f"expected at most {_MOST_WAITING} waiting texts, got {count} more while {waiting} are waiting; "
