@@ -1,6 +1,10 @@
 """A server that puts passages of an index before the question of a chat."""
 
 import json
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -11,6 +15,8 @@ from headwater.config.models.encoder import DPRConfig
 from headwater.convert.checkpoint import export_hf
 from headwater.data.tokenizer import TrainBPE
 from headwater.models.bert import DPR
+from headwater.retrieval.prompt import PassageTemplate
+from headwater.serving.passages import PassagePrompts
 from headwater.trainer.retrieval import open_retriever
 
 TOWER = {
@@ -111,3 +117,55 @@ def test_requests_of_a_file_find_passages(folders, index, tmp_path, capsys):
     assert main(words[:3]) == 2, "the answers are of a model with an index"
     assert main([*words, "--passages", "9"]) == 2
     assert "from 1 to 8 passages" in capsys.readouterr().err
+
+
+def test_a_batch_continues_only_with_the_same_passages(folders, index, tmp_path, capsys):
+    requests, template, copy = (tmp_path / name for name in ("requests.jsonl", "template.txt", "index"))
+    requests.write_text(json.dumps({"input_data": [QUESTION], "params": {"max_new_tokens": 1}}) + "\n")
+    template.write_text("{passages} {prompt}")
+    shutil.copytree(index, copy)
+    words = ["batch", str(requests), f"long={folders['long']}", "--index", str(copy)]
+    words += ["--template", str(template)]
+    assert main(words) == main(words) == 0
+    assert main([*words, "--passages", "2"]) == 2
+    template.write_text("{passages}: {prompt}")
+    assert main(words) == 2
+    assert "other requests, or of other models" in capsys.readouterr().err
+    template.write_text("{passages} {prompt}")
+    assert main(words) == 0
+    texts = tmp_path / "others.jsonl"
+    texts.write_text('{"text": "Another text."}\n')
+    run = ["--model_dir", str(index.parent / "run")]
+    assert main(["index", str(texts), *run, "--out", str(copy), "--overwrite"]) == 0
+    assert main(words) == 2
+
+
+class OneAtATime:
+    """A retriever that refuses a call during another one."""
+
+    def __init__(self, retriever):
+        self.index = retriever.index
+        self._retriever = retriever
+        self._lock = threading.Lock()
+
+    def retrieve(self, questions, k):
+        assert self._lock.acquire(blocking=False), "another thread uses the retriever"
+        try:
+            time.sleep(0.001)  # the other threads run
+            return self._retriever.retrieve(questions, k)
+        finally:
+            self._lock.release()
+
+
+def test_several_threads_find_passages_at_once(index):
+    questions = [f"How many boats: {number}?" for number in range(6)]
+    with open_retriever(index) as retriever:
+        prompts = PassagePrompts(OneAtATime(retriever), PassageTemplate(), 2)
+
+        def found(question):
+            return prompts.prompt(question, lambda text: list(text.encode()), 1000)
+
+        expected = [found(question) for question in questions]
+        with ThreadPoolExecutor(6) as threads:
+            assert list(threads.map(found, questions * 4)) == expected * 4
+    assert len({tuple(each.tokens) for each in expected}) == len(questions)

@@ -134,3 +134,8 @@ def test_generate_prints_the_likely_tokens(folders, expected, capsys, place):
     assert capsys.readouterr().out.splitlines()[-3:] == lines
     assert main([*words, "--system", "x"]) == 2
     assert main([*words[:-1], "0"]) == 2
+
+
+def test_a_server_without_a_model_that_writes_refuses_an_index(folders, tmp_path, capsys):
+    assert main(["serve", f"bert={folders[1]}", "--port", "0", "--index", str(tmp_path)]) == 2
+    assert "--index has no effect, because no served model writes texts" in capsys.readouterr().err

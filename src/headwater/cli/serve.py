@@ -6,12 +6,13 @@ import argparse
 import importlib.util
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from headwater.cli.arguments import add_checkpoint_arguments, add_override_options, read_folder
 from headwater.cli.retrieved import add_index_arguments, check_index_arguments, read_template
+from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.serving.filling import FillWorker, ServedFiller
 from headwater.serving.passages import PassagePrompts
@@ -142,13 +143,14 @@ def open_service(args: argparse.Namespace) -> Iterator[Service]:
             )
     check_index_arguments(args)
     inference = Inference(args.batch_size, args.max_sequence_length, args.checkpoint_path)
+    configs = {name: read_folder(folder, args.overrides) for name, folder in named.items()}
+    _check_index_is_used(args, configs.values())
     with ExitStack() as opened:
         passages = opened.enter_context(_open_passages(args))
         models: dict[str, ServedModel | ServedFiller] = {}
-        for name, folder in named.items():
-            config = read_folder(folder, args.overrides)
+        for name, config in configs.items():
             checkpoint = args.checkpoint_path or CheckpointManager(config.init.model_dir).newest_whole()
-            source = f"{folder.resolve()}, checkpoint {checkpoint and checkpoint.resolve()}"
+            source = f"{named[name].resolve()}, checkpoint {checkpoint and checkpoint.resolve()}"
             if masked_model(config) is not None:
                 filler = opened.enter_context(open_filler(config, inference, args.tokenizer))
                 filling = FillWorker(filler, f"headwater-serve-{name}")
@@ -160,14 +162,28 @@ def open_service(args: argparse.Namespace) -> Iterator[Service]:
             worker = Worker(batcher, f"headwater-serve-{name}")
             # The worker is closed before the engine, because its thread uses the engine.
             opened.callback(worker.close)
-            if args.index is not None:
-                source = f"{source}, index {args.index.resolve()}"
+            if passages is not None:
+                source = f"{source}, {passages.source}"
             models[name] = ServedModel(
                 name, codec, model.vocab_size, worker, int(time.time()), source, passages
             )
         service = Service(models)
         opened.callback(service.close)
         yield service
+
+
+def _check_index_is_used(args: argparse.Namespace, configs: Iterable[RunConfig]) -> None:
+    """Check that a model uses the index, before the encoder of questions is opened.
+
+    Raises:
+        ConfigError: if there is an index, and all models fill in mask tokens.
+    """
+    if args.index is not None and all(masked_model(config) is not None for config in configs):
+        raise ConfigError(
+            "--index has no effect, because no served model writes texts",
+            where="--index",
+            remedy="remove it, or serve a model that writes texts",
+        )
 
 
 @contextmanager

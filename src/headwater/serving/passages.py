@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable
 from typing import final
 
 from headwater.retrieval.prompt import FittedPrompt, PassageTemplate, fitted
-from headwater.retrieval.retriever import Retriever
+from headwater.retrieval.retriever import PASSAGES, Retriever
 
 
 @final
@@ -21,6 +22,9 @@ class PassagePrompts:
 
     Raises:
         DataError: if the index has fewer passages.
+
+    Attributes:
+        source: identifies the index, the template and the number of passages.
     """
 
     def __init__(self, retriever: Retriever, template: PassageTemplate, num_passages: int | None) -> None:
@@ -29,6 +33,11 @@ class PassagePrompts:
         self._retriever = retriever
         self._template = template
         self._num_passages = num_passages
+        index = retriever.index
+        self.source = (
+            f"index {index.folder.resolve()} (checksum {zlib.crc32(index.manifest.to_json())}), "
+            f"{num_passages or PASSAGES} passages, template {template.text!r}"
+        )
         # The encoder computes for one thread at a time.
         self._lock = threading.Lock()
 
