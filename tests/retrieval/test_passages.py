@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+from pathlib import Path
 
 import pytest
 from tokenizers import processors
@@ -52,6 +54,14 @@ def test_passages_of_files_have_title_and_source(tmp_path):
         Passage("six", "A title", f"{files[1]}, line 1"),
         Passage("seven", "", f"{files[1]}, line 3"),
     ]
+
+
+def test_a_file_name_that_is_not_utf8_has_escapes(tmp_path):
+    files = [Path(os.fsdecode(os.fsencode(tmp_path) + name)) for name in (b"/caf\xe9.txt", b"/\xe9.jsonl")]
+    files[0].write_text("one")
+    files[1].write_text('{"text": "two"}')
+    sources = [passage.source for passage in read_passages(files)]
+    assert sources == [rf"{tmp_path}/caf\xe9.txt", rf"{tmp_path}/\xe9.jsonl, line 1"]
 
 
 def test_a_bad_record_is_an_error_or_is_counted(tmp_path):

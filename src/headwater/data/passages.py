@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -104,7 +105,7 @@ def read_passages(
     for path in files:
         if file_kind(path) not in RECORD_KINDS:
             for part in cut_passages(text_blocks(path), num_words):
-                yield Passage(part, "", str(path))
+                yield Passage(part, "", _printable(str(path)))
             continue
         for record in read_records([path], bad):
             try:
@@ -115,7 +116,12 @@ def read_passages(
                 continue
             title = " ".join(title.split()[:_TITLE_WORDS])
             for part in cut_passages([text], num_words):
-                yield Passage(part, title, record.where)
+                yield Passage(part, title, _printable(record.where))
+
+
+def _printable(source: str) -> str:
+    """Return a place in a file, with an escape for each byte of the file's name that is not UTF-8."""
+    return os.fsencode(source).decode("utf-8", "backslashreplace")
 
 
 def cut_passages(blocks: Iterable[str], num_words: int) -> Iterator[str]:

@@ -198,8 +198,7 @@ def write_passages(path: Path, passages: Sequence[Passage], vectors: Tensor) -> 
         DiskFullError: if there is too little space.
     """
     records = [
-        json.dumps([each.title, each.text, each.source], ensure_ascii=False).encode("utf-8", "surrogatepass")
-        for each in passages
+        json.dumps([each.title, each.text, each.source], ensure_ascii=False).encode() for each in passages
     ]
     joined = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8)
     with TensorFileWriter(path, _layout(len(passages), vectors.shape[1], len(joined))) as file:
@@ -257,7 +256,7 @@ class PassageFile:
         ends = self._tensor("ends")
         start = int(ends[number - 1]) if number else 0
         record = bytes(self._tensor("records")[start : int(ends[number])].numpy())
-        title, text, source = json.loads(record.decode("utf-8", "surrogatepass"))
+        title, text, source = json.loads(record)
         return Passage(text, title, source)
 
     def _tensor(self, name: str) -> Tensor:
