@@ -166,6 +166,48 @@ def test_passages_that_do_not_fit_are_left_out(generate):
     assert code == 2 and "with only the best passage it has" in err and "--passage_words" in err
 
 
+def test_without_a_number_there_are_as_many_new_tokens_as_fit(generate, tmp_path):
+    question, _ = pairs()[3]
+    template = tmp_path / "template.txt"
+
+    def written(count, *more):
+        template.write_text("{passages}{prompt}" + "!?" * count)
+        return generate(question, "--passages", 3, "--template", template, *more)
+
+    def tokens(count):
+        _, _, err = written(count, "--max_new_tokens", 1020)
+        return int(err.partition("with only the best passage it has ")[2].split()[0])
+
+    # The prompt with the best passage is almost as long as the model reads.
+    each = (tokens(20) - tokens(10)) // 10
+    count = 10 + (1020 - tokens(10)) // each
+    assert 1000 < tokens(count) <= 1020
+    code, out, err = written(count)
+    assert code == 0 and len(out.partition("\n\npassages:\n")[2].splitlines()) == 1
+    assert "1 of 3 passages fit" in err
+
+
+def test_overrides_of_the_language_model_do_not_reach_the_retriever(folder, generate, generator, tmp_path):
+    question, _ = pairs()[3]
+    model = "trainer.init.model.attention_dropout_rate=0.0"
+    changes = ["--target_device", "CPU", model]
+    code, out, _ = generate(question, "--max_new_tokens", 2, *changes)
+    assert code == 0 and "passages:" in out
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 2}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(request) + "\n")
+    words = ["batch", tmp_path / "requests.jsonl", generator, "--index", folder / "index", *changes]
+    assert main([*map(str, words)]) == 0
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--system"])
+def test_text_that_is_not_utf8_is_refused(option, generator, capsys):
+    words = ["generate", "--model_dir", str(generator), "--prompt", "x", option, "a\udce9"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "expected text in UTF-8" in error and option in error
+
+
 def test_options_of_passages_need_an_index(generator, capsys):
     words = ["generate", "--model_dir", str(generator), "--prompt", "x"]
     for more in (["--passages", "2"], ["--template", "x"], ["--encoder_dir", "x"]):

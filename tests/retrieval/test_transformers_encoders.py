@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from headwater.cli.main import main
 from headwater.core.errors import DataError
@@ -170,9 +171,32 @@ def test_an_index_of_another_model_is_refused(library, index, tmp_path, capsys):
         pass
 
 
+def test_the_checkpoint_is_found_where_it_was_if_the_named_run_lacks_it(run, documents, tmp_path):
+    checkpoint = next(run.glob("checkpoint_*"))
+    elsewhere = tmp_path / "elsewhere" / "checkpoint_7"
+    shutil.copytree(checkpoint, elsewhere)
+    command = ["index", str(documents), "--model_dir", str(run), "--checkpoint_path", str(elsewhere)]
+    assert main([*command, "--out", str(tmp_path / "i")]) == 0
+    shutil.copytree(run, tmp_path / "moved")
+    assert main(["search", str(tmp_path / "i"), "river", "--encoder_dir", str(tmp_path / "moved")]) == 0
+
+
+def test_options_of_the_machine_replace_those_of_the_run(run, documents, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    params = yaml.safe_load((run / "params.yaml").read_text())
+    params["trainer"]["init"].setdefault("backend", {})["backend_type"] = "GPU"
+    (tmp_path / "run" / "params.yaml").write_text(yaml.safe_dump(params))
+    machine = ["--target_device", "CPU"]
+    command = ["index", str(documents), "--model_dir", str(tmp_path / "run"), "--out", str(tmp_path / "i")]
+    assert main([*command, *machine]) == 0
+    assert main(["search", str(tmp_path / "i"), "river", *machine]) == 0
+    assert main(["search", str(tmp_path / "i"), "river", *machine, "--host_memory", "1KiB"]) != 0
+
+
 @pytest.mark.parametrize(
     ("question", "more", "message"),
     [
+        ("a\udce9?", (), "expected text in UTF-8, found other bytes at character 2"),
         ("river " * 30, (), "at most 24 tokens, which the encoder reads; got 32"),
         (" ", (), "the question is empty"),
         ("river", ("--passages", "1000"), "got 1000"),

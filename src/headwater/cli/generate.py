@@ -9,13 +9,16 @@ from pathlib import Path
 from headwater.cli.arguments import read_folder
 from headwater.cli.retrieved import (
     add_index_arguments,
+    add_machine_options,
     check_index_arguments,
     headlines,
+    machine_changes,
     read_template,
 )
 from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.core.patience import print_notice
+from headwater.data.codec import check_unicode
 from headwater.evaluation.passes import check_ids
 from headwater.generation.beams import BeamSearch
 from headwater.generation.fill_mask import Filling
@@ -70,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end_of_text", metavar="TOKEN", help="end-of-text token (those in generation_config.json)"
     )
+    add_machine_options(parser)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +135,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the prompt with its continuation, or the answer to a message; return the exit code."""
     check_index_arguments(args)
-    config = read_folder(args.model_dir)
+    for option in ("prompt", "system"):
+        check_unicode(getattr(args, option) or "", f"--{option}")
+    config = read_folder(args.model_dir, args.overrides)
     print(continued(config, args) if masked_model(config) is None else filled(config, args))
     return 0
 
@@ -195,11 +201,8 @@ def continued(config: RunConfig, args: argparse.Namespace) -> str:
     with open_batcher(config, inference) as (_, batcher):
         most = args.max_new_tokens
         if hits:
-            most = NEW_TOKENS if most is None else most
             prompt, hits = _with_passages(
-                hits,
-                lambda some: tokens_of(template.prompt(some, args.prompt)),
-                batcher.max_length + 1 - most,
+                hits, lambda some: tokens_of(template.prompt(some, args.prompt)), batcher.max_length + 1, most
             )
             check_ids([prompt], language_model(config).vocab_size)
         if most is None:
@@ -217,15 +220,25 @@ def _found(args: argparse.Namespace) -> Sequence[Hit]:
     if args.index is None:
         return ()
     # The encoder is closed before the model is opened, so the two are not in memory together.
-    with open_retriever(args.index, encoder_dir=args.encoder_dir, batch_size=1) as retriever:
+    changes = machine_changes(args.overrides)
+    with open_retriever(args.index, encoder_dir=args.encoder_dir, changes=changes, batch_size=1) as retriever:
         return retriever.retrieve([args.prompt], args.passages)[0]
 
 
 def _with_passages(
-    hits: Sequence[Hit], tokens_of: Callable[[Sequence[Hit]], list[int]], most: int
+    hits: Sequence[Hit], tokens_of: Callable[[Sequence[Hit]], list[int]], room: int, new_tokens: int | None
 ) -> tuple[list[int], Sequence[Hit]]:
-    """Return the tokens of the prompt with the passages that fit, and these passages; see `fitted`."""
-    found = fitted(hits, tokens_of, most)
+    """Return the tokens of the prompt with the passages that fit, and these passages; see `fitted`.
+
+    Args:
+        hits: the passages, the best one first.
+        tokens_of: returns the tokens of a prompt with some of them.
+        room: tokens for the prompt and the new tokens.
+        new_tokens: tokens to generate; by default 100, or fewer if the best passage leaves less room.
+    """
+    if new_tokens is None:
+        new_tokens = max(1, min(NEW_TOKENS, room - len(tokens_of(hits[:1]))))
+    found = fitted(hits, tokens_of, room - new_tokens)
     if len(found.hits) < len(hits):
         print_notice(
             f"note: {len(found.hits)} of {len(hits)} passages fit into the context of the model together "

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.cli.arguments import add_override_options, positive, read_model_dir
+from headwater.cli.retrieved import MACHINE
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.patience import noticed, print_notice
 from headwater.core.units import counted
@@ -18,8 +19,6 @@ from headwater.retrieval.build import Texts, replaces
 from headwater.retrieval.files import is_index
 from headwater.trainer.retrieval import RetrieverRun, index_texts
 
-MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk"})
-"""The options of params files that matter to an encoder."""
 _OWN = frozenset({"model_dir", "model", "batch_size", "checkpoint_path"})
 
 

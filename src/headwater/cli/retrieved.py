@@ -6,11 +6,29 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from headwater.cli.arguments import positive
+from headwater.cli.arguments import add_override_options, positive
+from headwater.config.overrides import SHORT_NAMES
 from headwater.core.errors import ConfigError
 from headwater.retrieval.index import Hit
 from headwater.retrieval.prompt import PassageTemplate
 from headwater.retrieval.retriever import PASSAGES
+
+MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk"})
+"""The options of params files that matter to an encoder."""
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of params files that choose the device and the memory."""
+    add_override_options(parser, MACHINE, without=SHORT_NAMES.keys() - MACHINE)
+
+
+def machine_changes(changes: Sequence[str]) -> list[str]:
+    """Return those changes of a language model, as `key=value`, that its retriever has too.
+
+    The retriever is another run, whose model and data do not have the other keys.
+    """
+    keys = MACHINE.union(*(SHORT_NAMES[name] for name in MACHINE))
+    return [change for change in changes if change.removeprefix("--").partition("=")[0] in keys]
 
 
 def add_retriever_arguments(group: argparse._ActionsContainer) -> None:

@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from headwater.cli.retrieved import add_retriever_arguments, headlines
+from headwater.cli.retrieved import add_machine_options, add_retriever_arguments, headlines
 from headwater.trainer.retrieval import open_retriever
 
 
@@ -19,11 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("index", type=Path, metavar="INDEX", help="folder that headwater index has written")
     parser.add_argument("question", metavar="QUESTION", help="the question")
     add_retriever_arguments(parser)
+    add_machine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the passages; return the exit code."""
-    with open_retriever(args.index, encoder_dir=args.encoder_dir, batch_size=1) as retriever:
+    with open_retriever(
+        args.index, encoder_dir=args.encoder_dir, changes=args.overrides, batch_size=1
+    ) as retriever:
         hits = retriever.retrieve([args.question], args.passages)[0]
     for line, hit in zip(headlines(hits), hits, strict=True):
         print(f"{line}\n{textwrap.indent(hit.passage.text, '    ')}\n")

@@ -11,7 +11,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from headwater.cli.arguments import add_checkpoint_arguments, add_override_options, read_folder
-from headwater.cli.retrieved import add_index_arguments, check_index_arguments, read_template
+from headwater.cli.retrieved import (
+    MACHINE,
+    add_index_arguments,
+    check_index_arguments,
+    machine_changes,
+    read_template,
+)
 from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.serving.filling import FillWorker, ServedFiller
@@ -26,7 +32,6 @@ from headwater.trainer.retrieval import open_retriever
 from headwater.trainer.tokenizer import model_codec
 from headwater.trainer.zoo_job import masked_model
 
-_MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk"})
 _OWN = frozenset({"model_dir", "model", "batch_size", "checkpoint_path"})
 
 
@@ -90,7 +95,7 @@ def add_served_models(parser: argparse.ArgumentParser) -> None:
         help="largest number of tokens of a text (the model's positions)",
     )
     add_index_arguments(parser)
-    add_override_options(parser, _MACHINE, without=_OWN)
+    add_override_options(parser, MACHINE, without=_OWN)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -193,7 +198,8 @@ def _open_passages(args: argparse.Namespace) -> Iterator[PassagePrompts | None]:
         yield None
         return
     template = read_template(args)
-    with open_retriever(args.index, encoder_dir=args.encoder_dir, changes=args.overrides) as retriever:
+    changes = machine_changes(args.overrides)
+    with open_retriever(args.index, encoder_dir=args.encoder_dir, changes=changes) as retriever:
         yield PassagePrompts(retriever, template, args.passages)
 
 

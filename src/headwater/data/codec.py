@@ -114,6 +114,24 @@ class Codec:
         return render(template, messages, prompt=prompt, **tokens, **variables)
 
 
+def check_unicode(text: str, where: str | None = None) -> None:
+    """Check that a text is valid Unicode, which a tokenizer expects.
+
+    Python reads an argument that is not UTF-8 as a text with half of a surrogate pair.
+
+    Raises:
+        DataError: if it is not.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"expected text in UTF-8, found other bytes at character {error.start + 1}",
+            where=where,
+            remedy="write the text in UTF-8, and check the encoding of the terminal",
+        ) from error
+
+
 def open_tokenizer(path: Path) -> Tokenizer:
     """Load a tokenizer.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 from headwater.core.errors import DataError
+from headwater.data.codec import check_unicode
 from headwater.retrieval.encoder import VectorEncoder
 from headwater.retrieval.index import Hit, PassageIndex
 
@@ -37,10 +38,12 @@ class Retriever:
             k: number of passages; by default 5, or all if the index has fewer.
 
         Raises:
-            DataError: if a question is empty or longer than the encoder reads, or the index has fewer than
-                `k` passages.
+            DataError: if a question is empty, not valid Unicode or longer than the encoder reads, or the
+                index has fewer than `k` passages.
             CorruptError: if a file of the index is damaged.
         """
+        for question in questions:
+            check_unicode(question, "question")
         texts = self._encoder.texts
         tokens = texts.of(questions)
         if not all(question.strip() for question in questions):

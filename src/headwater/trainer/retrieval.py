@@ -217,6 +217,8 @@ def open_retriever(
 def _run_of(index: PassageIndex, encoder_dir: Path | None, changes: Sequence[str]) -> RetrieverRun:
     """Return the run that made an index, with the checkpoint that made it.
 
+    The checkpoint is below `encoder_dir`, or where it was when the index was made.
+
     Raises:
         DataError: if the run or the checkpoint is missing.
     """
@@ -230,7 +232,7 @@ def _run_of(index: PassageIndex, encoder_dir: Path | None, changes: Sequence[str
         )
     config = load_params(RunDir(folder).params, [f"model_dir={folder}", *changes])
     checkpoint = Path(made_with.checkpoint)
-    if encoder_dir is not None:
+    if encoder_dir is not None and ((encoder_dir / checkpoint.name).is_dir() or not checkpoint.is_dir()):
         checkpoint = encoder_dir / checkpoint.name
     if not checkpoint.is_dir():
         raise DataError(
