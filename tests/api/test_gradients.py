@@ -265,6 +265,24 @@ def test_a_penalty_from_before_the_first_forward_equals_plain(plan, tmp_path):
     check(script, plan, tmp_path)
 
 
+@every_plan
+def test_a_penalty_on_a_weight_that_was_frozen_then_equals_plain(plan, tmp_path):
+    def script(place):
+        model, scale = Net(), nn.Parameter(torch.ones(()))
+        weight = model.blocks[0][0].weight.requires_grad_(False)
+        penalty = (weight * scale).square().sum()
+        weight.requires_grad_(True)
+        place.compile(model)
+        optimizer = adamw(model.parameters())
+        ((inputs, targets),) = batches(1)
+        loss = loss_of(model(inputs), targets)
+        (loss + penalty).backward()
+        optimizer.step()
+        return [loss.item(), scale.grad.item()], model, optimizer
+
+    check(script, plan, tmp_path)
+
+
 def _bytes_in_memory(model):
     """Return the bytes to which the parameters of a streamed model point now."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -90,6 +90,21 @@ class Borrower(nn.Module):
         return self.head(self.lenders[0](x))
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@odd_plans
+def test_a_compiled_model_calls_another_one_that_has_trained(plan, steps, tmp_path):
+    """The dry run of the outer model meets the inner one, which looks for changes of its weights."""
+
+    def script(place):
+        inner = place.compile(nn.Sequential(block(), block()))
+        for number in range(steps):
+            train(inner, lambda _, number=number: inner(randn(5, 6, seed=number)).square().mean())
+        outer = place.compile(Borrower(inner))
+        return train(outer, lambda number: outer(randn(5, 6, seed=number)).square().mean())
+
+    check(script, plan, tmp_path)
+
+
 @odd_plans
 def test_a_module_of_another_compiled_model_is_called(plan, tmp_path):
     def script(place):

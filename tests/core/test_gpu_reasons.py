@@ -37,6 +37,19 @@ def test_the_reason_is_the_first_sentence_of_torch(old_driver):
     assert why_missing() == "The NVIDIA driver on your system is too old (found version 11040)"
 
 
+def test_the_error_of_cuda_is_part_of_the_reason(monkeypatch):
+    def init():
+        raise RuntimeError(
+            "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+            "NumCudaDevices() that might have already set an error? Error 802: system not yet initialized"
+        )
+
+    monkeypatch.setattr("torch.cuda.init", init)
+    assert why_missing() == (
+        "Unexpected error from cudaGetDeviceCount(): Error 802: system not yet initialized"
+    )
+
+
 def test_a_run_on_the_cpu_beside_a_gpu_with_an_old_driver_gives_one_warning(old_driver, caplog):
     config = hw.backend("CSX").config
     with caplog.at_level(logging.WARNING):

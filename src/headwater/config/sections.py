@@ -101,7 +101,7 @@ class BackendConfig(Section):
 
     Attributes:
         backend_type: `CPU`, `GPU`, or `CSX` for the best available device.
-        device_memory: limit of the memory on the GPU; 90 % of the free memory if absent.
+        device_memory: limit of the memory on the GPU; 94 % of the free memory if absent.
         host_memory: limit of the resident host memory; if absent, what the process has already and 90 % of
             the free memory.
         micro_batch_size: number of samples that are computed together.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,10 @@ def why_missing() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # an assertion: torch was built for CPUs
-        # The rest of torch's texts is advice about its own packages.
-        return _first_line(error).partition(". ")[0].rstrip(".")
+        # The rest of torch's texts is advice about its own packages, except for CUDA's error at the end.
+        text = _first_line(error)
+        reason, cuda = text.partition(". ")[0].rstrip("."), re.search(r"Error \d+: .*", text)
+        return reason if cuda is None else f"{reason}: {cuda[0].rstrip('.')}"
     return "no reason is known"
 
 

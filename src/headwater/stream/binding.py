@@ -80,11 +80,11 @@ class Binder:
 
     def watch(self, unseen: UnseenWrites) -> None:
         """Check stages in turn for changes that torch does not count, if a forward must not make them."""
-        unseen.stages = [index for index, stage in enumerate(self.stages) if stage.is_watched]
-        if unseen.stages:
+        watched = [stage for stage in self.stages if stage.is_watched]
+        if watched:
             self.unseen = unseen
-        for index in unseen.stages:
-            self.stages[index].unseen = unseen
+        for stage in watched:
+            stage.unseen = unseen
 
     def adopt(self, stage: int) -> None:
         """Make the parameters of a stage parameters at rest; see `StageParameters.adopt`."""

@@ -293,6 +293,8 @@ class Engine:
                 self.detach()
                 # The parameters hold NaN now, and graphs may have saved them.
                 self._binder.forget_saved()
+                # A graph from before streaming cannot use the former memory of parameters any more.
+                self._binder.release()
 
     def __enter__(self) -> Engine:
         return self

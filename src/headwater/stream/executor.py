@@ -194,7 +194,7 @@ class Executor:
         self._store.ledger.note_all_used()
         self._forwards_expected = num_micro_batches
         if self._binder.unseen is not None:
-            self._binder.unseen.next_forward(trains=num_micro_batches > 0)
+            self._binder.unseen.next_step(trains=num_micro_batches > 0)
         # Before `Weights.begin`, which counts the bytes that it fetches ahead.
         self._weights.statistics = StreamStatistics()
         if num_micro_batches:

@@ -12,6 +12,7 @@ from torch import nn
 
 from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.tensor_memory import return_free_memory
 from headwater.plan.writes import changed_in_place
 from headwater.stream.home import Home, LetGo
 from headwater.stream.parameter_memory import enter_store, leave_memory
@@ -32,10 +33,13 @@ def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
 
 def _may_be_saved(param: nn.Parameter) -> bool:
     """True if a graph may have saved a parameter: torch counts more references than the usual ones."""
-    # The Python object, and the node that gets the gradient: it exists if a graph has saved the parameter.
-    usual = 2 if param.requires_grad else 1
+    usual, node = 1, None  # the Python object
+    if param.requires_grad:
+        # A graph that has saved a trained parameter made the node that gets its gradient, which counts too.
+        usual, node = 2, torch.autograd.graph.get_gradient_edge(param)
     with torch._C.DisableTorchFunctionSubclass():
         references: int = torch.Tensor._use_count(param)  # type: ignore[attr-defined]
+    del node  # until here, so that it exists in any case
     return references > usual
 
 
@@ -138,14 +142,20 @@ class StageParameters:
         else:
             param.data = value
 
-    def _drop_memory(self) -> None:
-        """Replace kept memory by a placeholder once no backward can need it: torch refuses old versions."""
+    def _drop_memory(self) -> bool:
+        """Replace kept memory by a placeholder once no backward can need it: torch refuses old versions.
+
+        Returns:
+            True if this was the last kept memory of the stage.
+        """
+        had_any = bool(self._kept)
         for index, version in list(self._kept.items()):
             is_old = self._version(index) != version
             # With `stable` the parameters point to the image from now on, which has the same values.
             if self._stable or is_old or not _may_be_saved(self.params[index]):
                 del self._kept[index]
                 self._placeholders[index] = placeholder(self._spec.params[index], self._device)
+        return had_any and not self._kept
 
     def let_go(self, index: int) -> nn.Parameter:
         """Turn a parameter into a plain parameter whose values the caller sets. A dummy replaces it here."""
@@ -184,8 +194,8 @@ class StageParameters:
                 self._views = self._spec.views(image)
             self._address = address
             self._point(self._views)
-            if self._kept:
-                self._drop_memory()
+            if self._drop_memory():
+                return_free_memory()  # the plan does not count this memory
         self._versions = self._present_versions()
         if self.unseen is not None:
             self.unseen.begin(self._spec, image)
@@ -217,8 +227,10 @@ class StageParameters:
 
     def _point_to_placeholders(self) -> None:
         self._address, self._views = None, []
-        self._drop_memory()
+        is_dropped = self._drop_memory()
         self._point(self._placeholders)
+        if is_dropped:
+            return_free_memory()
 
     def _point(self, values: Sequence[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # else a parameter at rest would write to the store

@@ -4,8 +4,9 @@
 torch counts the changes of a tensor in place, but not those by `weight.data` or by a numpy array. A forward
 that makes such a change only after the dry run loses it, because slabs are not written back, or makes it
 twice, because its block runs again. To compare all weights in each forward would read all of them twice more.
-So each forward compares one stage: the sums of its bytes, read as integers, before and after its module runs.
-With N stages, a change in every forward is found within 2 N forwards.
+So each step compares one stage: the sums of its bytes, read as integers, before and after its module runs. A
+change in every step is found after about as many steps as the model has stages. A change in few steps may
+stay unnoticed, and so may one that only moves elements within a weight, because the sum stays the same.
 """
 
 from __future__ import annotations
@@ -50,9 +51,6 @@ class UnseenWrites:
 
     On a GPU the error is raised by a later forward, because this thread does not wait for the flags.
 
-    Attributes:
-        stages: indices of the stages that are checked in turn.
-
     Args:
         device: the device that has the weights while they are bound.
     """
@@ -60,33 +58,40 @@ class UnseenWrites:
     def __init__(self, device: Device) -> None:
         self._compute = device.compute
         self._copies = device.new_stream()
-        self.stages: list[int] = []
-        self._left: list[int] = []  # stages that this round has not checked yet
-        self._due: int | None = None
-        self._before: tuple[torch.Tensor, torch.Tensor] | None = None  # the image, and the sums of its parts
+        self._may_check = False  # whether this step still has its check
+        self._seen: set[int] = set()  # stages that were bound in this step before its check
+        self._checked: set[int] = set()
+        self._before: tuple[int, torch.Tensor, torch.Tensor] | None = None  # stage, image, sums of its parts
         self._finding: _Finding | None = None
-        # In an order that changes: a forward may change weights in every tenth call only.
         self._random = random.Random(0)
 
-    def next_forward(self, *, trains: bool) -> None:
-        """Choose the stage that the next forward checks; none if gradients are disabled.
+    def next_step(self, *, trains: bool) -> None:
+        """Begin a step; nothing is checked in it if gradients are disabled.
 
         Raises:
-            StreamError: if an earlier forward has changed a weight.
+            StreamError: if an earlier step has changed a weight.
         """
         self.raise_found()
-        self._before = self._due = None
+        # Only these stages begin a new round: other forwards may use other stages.
+        if self._may_check and self._seen <= self._checked:
+            self._checked -= self._seen
+        self._before = None
+        self._seen.clear()
         # Generation reads each weight once in a call, so a check would take a large part of its time.
-        if trains:
-            if not self._left:
-                self._left = self._random.sample(self.stages, len(self.stages))
-            self._due = self._left.pop()
+        self._may_check = trains
 
     def begin(self, spec: StageSpec, image: torch.Tensor) -> None:
-        """Compute the sums of a stage that was bound to `image`, if it is the stage to check."""
-        # If a finding still waits for the device, this check is left out.
-        if spec.index == self._due and self._finding is None:
-            self._before = image, _sums(spec, image)
+        """Compute the sums of a stage that was bound to `image`, if this step checks this stage."""
+        # If a finding still waits for the device, nothing is checked.
+        if not self._may_check or self._finding is not None:
+            return
+        self._seen.add(spec.index)
+        # In an order that changes: a forward may change weights in every tenth call only.
+        if spec.index in self._checked or self._random.random() < 0.5:
+            return
+        self._may_check = False
+        self._checked.add(spec.index)
+        self._before = spec.index, image, _sums(spec, image)
 
     def end(self, spec: StageSpec, known: Collection[int]) -> None:
         """Compare the sums of a stage that is about to be unbound.
@@ -95,9 +100,12 @@ class UnseenWrites:
             spec: the stage.
             known: indices of the parameters that the forward may change.
         """
-        if spec.index == self._due and self._before is not None:
-            (image, before), self._before = self._before, None
-            self._finding = _Finding(spec, known, _sums(spec, image) != before, self._compute.record())
+        if self._before is None or self._before[0] != spec.index:
+            return
+        (_, image, before), self._before = self._before, None
+        with _disable_current_modes():  # see `_sums`
+            changed = _sums(spec, image) != before
+        self._finding = _Finding(spec, known, changed, self._compute.record())
 
     def raise_found(self) -> None:
         """Raise if a check has found a change, and the device has computed its result.
