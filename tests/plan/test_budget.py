@@ -268,7 +268,7 @@ def test_a_refusal_suggests_fewer_stages_in_memory():
 def test_a_refusal_suggests_more_stages_on_the_device():
     fixed = Fixed(stages_on_device=2, micro_batch_size=4)
     sizes = {"device_memory": 6 * MIB, "disk_bytes": 0, "device": "cuda"}
-    assert others(gpt(layers=8), fixed, 4 * MIB, **sizes)[0] == "stages_on_device 6"
+    assert others(gpt(layers=8), fixed, 4 * MIB, **sizes)[0] == "stages_on_device 7"
 
 
 def test_a_refusal_suggests_both_tiers_if_neither_has_room_for_all():

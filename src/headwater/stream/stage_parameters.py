@@ -126,7 +126,8 @@ class StageParameters:
         if gradient is not None:  # from a backward before streaming began
             self._store.set_gradient((self._spec.index, index), gradient)
         value = self._placeholders[index]
-        if _may_be_saved(param):
+        # A placeholder of an engine that this one replaces has no values.
+        if param.untyped_storage().nbytes() >= param.nbytes and _may_be_saved(param):
             # The backward of a graph from before streaming, such as a penalty on weights, reads the memory to
             # which the parameter points then. So this is the former memory as long as it may be needed.
             if (param.dtype, param.device) == (value.dtype, value.device):
