@@ -9,11 +9,8 @@ DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "src")]
 
 import docstrings  # noqa: E402
-from made_from_code import write_pages  # noqa: E402
 
 from headwater.core.version import __version__  # noqa: E402
-
-write_pages()
 
 project = "Headwater"
 author = "The Headwater developers"

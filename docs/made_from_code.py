@@ -1,7 +1,8 @@
 """Pages of the reference that are made from the code: commands, keys of params files, errors.
 
-`python docs/made_from_code.py` writes them. `docs/conf.py` does the same before each build of the site. The
-pages are committed, so that they can also be read without the site.
+`python docs/made_from_code.py` writes them. The pages are committed, so that they can also be read without
+the site. A test fails if they are out of date. A build of the site must not write them: the test could then
+not see it.
 """
 
 from __future__ import annotations
