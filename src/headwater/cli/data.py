@@ -14,7 +14,7 @@ from headwater.core.errors import ConfigError, DataError
 from headwater.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from headwater.data.settings import NearDuplicates
+    from headwater.data.settings import NearDuplicates, PrepareSettings
     from headwater.data.statistics import Statistics
 
 MODE_HELP = {
@@ -239,18 +239,33 @@ def run(args: argparse.Namespace) -> int:
         DataError: if an input cannot be used, or a library is not installed.
     """
     try:
-        from headwater.data.modes import ModeOptions
         from headwater.data.prepare import prepare
-        from headwater.data.settings import PrepareSettings
-        from headwater.data.tokenizer import TrainBPE
     except ModuleNotFoundError as error:
         raise DataError(f"{error.name} is not installed", remedy="pip install 'headwater[data]'") from error
     if args.inputs[0] == Path("show"):
         return _show(args)
     console = Console()
+    statistics = prepare(
+        args.inputs,
+        args.out,
+        _settings(args),
+        num_workers=args.num_workers,
+        overwrite=args.overwrite,
+        progress=console.is_terminal,
+    )
+    console.print(summary(statistics, args.out))
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> PrepareSettings:
+    """Return the settings of a preparation. The libraries that it needs must be installed."""
+    from headwater.data.modes import ModeOptions
+    from headwater.data.settings import PrepareSettings
+    from headwater.data.tokenizer import TrainBPE
+
     # As in T5: padding has id 0, and the end token has id 1.
     special = ("<|endoftext|>",) if args.mode != "span_corruption" else ("<pad>", "</s>", "<unk>", "<s>")
-    settings = PrepareSettings(
+    return PrepareSettings(
         args.tokenizer or TrainBPE(args.vocab_size, special),
         args.sequence_length,
         val_fraction=args.val_fraction,
@@ -282,16 +297,6 @@ def run(args: argparse.Namespace) -> int:
         deduplicate=_deduplicate(args),
         skip_bad_records=args.skip_bad_records,
     )
-    statistics = prepare(
-        args.inputs,
-        args.out,
-        settings,
-        num_workers=args.num_workers,
-        overwrite=args.overwrite,
-        progress=console.is_terminal,
-    )
-    console.print(summary(statistics, args.out))
-    return 0
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.cli.arguments import add_override_options, positive, read_model_dir
-from headwater.cli.retrieved import MACHINE
+from headwater.cli.retrieved import MACHINE, OWN
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.patience import noticed, print_notice
 from headwater.core.units import counted
@@ -18,8 +18,6 @@ from headwater.data.staging import check_target, partial_folder
 from headwater.retrieval.build import Texts, replaces
 from headwater.retrieval.files import is_index
 from headwater.trainer.retrieval import RetrieverRun, index_texts
-
-_OWN = frozenset({"model_dir", "model", "batch_size", "checkpoint_path"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (the one in the folder of the run)"
     )
-    add_override_options(parser, MACHINE, without=_OWN)
+    add_override_options(parser, MACHINE, without=OWN)
 
 
 def run(args: argparse.Namespace) -> int:

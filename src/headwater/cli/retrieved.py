@@ -16,6 +16,9 @@ from headwater.retrieval.retriever import PASSAGES
 MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk"})
 """The options of params files that matter to an encoder."""
 
+OWN = frozenset({"model_dir", "model", "batch_size", "checkpoint_path"})
+"""Options of `headwater index`, `serve` and `batch` that do not stand for the keys of params files."""
+
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of params files that choose the device and the memory."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from headwater.cli.arguments import add_checkpoint_arguments, add_override_options, read_folder
 from headwater.cli.retrieved import (
     MACHINE,
+    OWN,
     add_index_arguments,
     check_index_arguments,
     machine_changes,
@@ -31,8 +32,6 @@ from headwater.trainer.inference import PASS_TOKENS, Inference, open_batcher, op
 from headwater.trainer.retrieval import open_retriever
 from headwater.trainer.tokenizer import model_codec
 from headwater.trainer.zoo_job import masked_model
-
-_OWN = frozenset({"model_dir", "model", "batch_size", "checkpoint_path"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +94,7 @@ def add_served_models(parser: argparse.ArgumentParser) -> None:
         help="largest number of tokens of a text (the model's positions)",
     )
     add_index_arguments(parser)
-    add_override_options(parser, MACHINE, without=_OWN)
+    add_override_options(parser, MACHINE, without=OWN)
 
 
 def run(args: argparse.Namespace) -> int:

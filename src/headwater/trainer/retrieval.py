@@ -58,7 +58,7 @@ class RetrieverRun:
 
         Raises:
             ConfigError: if the model of the run is not a retriever.
-            CheckpointError: if there is no checkpoint.
+            CheckpointError: if the run has no checkpoint.
         """
         model, model_dir = config.init.model, config.init.model_dir
         if not isinstance(model, DPRConfig):
