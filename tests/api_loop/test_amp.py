@@ -179,7 +179,7 @@ WRONG = {
     "expected loss_scale to be a finite number above 0, got 'dynamik'": lambda: GradScaler("dynamik"),
     "expected init_scale to be a finite number": lambda: GradScaler("dynamic", init_scale=-1),
     "expected steps_per_increase to be a finite number": lambda: GradScaler("dynamic", steps_per_increase=0),
-    "expected init_scale to be from min_loss_scale .* to max_loss_scale 2.0, got 4.0": lambda: GradScaler(
+    "expected init_scale between min_loss_scale .* and max_loss_scale 2.0, got 4.0": lambda: GradScaler(
         "dynamic", init_scale=4.0, max_loss_scale=2.0
     ),
     "expected one of max_gradient_norm and max_gradient_value, got both": lambda: clipped(

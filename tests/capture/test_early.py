@@ -280,7 +280,7 @@ def test_an_error_for_numpy_in_a_forward_names_the_line():
 def test_an_optimizer_of_another_model_is_refused():
     optimizer = torch.optim.SGD([*nn.Linear(3, 5).parameters()], lr=0.1)
     with pytest.raises(
-        ModelError, match=r"2 of 2 parameters of the optimizer are not the model's \(\[5, 3\]"
+        ModelError, match=r"2 of 2 parameters of the optimizer are not in the model \(\[5, 3\]"
     ):
         validate_only(nn.Linear(8, 8), torch.zeros(2, 8), optimizer=optimizer)
 

@@ -321,7 +321,7 @@ def test_a_folder_that_is_not_a_model_dir(headwater, tmp_path):
     ("option", "text"),
     [
         ("--num_csx=4096", "(cores of this machine), got 4096"),
-        ("trainer.init.loop.grad_accum_steps=3", "grad_accum_steps 3 does not fit batch_size 8"),
+        ("trainer.init.loop.grad_accum_steps=3", "batch_size 8 cannot be divided into 3 equal micro-batches"),
         ("--micro_batch_size=3", "micro_batch_size 3 does not divide batch_size 8"),
         ("--target_device=GPU", "no GPU"),
     ],

@@ -158,7 +158,7 @@ class DetachedLoss(Classifier):
     [
         (Plain, ["Plain is not a subclass of PyTorchBaseModel"]),
         (lambda params: None, ["is not a subclass of PyTorchBaseModel"]),
-        (Hollow, ["Hollow has no model", "super().__init__(params=params"]),
+        (Hollow, ["Hollow.__init__ has not set the model", "super().__init__(params=params"]),
         (NoLoss, ["NoLoss has no loss", "__call__(self, data)"]),
         (LearnedLoss, ["LearnedLoss.temperature has parameters that are not in the model"]),
         (ManyLosses, ["the loss of ManyLosses has shape [8, 4]", "mean()"]),

@@ -127,7 +127,7 @@ def test_numbers_out_of_range_are_refused(words, folders, capsys):
 
 
 def test_models_that_cannot_be_served(folders, tmp_path, capsys):
-    assert "expected a model" in failed(capsys, "--port", 0)
+    assert "expected a model to serve" in failed(capsys, "--port", 0)
     assert "a different name" in failed(capsys, folders["small"], folders["small"], "--port", 0)
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -67,7 +67,7 @@ def test_micro_batch_size(overrides, resumed, expected):
 
 def test_micro_batch_sizes_that_contradict_each_other():
     init = tiny("trainer.init.loop.grad_accum_steps=4", "micro_batch_size=2").init
-    with pytest.raises(ConfigError, match="grad_accum_steps 4 does not fit micro_batch_size 2"):
+    with pytest.raises(ConfigError, match="micro_batch_size 2 × grad_accum_steps 4 is not batch_size"):
         training_workload(init, zoo_trainable(init), 16)
 
 

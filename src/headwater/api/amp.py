@@ -100,10 +100,10 @@ class GradScaler:
         )
         if is_dynamic and not self._scale.smallest <= first <= self._scale.largest:
             raise ConfigError(
-                f"expected init_scale to be from min_loss_scale {self._scale.smallest} to "
+                f"expected init_scale between min_loss_scale {self._scale.smallest} and "
                 f"max_loss_scale {self._scale.largest}, got {first}",
                 where="amp.GradScaler",
-                remedy="widen the limits, or start between them",
+                remedy="choose an init_scale between the limits, or other limits",
             )
         self._max_gradient_norm = _positive("max_gradient_norm", max_gradient_norm, None)
         self._found_finite: dict[int, bool] = {}  # by id of an optimizer that was unscaled already
@@ -131,9 +131,9 @@ class GradScaler:
         """
         if id(optimizer) in self._found_finite:
             raise StreamError(
-                "the gradients of this optimizer were unscaled already since the last update()",
+                "the gradients of this optimizer are unscaled already",
                 where="GradScaler.unscale_",
-                remedy="call unscale_ once, and update() after each step",
+                remedy="call unscale_ once in each step, and update() after the step",
             )
         gradients = gradients_of(optimizer)
         unscale(gradients, self._scale.value)
@@ -189,7 +189,7 @@ class GradScaler:
         """
         if not self._applied:
             raise StreamError(
-                "expected a step of an optimizer before the update of the loss scale, got none",
+                "GradScaler.update() was called before a step of an optimizer",
                 where="GradScaler.update",
                 remedy="call GradScaler.step(optimizer) first",
             )

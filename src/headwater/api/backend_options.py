@@ -71,9 +71,9 @@ def _refuse_keys_of_runs(config: BackendConfig) -> None:
     """Raise if a key is set that only a run of a params file can obey."""
     if config.placement.num_memx:
         raise ConfigError(
-            f"expected num_memx=0 in a user's loop, got {config.placement.num_memx}: all ranks compute there",
+            f"your own loop cannot have store ranks, got num_memx={config.placement.num_memx}",
             where="backend, option cluster_config.num_memx",
-            remedy="leave num_memx out",
+            remedy="leave num_memx out; only `headwater fit` starts store ranks",
         )
     config.refuse_loss("backend, option loss")
     config.refuse_padding("backend, option skip_padding")

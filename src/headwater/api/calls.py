@@ -129,9 +129,9 @@ def is_lazy(model: nn.Module) -> bool:
     lazy = any(is_uninitialized(tensor) for tensor in (*model.parameters(), *model.buffers()))
     if lazy and current().size > 1:
         raise StreamError(
-            "expected parameters with shapes on several ranks, got lazy modules",
+            "the model has lazy modules, but with several ranks all parameters need shapes at once",
             where=type(model).__name__,
-            remedy="call the model once before headwater.compile",
+            remedy="call the model once before headwater.compile, which gives lazy modules their shapes",
         )
     return lazy
 

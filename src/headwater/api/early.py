@@ -177,9 +177,9 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
     if foreign:
         shapes = ", ".join(str(list(param.shape)) for param in foreign[:3])
         raise ModelError(
-            f"{len(foreign)} of {len(params)} parameters of the optimizer are not the model's ({shapes} …)",
+            f"{len(foreign)} of {len(params)} parameters of the optimizer are not in the model ({shapes} …)",
             where=type(optimizer).__name__,
-            remedy="make it from the parameters of this model: model.parameters()",
+            remedy="build the optimizer with model.parameters() of this model",
         )
     return OptimizerSpec.of(optimizer)
 

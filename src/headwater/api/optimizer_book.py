@@ -145,7 +145,7 @@ class OptimizerBook:
             raise StreamError(
                 "a parameter got another shape or dtype between the backward and the step",
                 where=engine.store.spec(next(iter(engine.departed))).name,
-                remedy="change it after the step, or call the model again before the step",
+                remedy="change the parameter after optimizer.step(), or call the model again before the step",
             )
         with structure.restored():  # the next forward must still see the user's changes
             same = {name: name for name in structure.names.values()}

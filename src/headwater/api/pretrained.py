@@ -156,9 +156,10 @@ def _require_buffers(model: nn.Module) -> None:
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
         raise CheckpointError(
-            f"buffers of the model have no values, and few checkpoints hold buffers: {_listed(empty)}",
+            f"these buffers of the model are on the meta device and have no values: {_listed(empty)}",
             where=type(model).__name__,
-            remedy="build the model within headwater.empty_parameters(), not on the meta device",
+            remedy="build the model inside headwater.empty_parameters(), where buffers get values; most "
+            "checkpoints do not contain buffers",
         )
 
 
@@ -212,9 +213,9 @@ def _one_of_each(
         first = name_of.setdefault(id(places[name]), name)
         if first != name and not _equal(found[first], found[name]):
             raise CheckpointError(
-                f"{first} and {name} differ in the checkpoint, and are one weight in the model",
+                f"{first} and {name} are one tied weight in the model, but differ in the checkpoint",
                 where=str(directory),
-                remedy="set tie_word_embeddings=False in the config and build the model again",
+                remedy="build the model again with tie_word_embeddings=False in its config",
             )
     return {name: found[name] for name in name_of.values()}
 
@@ -268,9 +269,9 @@ def _require_values(params: Mapping[str, nn.Parameter], directory: Path) -> None
     untouched = [name for name, param in params.items() if param.isnan().any()]
     if untouched:
         raise CheckpointError(
-            f"the checkpoint lacks {_listed(untouched)}, and the model does not initialise them",
+            f"{_listed(untouched)}: neither the checkpoint nor the model's initialization has values",
             where=str(directory),
-            remedy="build the model outside empty_parameters()",
+            remedy="build the model outside of headwater.empty_parameters(), or load a checkpoint with them",
         )
 
 

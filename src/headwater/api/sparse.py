@@ -73,9 +73,9 @@ class SparsityOptimizer:
     ) -> None:
         if self.algorithm != "static" and schedule is None:
             raise ConfigError(
-                "expected a schedule of the changes of the mask, got None",
+                "expected schedule to be a number of steps between two changes of the mask, got None",
                 where=type(self).__name__,
-                remedy="pass the number of steps between two changes of a mask",
+                remedy="pass schedule, for example schedule=1000",
             )
         self._parameters = {name: param for name, param in named_parameters if param.requires_grad}
         shapes = {name: param.shape for name, param in self._parameters.items()}

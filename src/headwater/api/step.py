@@ -127,7 +127,7 @@ def checkpoint_closure(function: Callable[P, object]) -> Callable[P, None]:
     def closure(*args: P.args, **kwargs: P.kwargs) -> None:
         if _closures.is_running:
             raise StreamError(
-                "a checkpoint closure is called from within a closure",
+                "a checkpoint_closure was called inside another closure",
                 where=function.__qualname__,
                 remedy="call it in the loop, after the step",
             )

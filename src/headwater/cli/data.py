@@ -304,9 +304,9 @@ def _show(args: argparse.Namespace) -> int:
 
     if len(args.inputs) != 2:
         raise ConfigError(
-            f"expected one folder to show, got {len(args.inputs) - 1}",
+            f"headwater data show takes one folder, got {len(args.inputs) - 1}",
             where="show",
-            remedy="headwater data show DIR --out page.html",
+            remedy="write headwater data show DIR --out page.html",
         )
     write_page(args.inputs[1], args.out, num_samples=args.samples)
     Console().print(f"{args.out}", soft_wrap=True)

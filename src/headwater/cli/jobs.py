@@ -363,8 +363,8 @@ def run_stdio(args: argparse.Namespace) -> int:
 
     if sys.stdin.isatty():
         raise ConfigError(
-            "expected requests of a program on stdin, got a terminal",
-            remedy="run on the other machine: headwater --appliance ssh://host jobs list",
+            "headwater jobs stdio reads requests of another program, but stdin is a terminal",
+            remedy="use the queue from the other machine: headwater --appliance ssh://host jobs list",
         )
     # The client would read anything that this process prints as a part of a reply. So prints go to stderr.
     target = os.dup(sys.stdout.fileno())

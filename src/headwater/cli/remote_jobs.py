@@ -77,7 +77,7 @@ def run_attach(args: argparse.Namespace) -> int:
     """Follow a job on an appliance; return the exit code."""
     if args.appliance is None:
         raise ConfigError(
-            "expected the address of an appliance",
+            "headwater jobs attach follows a job on another machine, but no machine is named",
             where="command line",
             remedy="write --appliance ssh://host; for a job of this machine: headwater jobs logs -f JOB",
         )

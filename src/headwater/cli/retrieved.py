@@ -76,7 +76,9 @@ def check_index_arguments(args: argparse.Namespace) -> None:
     """
     for option in ("passages", "encoder_dir", "template"):
         if args.index is None and getattr(args, option) is not None:
-            raise ConfigError(f"--{option} needs --index", where=f"--{option}", remedy="name an index")
+            raise ConfigError(
+                f"--{option} needs --index", where=f"--{option}", remedy="add --index FOLDER, or remove it"
+            )
 
 
 def read_template(args: argparse.Namespace) -> PassageTemplate:

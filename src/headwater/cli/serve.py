@@ -209,7 +209,11 @@ def models_by_name(words: list[str]) -> dict[str, Path]:
         ConfigError: if no model is named, or two have the same name.
     """
     if not words:
-        raise ConfigError("expected a model", where="headwater serve", remedy="name the model_dir of a run")
+        raise ConfigError(
+            "expected a model to serve, found none",
+            where="headwater serve",
+            remedy="name the model_dir of a run",
+        )
     found: dict[str, Path] = {}
     for word in words:
         name, equals, path = word.rpartition("=")

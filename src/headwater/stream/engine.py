@@ -324,7 +324,7 @@ def _refuse_updates(plan: Plan, fabric: Fabric, options: EngineOptions) -> None:
     found = "your own loop" if options.user_loop else f"{fabric.size} ranks" if fabric.size > 1 else None
     if plan.updates == "in_backward" and found is not None:
         raise ConfigError(
-            f"expected Engine.train_step on one rank for updates in backward, got {found}",
+            f"updates: in_backward needs a run of a params file with one rank, got {found}",
             where="updates",
             remedy="write updates: on_fetch",
         )

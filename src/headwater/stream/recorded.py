@@ -77,9 +77,9 @@ class RecordedRead:
         if whole.dtype != self._values.dtype:
             self.forget()
             raise StreamError(
-                f"a view of {self._values.dtype} would be written to values of {whole.dtype}",
+                f"a view of {self._values.dtype} was changed, but the weight is stored in {whole.dtype}",
                 where=home.spec.name,
-                remedy="take the view in torch.no_grad()",
+                remedy="take the view inside torch.no_grad(): it then has the dtype of the stored weight",
             )
         self._selection(whole).copy_(self._values)
         home.write(whole)

@@ -30,7 +30,7 @@ def refuse_first_call() -> None:
     """
     if in_derivative():
         raise StreamError(
-            "expected the first call of the model outside of torch.func, which hides tensors from the plan",
+            "the first call of the model is inside of torch.func, where the dry run cannot see the tensors",
             remedy="first call the model once outside of torch.func, with a batch of this size",
         )
 

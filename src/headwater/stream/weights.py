@@ -301,9 +301,8 @@ class SlabWeights(WeightsInSlabs):
             enough = max(map(self._pool.slab_class.count, self._pool.slab_class))
             raise StreamError(
                 f"no slab is free for stage {self._stages[stage].name!r}: views of all slabs are still held",
-                remedy="the model, a kept output or error of an earlier step, or a backward that recomputes "
-                "activations with create_graph=True holds weights of several stages at once; delete the "
-                f"output or error, set activations to keep, or set num_slabs to {enough}",
+                remedy="delete outputs and exceptions of earlier steps that your code keeps; in a backward "
+                f"with create_graph=True, set activations to keep; otherwise set num_slabs to {enough}",
             )
         return slab
 

@@ -83,13 +83,13 @@ class _Follower:
 def _check(target: ParamSpec, source: str, keys: Mapping[str, ParamKey]) -> None:
     if target.requires_grad:
         raise ConfigError(
-            f"{target.name} is an average of other weights, so it must not be trained",
+            f"{target.name} is an average of other weights, but it is also trained",
             where="trainer.init.model.freeze",
-            remedy="freeze it",
+            remedy="add a pattern that matches this name to freeze",
         )
     if source not in keys:
         raise ConfigError(
-            f"{target.name} should be the average of {source}, which does not exist",
+            f"{target.name} is to be the average of {source}, but the model has no such parameter",
             where="trainer.init.model.ema",
-            remedy="name models of the same shape",
+            remedy="name two models with the same parameters in ema",
         )

@@ -91,7 +91,7 @@ def build_base_model(
         base = make(copy.deepcopy(params))
     if not {"params", "model"} <= vars(base).keys() or not isinstance(base.model, nn.Module):
         raise ConfigError(
-            f"{name} has no model",
+            f"{name}.__init__ has not set the model",
             where=f"{name}.__init__",
             remedy="call super().__init__(params=params, model=self.model, device=device) with a module",
         )

@@ -92,7 +92,7 @@ def _checked(total: float, weights: float, count: int) -> float:
         )
     if weights == 0:
         raise DataError(
-            "expected labels in the validation data, found none that counts in the loss",
+            "no label of the validation data counts in the loss",
             where="val_dataloader",
             remedy="look at samples: headwater data show DIR --out page.html",
         )

@@ -99,10 +99,9 @@ def _addresses(named: Sequence[str], environment: Mapping[str, str]) -> list[str
         return own
     if not environment.get(STARTED):
         raise ConfigError(
-            "expected host:port; only headwater fit starts workers on ssh://host, and not for ranks that "
-            "another launcher has started",
+            "input_workers: ssh://host works only if headwater fit starts the ranks itself",
             where="input_workers",
-            remedy="start them with headwater input_worker, and name host:port of each",
+            remedy="start each worker with headwater input_worker, and write its host:port",
         )
     return [*own, *environment[STARTED].split(",")]
 

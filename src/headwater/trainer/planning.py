@@ -116,11 +116,13 @@ def fixed_micro_batch_size(init: CommonInitConfig, batch_size: int) -> int | Non
     if count is None:
         return size
     if batch_size % count or (size is not None and size * count != batch_size):
-        product = f"micro_batch_size {size}" if size else f"batch_size {batch_size}"
+        what = f"batch_size {batch_size} cannot be divided into {count} equal micro-batches"
+        if size is not None:
+            what = f"micro_batch_size {size} × grad_accum_steps {count} is not batch_size {batch_size}"
         raise ConfigError(
-            f"grad_accum_steps {count} does not fit {product}",
+            what,
             where="trainer.init.loop.grad_accum_steps",
-            remedy="set one of grad_accum_steps and micro_batch_size, to a divisor of batch_size",
+            remedy="set only one of grad_accum_steps and micro_batch_size, to a divisor of batch_size",
         )
     return batch_size // count
 

@@ -83,7 +83,8 @@ def _texts(init: InitConfig, model: nn.Module) -> Sequence[Texts]:
     texts = FAMILIES[init.model.name].texts(init.model)
     if not texts or (isinstance(model, HuggingFaceModel) and not model.divisible):
         raise ConfigError(
-            f"the loss of this {init.model.name} depends on the padding, or the model reads no padded texts",
+            f"skip_padding does not work for this {init.model.name}: its loss depends on the padding, or "
+            "it reads no padded texts",
             where="trainer.init.backend.skip_padding",
             remedy="leave skip_padding out",
         )

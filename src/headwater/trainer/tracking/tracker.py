@@ -129,7 +129,7 @@ class Tracker(Callback):
         found = named or (self._known() if self._start_step else None)
         if resume == "must" and found is None:
             raise ConfigError(
-                "resume is must, but there is no earlier run to continue",
+                "resume: must needs an earlier run to continue, and this model_dir has none",
                 where=f"trainer.init.loggers: {self._service.name}",
                 remedy="write resume: auto",
             )
