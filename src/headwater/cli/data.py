@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="num_workers",
         type=int,
         default=os.cpu_count() or 1,
-        help="worker processes (%(default)s)",
+        help="worker processes (one per core)",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the prepared data that DIR already holds"

@@ -45,7 +45,7 @@ Tier = Literal["auto", "memory", "disk"]
 
 
 class ClusterConfig(Section):
-    """The ranks of the run and its job. Most other keys configure a Cerebras cluster and have no effect.
+    """The ranks of the run, and its job in the queue. Keys for a Cerebras cluster have no effect.
 
     Attributes:
         num_csx: number of compute ranks.
@@ -89,7 +89,7 @@ class DiskConfig(Section):
 
     Attributes:
         path: folder of the files; it is created if missing.
-        size: most bytes that the files may take; 90 % of the free space if absent.
+        size: largest number of bytes that the files may take; 90 % of the free space if absent.
     """
 
     path: FilePath
@@ -102,10 +102,10 @@ class BackendConfig(Section):
     Attributes:
         backend_type: `CPU`, `GPU`, or `CSX` for the best available device.
         device_memory: limit of the memory on the GPU; 94 % of the free memory if absent.
-        host_memory: limit of the resident host memory; if absent, what the process has already and 90 % of
-            the free memory.
+        host_memory: limit of the resident host memory; if absent, the memory that the process has already,
+            plus 90 % of the free memory.
         micro_batch_size: number of samples that are computed together.
-        num_slabs: number of slabs, which hold the weights of stages on the device.
+        num_slabs: number of slabs: buffers on the device, each for the weights of one stage.
         activations: keep, recompute or offload the tensors that backward needs. `selective` recomputes only
             values of cheap operators: normalizations, activation functions, casts.
         tier: storage of weights, masters and optimizer state; `auto` may put some stages in memory and the
