@@ -78,6 +78,6 @@ def test_torch_func_transforms_of_a_streamed_model_are_refused(plan, transform, 
 def test_the_first_call_is_refused_in_a_transform(transform, tmp_path):
     place = Place("memory", tmp_path)
     model = place.compile(stack())
-    with pytest.raises(StreamError, match="the first call of the model is inside of torch.func"):
+    with pytest.raises(StreamError, match=r"the first call of the model is inside of torch.func"):
         transform(model, randn(4, 3, seed=1))
     place.release()
