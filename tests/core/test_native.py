@@ -17,7 +17,7 @@ import torch
 from headwater.core import native
 from headwater.core.attention import attention_kernel_available
 from headwater.core.errors import RunError
-from headwater.core.native import SWITCH, load, native_library, processor_flags
+from headwater.core.native import SWITCH, finding, load, native_library, processor_flags, store_finding
 from headwater.core.threads import openmp_library, single_core_pool
 from read_only import another_user
 
@@ -309,6 +309,49 @@ def test_a_library_that_cannot_be_loaded_is_named(source, folder, monkeypatch):
     monkeypatch.setattr(native._Build, "compile", lambda *_: b"not a library")
     with pytest.raises(RunError, match=rf"{folder}/sample-\w+\.so"):
         load(source, ("-DNUMBER=-1",), folder)  # which this process has not loaded from elsewhere
+
+
+def stored_finding(folder):
+    return next(folder.glob("*.finding"))
+
+
+def test_a_finding_belongs_to_a_library_and_to_its_conditions(source, folder):
+    library = load(source, FLAGS, folder)
+    assert finding(library, ("a",), folder) is None
+    store_finding(library, ("a",), "42", folder)
+    assert finding(load(source, FLAGS, folder), ("a",), folder) == "42"
+    assert finding(library, ("b",), folder) is finding(library, ("a", ""), folder) is None
+    assert finding(load(source, ("-DNUMBER=8",), folder), ("a",), folder) is None
+    stored = stored_finding(folder)
+    assert stored.stat().st_mode & 0o077 == 0
+    # The file of the same name may have been made by another compiler.
+    library.checksum = bytes(32)
+    assert finding(library, ("a",), folder) is None
+
+
+def damage(file):
+    file.write_bytes(file.read_bytes().replace(b"42", b"43"))
+
+
+@pytest.mark.parametrize("spoil", [damage, lambda file: file.chmod(0o722), lambda file: file.unlink()])
+def test_a_finding_that_is_damaged_or_that_others_could_have_written_is_not_used(source, folder, spoil):
+    library = load(source, FLAGS, folder)
+    store_finding(library, (), "42", folder)
+    assert finding(library, (), folder) == "42"
+    spoil(stored_finding(folder))
+    assert finding(library, (), folder) is None
+
+
+def test_a_finding_that_cannot_be_stored_is_not_an_error(source, folder, caplog, monkeypatch):
+    library = load(source, FLAGS, folder)
+    folder.chmod(0o722)
+    with caplog.at_level(logging.DEBUG, logger=native.__name__):
+        store_finding(library, (), "42", folder)
+        assert finding(library, (), folder) is None
+        monkeypatch.setattr(native, "cache_folder", lambda: None)
+        store_finding(library, (), "42")
+        assert finding(library, ()) is None
+    assert len(caplog.records) == 4 and not list(folder.glob("*.finding"))
 
 
 def load_at(barrier, source, folder, results):

@@ -1,10 +1,12 @@
 """The native kernel of Adam has the bits of torch's: in random updates, and in whole trainings."""
 
+import contextlib
 import logging
 import math
 import random
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.store import native_check
 from headwater.store.masters import write_master
 from headwater.store.native_adam import AdamKernel
-from headwater.store.native_check import agrees, checked_adam, load_adam
+from headwater.store.native_check import agrees, checked_adam
 from headwater.store.rule import UpdateRule, stage_layout
 from headwater.store.update import Part, Pending, Progress, Update
 from headwater.store.updater import Updater
@@ -317,7 +319,8 @@ def test_the_check_finds_a_kernel_that_divides_pieces_at_another_width():
     kernel = checked_adam()
     width = kernel._width.value
     assert agrees(kernel)
-    assert not agrees(load_adam(2 * width)) and not agrees(load_adam(1))
+    others = [AdamKernel(native_check._library(), other) for other in (2 * width, 1)]
+    assert not any(map(agrees, others))
 
 
 @pytest.fixture
@@ -331,14 +334,79 @@ def first_use():
         cache.cache_clear()
 
 
-def test_a_kernel_with_other_bits_is_not_used_and_one_line_says_so(first_use, monkeypatch, caplog):
+@pytest.fixture
+def unknown(first_use, monkeypatch, tmp_path):
+    """Make the stored results of other processes invalid: the code of updates has another hash."""
+    monkeypatch.setattr(native_check, "_digest_of_updates", lambda: str(tmp_path))
+
+
+def forget():
+    native._loaded_once.cache_clear()
+    native_check._checked_once.cache_clear()
+
+
+def test_a_kernel_with_other_bits_is_not_used_and_one_line_says_so(unknown, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "headwater")
-    other = load_adam(3)
-    assert isinstance(other, AdamKernel)
-    monkeypatch.setattr(native_check, "load_adam", lambda width: other)
-    assert checked_adam() is None and checked_adam() is None
-    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("headwater.store")]
-    assert "torch's kernel is used" in line
+    monkeypatch.setattr(native_check, "_WIDTHS", (3,))
+    for _ in range(2):
+        assert checked_adam() is None and checked_adam() is None
+        (line,) = [
+            record.getMessage() for record in caplog.records if record.name.startswith("headwater.store")
+        ]
+        assert "torch's kernel is used" in line
+        forget()  # the next process compares again, because only agreement is stored
+        caplog.clear()
+
+
+def test_the_next_process_does_not_compare_again(unknown, monkeypatch):
+    compared = []
+    monkeypatch.setattr(native_check, "agrees", lambda kernel: compared.append(1) or agrees(kernel))
+    width = checked_adam()._width.value
+    assert compared
+    compared.clear()
+    forget()
+    assert checked_adam()._width.value == width and not compared
+    forget()
+    monkeypatch.setattr(native_check, "_digest_of_updates", lambda: "other code")
+    assert checked_adam()._width.value == width and compared
+
+
+@contextlib.contextmanager
+def other_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def without_denormals():
+    assert torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
+
+
+def with_attribute(owner, name, value):
+    return lambda: mock.patch.object(owner, name, value)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        other_threads,
+        without_denormals,
+        with_attribute(torch, "__version__", "1.0"),
+        with_attribute(torch, "__file__", __file__),
+        with_attribute(torch.backends.cpu, "get_cpu_capability", lambda: "other"),
+        with_attribute(native_check, "__file__", native.__file__),
+    ],
+    ids=["threads", "denormals", "version", "build", "capability", "code"],
+)
+def test_a_stored_result_is_not_used_under_other_conditions(changed):
+    before = native_check._conditions()
+    with changed():
+        assert native_check._conditions() != before
+    assert native_check._conditions() == before
 
 
 def test_the_switch_turns_the_kernel_off(first_use, monkeypatch):

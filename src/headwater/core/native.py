@@ -15,6 +15,12 @@ A library uses the copy of OpenMP that torch uses. A second copy would have its 
 for work beside those of torch, and would not know the limits that torch and `core/threads.py` set. The
 sources have no pragmas of OpenMP, which clang translates to functions that the copy of torch may not have.
 They call the function to which GCC translates a pragma, and which every copy has.
+
+[Note: findings about a library] A comparison of a library with torch takes longer than loading the library,
+and has the same result as long as both are the same files on the same processor. So `store_finding` writes
+the result beside the library, for later processes. The name of the file is a hash of the library's bytes and
+of all other conditions that the caller names. Other conditions lead to another file, so a finding never
+becomes false.
 """
 
 from __future__ import annotations
@@ -87,7 +93,24 @@ _LANGUAGES = {
 logger = logging.getLogger(__name__)
 
 
-def native_library(name: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+class Library(ctypes.CDLL):
+    """A compiled source.
+
+    Args:
+        path: path for the dynamic linker, which ends with the name of the file.
+        checksum: the checksum of the file.
+
+    Raises:
+        OSError: if the dynamic linker refuses it.
+    """
+
+    def __init__(self, path: str, checksum: bytes) -> None:
+        super().__init__(path)
+        self.file_name = Path(path).name
+        self.checksum = checksum
+
+
+def native_library(name: str, flags: tuple[str, ...] = ()) -> Library | None:
     """Return the library of a source of this package, or `None` if it cannot be had on this machine.
 
     The first call for a source compiles it if no earlier process has. It takes seconds then.
@@ -101,7 +124,7 @@ def native_library(name: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None
 
 
 @functools.cache
-def _loaded_once(name: str, flags: tuple[str, ...]) -> ctypes.CDLL | None:
+def _loaded_once(name: str, flags: tuple[str, ...]) -> Library | None:
     if os.environ.get(SWITCH) == "0":
         logger.debug("the native library %s is not used, because %s is 0", name, SWITCH)
         return None
@@ -118,7 +141,7 @@ def _source(name: str) -> Path:
     return next(path for language in _LANGUAGES if (path := _SOURCES / f"{name}{language}").exists())
 
 
-def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) -> ctypes.CDLL:
+def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) -> Library:
     """Return the library of a C or C++ source, compiled now or by an earlier process.
 
     Args:
@@ -139,13 +162,15 @@ def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) ->
     failures = []
     with _own_folder(path) as directory:
         name = build.name()
-        if _is_stored(name, directory):
+        stored = _stored(name, directory)
+        if stored is not None:
             with suppress(OSError):  # made on a host with a newer system and the same home
-                return _opened(name, directory)
+                return _opened(name, directory, stored[-_CHECKSUM_BYTES:])
         for compiler in _compilers(language):
             try:
-                _store(build.compile(compiler), name, directory, path)
-                return _opened(name, directory)
+                code = build.compile(compiler)
+                _store(code, name, directory, path)
+                return _opened(name, directory, hashlib.sha256(code).digest())
             except OSError as error:
                 # The dynamic linker's error has no number, and names the folder by the descriptor.
                 reason = error.strerror or str(error).replace(f"/proc/self/fd/{directory}", str(path))
@@ -341,18 +366,62 @@ def _reason(error: subprocess.SubprocessError) -> str:
     return next((line for line in lines if "error" in line or "undefined" in line), lines[0])
 
 
-def _opened(name: str, directory: int) -> ctypes.CDLL:
+def finding(library: Library, conditions: Sequence[str], folder: Path | None = None) -> str | None:
+    """Return what a process has found out about a library under these conditions, or `None`.
+
+    Args:
+        library: the library.
+        conditions: everything that the finding depends on, besides the library and the processor.
+        folder: where libraries are stored; by default a folder in the user's cache.
+    """
+    try:
+        with _own_folder(folder or _default_folder()) as directory:
+            content = _stored(_finding_name(library, conditions), directory)
+    except RunError as error:
+        logger.debug("findings about %s are not read: %s", library.file_name, error.what)
+        return None
+    return None if content is None else content[:-_CHECKSUM_BYTES].decode()
+
+
+def store_finding(
+    library: Library, conditions: Sequence[str], found: str, folder: Path | None = None
+) -> None:
+    """Keep a finding about a library for later processes, if files can be written.
+
+    Args:
+        library: the library.
+        conditions: everything that the finding depends on, besides the library and the processor.
+        found: the finding.
+        folder: where libraries are stored; by default a folder in the user's cache.
+    """
+    try:
+        path = folder or _default_folder()
+        with _own_folder(path) as directory:
+            _store(found.encode(), _finding_name(library, conditions), directory, path)
+    except RunError as error:
+        logger.debug("findings about %s are not stored: %s", library.file_name, error.what)
+
+
+def _finding_name(library: Library, conditions: Sequence[str]) -> str:
+    whole = hashlib.sha256()
+    # The name of the library has a hash of the processor.
+    for part in (library.file_name.encode(), library.checksum, *map(str.encode, conditions)):
+        whole.update(hashlib.sha256(part).digest())
+    return f"{library.file_name.partition('-')[0]}-{whole.hexdigest()[:32]}.finding"
+
+
+def _opened(name: str, directory: int, checksum: bytes) -> Library:
     """Return a stored library.
 
     Raises:
         OSError: if the dynamic linker refuses it.
     """
     # The name is part of the path: the dynamic linker takes equal paths for one library.
-    return ctypes.CDLL(f"/proc/self/fd/{directory}/{name}")
+    return Library(f"/proc/self/fd/{directory}/{name}", checksum)
 
 
-def _is_stored(name: str, directory: int) -> bool:
-    """True if the library exists, and has the bytes with which it was stored.
+def _stored(name: str, directory: int) -> bytes | None:
+    """Return the content of a file with its checksum; `None` if it does not exist or the checksum is wrong.
 
     Raises:
         RunError: if others could have written it, or it cannot be read.
@@ -365,29 +434,29 @@ def _is_stored(name: str, directory: int) -> bool:
         with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory), "rb") as file:
             content = file.read()
     except FileNotFoundError:
-        return False
+        return None
     except OSError as error:
         raise RunError(f"{name}: {error.strerror}", remedy=f"remove the file, or {_OTHER_CACHE}") from error
-    return content == _with_checksum(content[:-_CHECKSUM_BYTES])
+    return content if content == _with_checksum(content[:-_CHECKSUM_BYTES]) else None
 
 
-def _store(library: bytes, name: str, directory: int, path: Path) -> None:
-    """Write a library. Another process sees the whole file or none.
+def _store(content: bytes, name: str, directory: int, path: Path) -> None:
+    """Write a file with a checksum. Another process sees the whole file or none.
 
     Args:
-        library: its bytes.
+        content: its bytes.
         name: the name of the file.
         directory: descriptor of the folder.
         path: the path of the folder, for an error.
 
     Raises:
-        RunError: if the library cannot be written.
+        RunError: if the file cannot be written.
     """
     partial = f"{name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
         with os.fdopen(os.open(partial, flags, 0o700, dir_fd=directory), "wb") as file:
-            file.write(_with_checksum(library))
+            file.write(_with_checksum(content))
         os.rename(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError as error:
         with suppress(OSError):  # a full disk has a part of it
@@ -395,9 +464,9 @@ def _store(library: bytes, name: str, directory: int, path: Path) -> None:
         raise RunError(f"{path}: {error.strerror}", remedy=f"free space there, or {_OTHER_CACHE}") from error
 
 
-def _with_checksum(library: bytes) -> bytes:
-    """Return a library with its checksum at the end, where the dynamic linker does not look.
+def _with_checksum(content: bytes) -> bytes:
+    """Return a content with its checksum at the end, where the dynamic linker does not look.
 
     A crash of the machine may leave a file whose last pages are zeros. Such code would end the process.
     """
-    return library + hashlib.sha256(library).digest()
+    return content + hashlib.sha256(content).digest()

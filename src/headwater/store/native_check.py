@@ -3,17 +3,23 @@
 [Note: the kernel is checked at first use] The bits of torch's kernel depend on its build: on the instructions
 that its compiler has chosen, and on the width of its vectors. So the first update of a process runs a few
 small updates both ways, with the torch that is installed. The native kernel is used only if every bit agrees.
+
+The comparison takes half a second of a core, so its result is stored beside the library and later processes
+use it. `_conditions` lists what the result depends on besides the library and the processor: if one of these
+changes, the next process compares again. Only agreement is stored.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
-from headwater.core.native import native_library, source_digest
+from headwater.core.native import Library, finding, native_library, source_digest, store_finding
 from headwater.core.process_lock import ProcessLock
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.core.threads import single_core_pool
@@ -55,7 +61,7 @@ logger = logging.getLogger(__name__)
 def checked_adam() -> AdamKernel | None:
     """Return the native kernel of Adam if its results are bit-identical to torch's, otherwise `None`.
 
-    The first call in a process takes a fraction of a second, or some seconds if the kernel must be compiled.
+    The first call on a machine takes a fraction of a second, or some seconds if the kernel must be compiled.
     """
     with _LOCK.held():
         return _checked_once()
@@ -68,20 +74,49 @@ def adam_in_use() -> str:
 
 @functools.cache
 def _checked_once() -> AdamKernel | None:
+    library = _library()
+    if library is None:  # `native_library` has logged the reason
+        return None
+    conditions = _conditions()
+    known = finding(library, conditions)
     for width in _WIDTHS:
-        kernel = load_adam(width)
-        if kernel is None:  # `native_library` has logged the reason
-            return None
-        if agrees(kernel):
+        kernel = AdamKernel(library, width)
+        if known == str(width):
+            return kernel
+        if known is None and agrees(kernel):
+            store_finding(library, conditions, str(width))
             return kernel
     logger.info("adam: torch's kernel is used, because the native one is not bit-identical to this build's")
     return None
 
 
-def load_adam(width: int) -> AdamKernel | None:
-    """Return the kernel for one width of torch's vectors, or `None` if it cannot be built on this machine."""
-    library = native_library(_SOURCE, _FLAGS)
-    return None if library is None else AdamKernel(library, width)
+def _library() -> Library | None:
+    """Return the compiled kernel, or `None` if it cannot be built on this machine."""
+    return native_library(_SOURCE, _FLAGS)
+
+
+def _conditions() -> tuple[str, ...]:
+    """Return everything that the comparison depends on, besides the library and the processor."""
+    kernels = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    file = kernels.stat() if kernels.exists() else None
+    return (
+        torch.__version__,
+        # Two builds of torch may have the same version.
+        f"{file.st_size} {file.st_mtime_ns}" if file else torch.__config__.show(),
+        torch.backends.cpu.get_cpu_capability(),  # a variable of the environment may lower it
+        str(torch.get_num_threads()),  # they divide a large parameter
+        str(bool(torch.full((1,), 1e-40, dtype=torch.float32) * 1)),  # False if denormal numbers become 0
+        _digest_of_updates(),
+    )
+
+
+def _digest_of_updates() -> str:
+    """Return a hash of the Python code that prepares and runs an update in both ways."""
+    store = Path(__file__).parent
+    whole = hashlib.sha256()
+    for file in sorted((*store.glob("*.py"), *(store.parent / "optim").glob("*.py"))):
+        whole.update(hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest()
 
 
 def agrees(kernel: AdamKernel) -> bool:
