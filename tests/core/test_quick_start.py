@@ -15,17 +15,20 @@ from headwater.core.native import SWITCH
 from headwater.store.native_check import checked_adam
 
 SHOW = """
-import json, os, signal, sys
+import faulthandler, json, os, signal, sys
+# Python does not know the handlers of these signals if they were set before its module was loaded.
+fatal = {4, 6, 7, 8, 11} if faulthandler.is_enabled() else set()
 shown = {
     "parent": os.getppid(), "argv": sys.argv, "path": sys.path, "original": sys.orig_argv,
     "folder": os.getcwd(), "environment": dict(os.environ), "umask": os.umask(0), "name": __name__,
     "cores": sorted(os.sched_getaffinity(0)), "leads": os.getsid(0) == os.getpid(),
     "group": None if os.getsid(0) == os.getpid() else os.getpgid(0), "input": sys.stdin.read(),
-    "signals": {str(number): str(signal.getsignal(number)) for number in sorted(signal.valid_signals())
+    "signals": {str(number): str(signal.getsignal(number))
+                for number in sorted(signal.valid_signals() - fatal)
                 if "built-in" not in str(signal.getsignal(number))},
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     "files": len(os.listdir("/proc/self/fd")) - ("quick_start.client" in sys.modules),
-    "threads": __import__("torch").get_num_threads(),
+    "threads": __import__("torch").get_num_threads(), "faults": faulthandler.is_enabled(),
 }
 print(json.dumps(shown))
 """
@@ -43,6 +46,8 @@ def test_a_fork_has_the_state_of_a_new_interpreter(kind, tmp_path):
     (tmp_path / "show.py").write_text(SHOW)
     words = {"code": ["-c", SHOW, "a"], "file": ["show.py", "b"], "session": ["-P", "-c", SHOW]}[kind]
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "NEW": "x"}
+    if kind == "file":
+        environment["PYTHONFAULTHANDLER"] = "1"
     options = {"cwd": tmp_path, "env": environment, "umask": 0o27, "start_new_session": kind == "session"}
     with quick_start.real_starts():
         expected = shown(*words, **options)
@@ -61,6 +66,7 @@ HANDLED = "import os, signal; signal.signal(2, signal.default_int_handler)"
         ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
         (f"{HANDLED}; os.kill(os.getpid(), 2)", -signal.SIGINT, "KeyboardInterrupt\n"),
         ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("import os; os.abort()", -signal.SIGABRT, ""),
         ("import atexit, sys; atexit.register(print, 'end', file=sys.stderr)", 0, "end\n"),
     ],
 )
@@ -68,6 +74,14 @@ def test_a_fork_ends_as_an_interpreter_does(code, status, error):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == status
     assert done.stderr.endswith(error)
+
+
+def test_a_fork_prints_its_stack_at_a_crash_if_its_environment_asks_for_it():
+    code = "import os, sys; assert 'torch' in sys.modules; os.abort()"
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr.startswith("Fatal Python error: Aborted") and 'File "<string>", line 1' in done.stderr
 
 
 def test_a_program_that_a_fork_executes_is_its_process_and_starts_others():

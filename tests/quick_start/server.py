@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import io
@@ -241,6 +242,8 @@ def _set_interpreter(program: Program) -> None:
         output, encoding="utf-8", line_buffering=terminal, write_through=unbuffered
     )
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable(2)
     sys.orig_argv = list(program.original)
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*own, *(path for path in sys.path if path not in _PYTHONPATH)]
@@ -326,5 +329,6 @@ def _begin_at_import() -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.disable()  # each fork turns it on if its environment asks for it
     preload()
     end(run(serve(socket.socket(fileno=int(sys.argv[1])))))
