@@ -177,6 +177,27 @@ def test_a_loader_that_can_seek_is_not_read_from_the_start(tmp_path):
     assert loaders[2].read <= 1 + 4, "one batch for the shapes, and those of four steps"
 
 
+@pytest.mark.parametrize(
+    ("state", "place", "found"),
+    [
+        ({"position": (1, 2)}, "state/data/loader/position", "a tuple"),
+        ({"read": {3: True}}, "state/data/loader/read", "the key 3"),
+    ],
+)
+def test_a_position_that_no_checkpoint_can_hold_is_an_error_of_the_first_step(
+    tmp_path, capsys, state, place, found
+):
+    class Loader(SeekableLoader):
+        def state_dict(self):
+            return state
+
+    with pytest.raises(SystemExit):
+        train(write_params(tmp_path), "--eval_frequency", 0, data=lambda params: Loader())
+    printed = capsys.readouterr().err
+    assert place in printed and found in printed and "state_dict()" in printed
+    assert not history(tmp_path / "run")
+
+
 def test_micro_batches_are_those_that_the_params_ask_for(tmp_path):
     train(write_params(tmp_path), "--micro_batch_size", 4, "--eval_frequency", 0)
     assert "2 × 4 samples" in (tmp_path / "run" / "plan.txt").read_text()

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from headwater.core.checked_files import OTHER_COPY
-from headwater.core.errors import CorruptError
+from headwater.core.errors import CorruptError, DataError
 
 STATE_FILE = "trainer.json"
 STATE_TENSORS_FILE = "trainer.safetensors"
@@ -23,6 +23,9 @@ def pack_state(state: Mapping[str, Any]) -> dict[str, bytes]:
 
     Args:
         state: JSON values and tensors, nested in dictionaries and lists.
+
+    Raises:
+        DataError: if the state holds anything else, which only the state of a user's data loader can.
     """
     tensors: dict[str, torch.Tensor] = {}
     tree = json.dumps(_split(state, "state", tensors), indent=1).encode()
@@ -37,12 +40,24 @@ def _split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
             tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             return {_TENSOR_KEY: name}
         case Mapping():
-            assert all(isinstance(key, str) for key in value), f"{name} has keys that are not strings"
+            for key in value:
+                if not isinstance(key, str):
+                    raise _unsaveable("keys that are strings", f"the key {key!r}", name)
             return {key: _split(entry, f"{name}/{key}", tensors) for key, entry in value.items()}
         case list():
             return [_split(entry, f"{name}/{index}", tensors) for index, entry in enumerate(value)]
-    assert value is None or isinstance(value, bool | int | float | str), f"{name} is a {type(value).__name__}"
-    return value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise _unsaveable("JSON values and tensors", f"a {type(value).__name__}", name)
+
+
+def _unsaveable(expected: str, found: str, name: str) -> DataError:
+    return DataError(
+        f"expected the state of the run to have {expected}, found {found}",
+        where=name,
+        remedy="let state_dict() of the data loader return tensors, numbers, strings, lists and dictionaries "
+        "with strings as keys",
+    )
 
 
 def unpack_state(tree: bytes, tensors: bytes, *, where: str) -> dict[str, Any]:

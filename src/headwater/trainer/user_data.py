@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from headwater.core.errors import DataError
 from headwater.core.seeding import derive_seed
+from headwater.trainer.checkpoint_state import pack_state
 from headwater.trainer.interrupt import shielded
 from headwater.trainer.job import Batch
 from headwater.utils.data.parts import Parts
@@ -136,6 +137,7 @@ class RepeatedPasses:
         self._epoch = 0
         self._position = 0
         self._is_positioned = False  # the loader was told its position and begins there by itself
+        self._is_checked = False
 
     def __iter__(self) -> Iterator[Batch]:
         return self._parts.of(self._batches())
@@ -167,14 +169,23 @@ class RepeatedPasses:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch that was yielded."""
+        """Return the position after the last batch that was yielded.
+
+        Raises:
+            DataError: if a checkpoint cannot hold the position of the loader.
+        """
         loader = self._passes.loader
-        return {
+        state = {
             "epoch": self._epoch,
             "position": self._position,
             "length": self._passes.length,
             "loader": loader.state_dict() if isinstance(loader, Seekable) else None,
         }
+        if not self._is_checked:
+            # An error now, and not at the first checkpoint, which may come hours later.
+            pack_state({"data": state})
+            self._is_checked = True
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the position at which the iteration begins.
