@@ -94,7 +94,7 @@ def add_model_arguments(
     )
 
 
-def positive(word: str) -> Any:
+def positive(word: str) -> int:
     """Return a number of at least 1."""
     number = int(word)
     if number < 1:

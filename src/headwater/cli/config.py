@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Literal
 
 from headwater.cli import config_init
 from headwater.cli.arguments import add_params_arguments, read_params
+from headwater.cli.files import write_text
 from headwater.cli.output import open_console
 from headwater.cli.parser import Parser
 from headwater.config.conversion import convert_params
@@ -90,27 +90,6 @@ def run_convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_text(path: Path, text: str, *, mode: Literal["x", "w"], remedy: str) -> None:
-    """Write a file that the user has named.
-
-    Args:
-        path: the file.
-        text: its content.
-        mode: `w` to replace an existing file, `x` to refuse it.
-        remedy: remedy of the error.
-
-    Raises:
-        ConfigError: if the file cannot be written; with mode `x`, also if it exists already.
-    """
-    try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(
-            f"the file cannot be written: {error.strerror}", where=str(path), remedy=remedy
-        ) from error
-
-
 def _parameters(run: RunConfig) -> int:
     return sum(value.numel() for value in meta_model(run.init.model).parameters())
 
@@ -144,7 +123,7 @@ def run_schema(args: argparse.Namespace) -> int:
     if args.output is None:
         print(text)
         return 0
-    write_text(args.output, f"{text}\n", mode="w", remedy="name a file in a folder that exists")
+    write_text(args.output, f"{text}\n", remedy="name a file in a folder that exists")
     line = schema_line(args.output)
     print(f"wrote {args.output}; start params files in the same folder with this line:\n{line}")
     return 0

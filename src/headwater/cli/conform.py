@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from headwater.cli.arguments import positive
+from headwater.cli.files import write_text
 from headwater.conform.compare import ALL_PLANS, Comparison
 from headwater.conform.grammar.campaign import Folder, counts, faults, is_clean, run_campaign
 from headwater.conform.grammar.case import Outcome
@@ -20,6 +22,7 @@ from headwater.fabric.launch.cores import num_cores
 _DIFFERENT = 1
 _STEPS, _TIMEOUT_S, _RANDOM_TIMEOUT_S = 3, 600, 60
 _SHOW_EVERY_S = 5.0
+_OTHER_PATH = "name another path"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="MODULE:FACTORY or FILE.py:FACTORY, a function that returns model, [batch, …] and optionally "
         "loss(model, batch) and optimizer(parameters); or a params file; or a Hugging Face folder",
     )
-    parser.add_argument("--steps", type=_positive, default=_STEPS, metavar="N", help=f"steps ({_STEPS})")
+    parser.add_argument("--steps", type=positive, default=_STEPS, metavar="N", help=f"steps ({_STEPS})")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of values and batches (0)")
     parser.add_argument(
         "--plans", metavar="PLAN,…", help=f"plans to compare under (all: {', '.join(ALL_PLANS)})"
     )
     parser.add_argument(
         "--timeout",
-        type=_positive,
+        type=positive,
         metavar="S",
         help=f"seconds for each run ({_TIMEOUT_S}; {_RANDOM_TIMEOUT_S} with --random)",
     )
@@ -60,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file for the report; with --random a folder from which the same command resumes",
     )
     parser.add_argument(
-        "--random", type=_positive, metavar="N", help="compare N random models instead of MODEL"
+        "--random", type=positive, metavar="N", help="compare N random models instead of MODEL"
     )
     parser.add_argument(
-        "--workers", type=_positive, metavar="N", help="random models at the same time (one per core)"
+        "--workers", type=positive, metavar="N", help="random models at the same time (one per core)"
     )
 
 
@@ -97,9 +100,9 @@ def _run_model(args: argparse.Namespace) -> int:
     text = report.render()
     print(text)
     if args.out is not None:
-        _write(args.out, text + "\n")
+        write_text(args.out, text + "\n", remedy=_OTHER_PATH)
     if args.json is not None:
-        _write(args.json, json.dumps(report.to_json(), indent=2) + "\n")
+        write_text(args.json, json.dumps(report.to_json(), indent=2) + "\n", remedy=_OTHER_PATH)
     return 0 if report.passed else _DIFFERENT
 
 
@@ -123,20 +126,6 @@ def _plans(names: str | None) -> Sequence[str]:
                 f"unknown plan {name!r}", where="--plans", remedy=f"write some of {', '.join(ALL_PLANS)}"
             )
     return chosen
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a report to a file that the user has named.
-
-    Raises:
-        ConfigError: if it cannot be written.
-    """
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"the report cannot be written: {error.strerror}", where=str(file), remedy="name another path"
-        ) from error
 
 
 def _run_random(args: argparse.Namespace) -> int:
@@ -196,11 +185,3 @@ def _summary(outcomes: Sequence[Outcome]) -> str:
             fault.script,
         ]
     return "\n".join(lines)
-
-
-def _positive(text: str) -> int:
-    """Return `text` as an integer >= 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, found {text}")
-    return number

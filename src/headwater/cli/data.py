@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from headwater.cli.files import read_text
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.units import format_bytes
 
@@ -343,13 +344,8 @@ def _keys(words: list[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _template(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"chat template cannot be read: {error}"
-        raise DataError(what, where=str(path), remedy="name a UTF-8 file with a Jinja template") from error
+    remedy = "name a UTF-8 file with a Jinja template"
+    return None if path is None else read_text(path, "the chat template", remedy=remedy)
 
 
 def summary(statistics: Statistics, folder: Path) -> Table:

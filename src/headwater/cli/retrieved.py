@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headwater.cli.arguments import add_override_options, positive
+from headwater.cli.files import read_text
 from headwater.config.overrides import SHORT_NAMES
 from headwater.core.errors import ConfigError
 from headwater.retrieval.index import Hit
@@ -89,14 +90,8 @@ def read_template(args: argparse.Namespace) -> PassageTemplate:
     """
     if args.template is None:
         return PassageTemplate()
-    try:
-        text = args.template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the template cannot be read: {error}",
-            where=str(args.template),
-            remedy="name a UTF-8 file with {passages} and {prompt}",
-        ) from error
+    remedy = "name a UTF-8 file with {passages} and {prompt}"
+    text = read_text(args.template, "the template", remedy=remedy)
     # Editors end files with a newline, which would separate the prompt from its continuation.
     return PassageTemplate(text.removesuffix("\n"))
 

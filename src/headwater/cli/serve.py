@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from headwater.cli.arguments import add_checkpoint_arguments, add_override_options, read_folder
+from headwater.cli.files import read_text
 from headwater.cli.retrieved import (
     MACHINE,
     OWN,
@@ -234,9 +235,4 @@ def _token(path: Path | None) -> tuple[str | None, str]:
     if path is None:
         # An empty variable is returned too: the user wanted a token, so the server must not run without one.
         return os.environ.get(TOKEN), TOKEN
-    try:
-        return path.expanduser().read_text(encoding="utf-8").strip(), "--token_file"
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the token cannot be read: {error}", where=str(path), remedy="write a token into this file"
-        ) from error
+    return read_text(path, "the token", remedy="write a token into this file").strip(), "--token_file"
