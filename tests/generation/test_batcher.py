@@ -111,7 +111,7 @@ def test_requests_that_can_never_fit_are_refused():
         batcher.add(request(51, 1))
     with pytest.raises(DataError, match="shorten the prompt to at most 41 tokens"):
         batcher.add(request(51, 10))
-    batcher.check(request(41, 10))
+    batcher.room.check(request(41, 10))
     with pytest.raises(DataError, match="request fewer new tokens, together at most 51"):
         batcher.add(request(51, 51))
     with pytest.raises(DataError, match="empty"):

@@ -202,12 +202,15 @@ def continued(config: RunConfig, args: argparse.Namespace) -> str:
         most = args.max_new_tokens
         if hits:
             prompt, hits = _with_passages(
-                hits, lambda some: tokens_of(template.prompt(some, args.prompt)), batcher.max_length + 1, most
+                hits,
+                lambda some: tokens_of(template.prompt(some, args.prompt)),
+                batcher.room.max_length + 1,
+                most,
             )
             check_ids([prompt], language_model(config).vocab_size)
         if most is None:
             # If the model has no room for a further token, `add` raises an error that explains this.
-            most = min(NEW_TOKENS, batcher.room(len(prompt)) or NEW_TOKENS)
+            most = min(NEW_TOKENS, batcher.room.after(len(prompt)) or NEW_TOKENS)
         ends = frozenset(codec.ends)
         generation = batcher.add(GenerationRequest(tuple(prompt), most, sampling, ends, beams=beams))
         batcher.run()

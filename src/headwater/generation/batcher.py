@@ -33,6 +33,10 @@ class Batcher:
         device: device of the model.
         limits: memory for keys, values and activations.
         computing: returns a context in which the model can be called.
+
+    Attributes:
+        limits: as given.
+        room: the room for one request.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class Batcher:
         computing: Callable[[], AbstractContextManager[object]] = torch.no_grad,
     ) -> None:
         self.limits = limits
-        self._room = Room.of(limits, model.max_length)
+        self.room = Room.of(limits, model.max_length)
         self._model = model
         self._device = torch.device(device)
         self._computing = computing
@@ -66,28 +70,11 @@ class Batcher:
         """Tokens for which keys and values have memory."""
         return sum(each.generation.request.cache_tokens for each in self._active)
 
-    @property
-    def max_length(self) -> int:
-        """Most tokens whose keys and values one request may need."""
-        return self._room.max_length
-
-    def room(self, prompt_tokens: int) -> int:
-        """Return the most new tokens that fit after a prompt."""
-        return self._room.after(prompt_tokens)
-
-    def check(self, request: GenerationRequest) -> None:
-        """Check that a request fits into the model.
-
-        Raises:
-            DataError: see `Room.check`.
-        """
-        self._room.check(request)
-
     def add(self, request: GenerationRequest) -> Generation:
         """Put a request into the queue.
 
         Raises:
-            DataError: see `check`.
+            DataError: see `Room.check`.
         """
         generation = self.prepared(request)
         self.enter(generation)
@@ -97,9 +84,9 @@ class Batcher:
         """Return the generation of a request for `enter`. Any thread may call this.
 
         Raises:
-            DataError: see `check`.
+            DataError: see `Room.check`.
         """
-        self.check(request)
+        self.room.check(request)
         return Generation(request)
 
     def enter(self, generation: Generation) -> None:

@@ -378,22 +378,17 @@ class CardAnswer(WrittenAnswer):
     def __init__(self, model: ServedModel, body: CardRequest) -> None:
         params = body.params
         self._beginnings = body.input_data if params.return_full_text else [""] * len(body.input_data)
-        seed = _seed(params.seed)
         prompts = [tuple(encoded(model, text)) for text in body.input_data]
+        first = Sampling(
+            params.temperature if params.do_sample else 0.0,
+            params.top_k or None,
+            params.top_p,
+            _seed(params.seed),
+            params.no_repeat_ngram_size,
+        )
         requests = [
-            TextRequest(
-                prompt,
-                params.max_new_tokens,
-                Sampling(
-                    params.temperature if params.do_sample else 0.0,
-                    params.top_k or None,
-                    params.top_p,
-                    seed if number == 0 else derive_seed(seed, number),
-                    params.no_repeat_ngram_size,
-                ),
-                beams=params.beams,
-            )
-            for number, prompt in enumerate(prompts)
+            TextRequest(prompt, params.max_new_tokens, sampling, beams=params.beams)
+            for prompt, sampling in zip(prompts, _differently_seeded(first, len(prompts)), strict=True)
         ]
         super().__init__(model, requests, prompts)
 
@@ -404,20 +399,19 @@ class CardAnswer(WrittenAnswer):
 
 def samplings(body: TextSettings, count: int) -> list[Sampling]:
     """Return how each of `count` texts of a prompt is sampled. The first one has the seed of the request."""
-    seed = _seed(body.seed)
     first = Sampling(
         1.0 if body.temperature is None else body.temperature,
         None if body.top_k is None or body.top_k <= 0 else body.top_k,
         body.top_p,
-        seed,
+        _seed(body.seed),
         body.no_repeat_ngram_size,
     )
-    others = [
-        Sampling(
-            first.temperature, first.top_k, first.top_p, derive_seed(seed, number), first.no_repeat_ngram_size
-        )
-        for number in range(1, count)
-    ]
+    return _differently_seeded(first, count)
+
+
+def _differently_seeded(first: Sampling, count: int) -> list[Sampling]:
+    """Return `first`, and the same settings with other seeds, `count` in all."""
+    others = (dataclasses.replace(first, seed=derive_seed(first.seed, n)) for n in range(1, count))
     return [first, *others]
 
 

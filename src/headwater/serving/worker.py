@@ -22,7 +22,7 @@ class Worker:
     """Runs a batcher on a separate thread. Methods may be called by any thread.
 
     Args:
-        batcher: generates. Only the worker uses it from now on, except for `check`.
+        batcher: generates. Only the worker uses it from now on, except for its `room`.
         name: name of the thread.
     """
 
@@ -46,7 +46,7 @@ class Worker:
     @property
     def max_length(self) -> int:
         """Most tokens whose keys and values one request may need."""
-        return self.batcher.max_length
+        return self.batcher.room.max_length
 
     @property
     def active(self) -> int:
