@@ -144,7 +144,8 @@ class FileBytes:
             weakref.finalize(self, os.close, self._held)
         self.num_bytes = (path.stat() if self._held is None else os.fstat(self._held)).st_size
         self._chunks: Sequence[Chunk] | None = None
-        self._last: tuple[int, bytearray] | None = None  # a chunk that was read in part: its rest may be next
+        # A chunk that was read in part: its rest may be read next.
+        self._last: tuple[Chunk, bytearray] | None = None
         if chunks is not None:
             self.expect(chunks)
 
@@ -188,19 +189,17 @@ class FileBytes:
             self._read(low, into, what)
             return
         high = low + len(into)
-        index = bisect_right(self._chunks, low, key=lambda chunk: chunk[0]) - 1
-        while index < len(self._chunks) and self._chunks[index][0] < high:
-            offset, length, _ = self._chunks[index]
+        for chunk in _chunks_of(self._chunks, low, high):
+            offset, length, _ = chunk
             start, stop = max(low, offset), min(high, offset + length)
             part = into[start - low : stop - low]
             if stop - start == length:
-                self._read_chunk(index, part, what)
+                self._read_chunk(chunk, part, what)
             else:
-                chunk = self._chunk(index, what)
-                part[:] = chunk[start - offset : stop - offset]
+                data = self._whole(chunk, what)
+                part[:] = data[start - offset : stop - offset]
                 # A run of elements seldom ends at a chunk: the next run begins in the same one.
-                self._last = (index, chunk) if high < offset + length else None
-            index += 1
+                self._last = (chunk, data) if high < offset + length else None
 
     def read_padded(self, low: int, count: int, buffer: torch.Tensor, what: str) -> torch.Tensor:
         """Return `count` bytes from offset `low` on, past the page cache if possible; see `read_into`.
@@ -227,39 +226,35 @@ class FileBytes:
         if chunks is None or not done:
             self.read_into(low, part.numpy().data, what)
             return part
-        for index in chunks:
-            assert self._chunks is not None, "only a file with checksums has chunks"
-            offset, length, _ = self._chunks[index]
-            self._check(index, part[offset - low : offset - low + length].numpy().data, what)
+        for chunk in chunks:
+            first = chunk[0] - low
+            self._check(chunk, part[first : first + chunk[1]].numpy().data, what)
         return part
 
-    def _whole_chunks(self, low: int, count: int) -> range | None:
+    def _whole_chunks(self, low: int, count: int) -> Sequence[Chunk] | None:
         """Return the chunks that make up a run; `None` if the run begins or ends within a chunk."""
         if self._chunks is None:
-            return range(0)
-        first = bisect_right(self._chunks, low, key=lambda chunk: chunk[0]) - 1
-        stop = bisect_left(self._chunks, low + count, key=lambda chunk: chunk[0])
-        ends = self._chunks[stop - 1][0] + self._chunks[stop - 1][1]
-        return range(first, stop) if (self._chunks[first][0], ends) == (low, low + count) else None
+            return ()
+        chunks = _chunks_of(self._chunks, low, low + count)
+        whole = chunks and (chunks[0][0], sum(chunks[-1][:2])) == (low, low + count)
+        return chunks if whole else None
 
-    def _chunk(self, index: int, what: str) -> bytearray:
-        assert self._chunks is not None, "only a file with checksums has chunks"
+    def _whole(self, chunk: Chunk, what: str) -> bytearray:
+        """Return the bytes of a chunk."""
         last = self._last  # once: another thread may replace it
-        if last is not None and last[0] == index:
+        if last is not None and last[0] == chunk:
             return last[1]
-        data = bytearray(self._chunks[index][1])
-        self._read_chunk(index, memoryview(data), what)
+        data = bytearray(chunk[1])
+        self._read_chunk(chunk, memoryview(data), what)
         return data
 
-    def _read_chunk(self, index: int, into: memoryview, what: str) -> None:
-        assert self._chunks is not None, "only a file with checksums has chunks"
-        self._read(self._chunks[index][0], into, what)
-        self._check(index, into, what)
+    def _read_chunk(self, chunk: Chunk, into: memoryview, what: str) -> None:
+        self._read(chunk[0], into, what)
+        self._check(chunk, into, what)
 
-    def _check(self, index: int, data: memoryview, what: str) -> None:
+    def _check(self, chunk: Chunk, data: memoryview, what: str) -> None:
         """Compare the bytes of a chunk with its checksum."""
-        assert self._chunks is not None, "only a file with checksums has chunks"
-        offset, length, checksum = self._chunks[index]
+        offset, length, checksum = chunk
         if zlib.crc32(data) != checksum:
             raise CorruptError(
                 f"{what}: bytes {offset} to {offset + length} of the file differ from what was written",
@@ -286,3 +281,9 @@ class FileBytes:
             return
         with self.path.open("rb") as file:
             yield file.fileno()
+
+
+def _chunks_of(chunks: Sequence[Chunk], low: int, high: int) -> Sequence[Chunk]:
+    """Return the chunks that hold the bytes from `low` to `high`, which are in the file."""
+    first = bisect_right(chunks, low, key=lambda chunk: chunk[0]) - 1
+    return chunks[first : bisect_left(chunks, high, key=lambda chunk: chunk[0])]
