@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headwater.api.pretrained import record_pretrained, save_pretrained
 from headwater.config.models.huggingface import HuggingFaceConfig
+from headwater.convert.output import new_folder
 from headwater.convert.shards import has_weights
 from headwater.convert.stored import PICKLED_FILE
 from headwater.core.empty import record_values, recorded_values
@@ -114,7 +115,7 @@ def export_library_model(
 ) -> None:
     """Write a checkpoint of a run as `save_pretrained` of the transformers library does.
 
-    One tensor is in memory at a time.
+    One tensor is in memory at a time. The folder appears when it is complete.
 
     Args:
         checkpoint: of the run.
@@ -125,10 +126,6 @@ def export_library_model(
     Raises:
         CheckpointError: if the folder is not empty, or the checkpoint is of another model.
     """
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise CheckpointError(
-            "the export folder is not empty", where=str(out_dir), remedy="name a new folder"
-        )
     model = build_model(config, device="meta")
     assert isinstance(model, HuggingFaceModel), "the section builds such a model"
     read = _readers(SavedCheckpoint(checkpoint))
@@ -143,8 +140,9 @@ def export_library_model(
     for name, buffer in model.named_buffers():
         if name in read:
             buffer.copy_(read[name]())
-    save_pretrained(model.hf, out_dir, dtype=dtype)
-    copy_side_files(config.hf, out_dir)
+    with new_folder(out_dir) as partial:
+        save_pretrained(model.hf, partial, dtype=dtype)
+        copy_side_files(config.hf, partial)
 
 
 def _readers(saved: SavedCheckpoint) -> dict[str, Callable[[], Tensor]]:
