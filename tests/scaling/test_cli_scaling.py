@@ -6,9 +6,9 @@ import signal
 import pytest
 
 from headwater.appliance.open import open_queue
+from headwater.core.exit_codes import INTERRUPTED
 from headwater.scaling.results import read_loss
 from headwater.scaling.sizes import read_family
-from headwater.trainer.interrupt import EXIT_CODE
 
 CARD = """\
 name,flops,loss
@@ -89,7 +89,7 @@ def test_an_interrupted_last_evaluation_is_made_again(size, headwater, monkeypat
 
     monkeypatch.setattr("headwater.trainer.loop.evaluate", interrupt)
     folder = size.params.parent
-    assert headwater("scaling", "run", folder)[0] == EXIT_CODE
+    assert headwater("scaling", "run", folder)[0] == INTERRUPTED
     assert evaluated and evaluations(size) == []
     monkeypatch.undo()
     code, _, err = headwater("scaling", "fit", folder)

@@ -16,11 +16,11 @@ from headwater.cli.output import open_console
 from headwater.config.files import find_params
 from headwater.config.run import RunConfig, load_params
 from headwater.core.errors import ConfigError
+from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.units import counted, format_bytes, format_count, format_duration
 from headwater.data.assets import sample_text
 from headwater.plan.outlook import RunLength
 from headwater.plan.types import Plan
-from headwater.trainer.interrupt import EXIT_CODE
 from headwater.trainer.session import fit, validate
 from headwater.trainer.zoo_job import language_model
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(line, markup=False, soft_wrap=True)
     if not result.interrupted:
         console.print(_next_steps(args.model_dir), markup=False, soft_wrap=True)
-    return EXIT_CODE if result.interrupted else 0
+    return INTERRUPTED if result.interrupted else 0
 
 
 _INTRODUCTION = """\

@@ -31,10 +31,10 @@ from headwater.config.run import RunConfig
 from headwater.config.sections import CallbackConfig, OpProfilerConfig
 from headwater.config.user import UserConfig
 from headwater.core.errors import ConfigError
+from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.placement import JOB
 from headwater.fabric.cluster import is_watched
 from headwater.fabric.membership import current
-from headwater.trainer.interrupt import EXIT_CODE
 from headwater.trainer.ranks import launch
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.session import FitResult, fit
@@ -210,7 +210,7 @@ def finish(config: RunConfig | UserConfig, result: FitResult, console: Console |
     if console is not None:
         for line in summary(config, result):
             console.print(line, markup=False, soft_wrap=True)
-    return EXIT_CODE if result.interrupted else 0
+    return INTERRUPTED if result.interrupted else 0
 
 
 def summary(config: RunConfig | UserConfig, result: FitResult) -> list[str]:

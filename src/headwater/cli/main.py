@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
 from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.files import unencodable
 from headwater.core.signals import speaks_for_all
 from headwater.core.spins import never_spin
-from headwater.core.terminal import outlive_terminal
+from headwater.core.terminal import outlive_terminal, silence
 from headwater.fabric.parent import find_parent
 from headwater.fabric.report import report
-from headwater.trainer.interrupt import EXIT_CODE
 
 if TYPE_CHECKING:
     from headwater.appliance.remote.address import Address
@@ -88,13 +86,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         escape_unprintable()
         if not _LITTLE_AT_A_TIME.isdisjoint(words[:1]):  # before the command imports torch
             never_spin()
-    with errors_printed() as outcome:
-        address, words = _without_address(words)
-        args = _parsed(words)
-        if args is not None:
-            args.words, args.is_process, args.appliance = words, argv is None, address
-            outcome.exit_code = int(args.run(args))
-    return outcome.exit_code
+    return guarded(lambda: _run(words, is_process=argv is None))
+
+
+def _run(words: list[str], *, is_process: bool) -> int:
+    """Run a command line and return the exit code.
+
+    Args:
+        words: the words after `headwater`.
+        is_process: the command is this whole process, and not a call in a program.
+    """
+    address, words = _without_address(words)
+    args = _parsed(words)
+    if args is None:
+        return 0
+    args.words, args.is_process, args.appliance = words, is_process, address
+    return int(args.run(args))
 
 
 def forget_useless_width() -> None:
@@ -119,40 +126,24 @@ def escape_unprintable() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-@dataclasses.dataclass
-class Outcome:
-    """The exit code of a command, which the command sets if it ends without an error."""
-
-    exit_code: int = 0
-
-
-@contextmanager
-def errors_printed() -> Iterator[Outcome]:
-    """Print errors that a user can cause as messages, and set the exit code for them."""
+def guarded(run: Callable[[], int]) -> int:
+    """Call `run` and return its exit code. Errors that a user can cause are printed as messages."""
     from headwater.cli.output import print_error
 
-    outcome = Outcome()
     try:
-        yield outcome
+        return run()
     except (HeadwaterError, UnicodeEncodeError) as raised:
         error = raised if isinstance(raised, HeadwaterError) else unencodable(raised)
         # If a launcher has started this process, the launcher prints the error, once for all ranks.
-        outcome.exit_code = 1 if report(error) else print_error(error)
+        return 1 if report(error) else print_error(error)
     except KeyboardInterrupt:
         if speaks_for_all():
             print("interrupted", file=sys.stderr)
-        outcome.exit_code = EXIT_CODE
+        return INTERRUPTED
     except BrokenPipeError:  # the reader has closed the pipe (`headwater … | head`)
         # Otherwise Python would fail once more when it flushes stdout at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        outcome.exit_code = EXIT_CODE
-
-
-def guarded(run: Callable[[], int]) -> int:
-    """Call `run` and return its exit code. Errors that a user can cause are printed as messages."""
-    with errors_printed() as outcome:
-        outcome.exit_code = run()
-    return outcome.exit_code
+        silence(sys.stdout.fileno())
+        return INTERRUPTED
 
 
 def _without_address(words: list[str]) -> tuple[Address | None, list[str]]:

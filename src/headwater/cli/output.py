@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headwater.core.errors import HeadwaterError, StoreError, StreamError
+from headwater.core.terminal import silence
 
 if TYPE_CHECKING:
     from headwater.config.run import RunConfig
@@ -37,9 +38,7 @@ class _RunConsole(Console):
 
     def on_broken_pipe(self) -> None:
         # rich would end the process here, and the run would lose its steps since the last checkpoint.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        silence(sys.stdout.fileno())
         print("the reader of the output has ended, so the run ends too", file=sys.stderr)
         # Not `raise_signal`: a log message may come from another thread.
         os.kill(os.getpid(), signal.SIGINT)

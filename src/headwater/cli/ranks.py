@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from headwater.cli.main import guarded
 from headwater.core.placement import Placement
+from headwater.core.terminal import silence
 from headwater.fabric.launch.launcher import launch
-from headwater.fabric.launch.streams import OF_SCRIPT, STDIN, STDOUT, silence
+from headwater.fabric.launch.streams import OF_SCRIPT, STDIN, STDOUT
 
 
 def main(argv: Sequence[str]) -> int:

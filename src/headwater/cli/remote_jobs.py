@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
@@ -69,7 +70,7 @@ def fit_params(args: argparse.Namespace, params: bytes, order: RemoteSubmission,
         order.bundle.add(path, path.name)
         # This comes before the first write to the model_dir, because the other machine may be down.
         connection.open()
-        named = RemoteSubmission(**{**vars(order), "run": run_name(order.model_dir, address)})
+        named = dataclasses.replace(order, run=run_name(order.model_dir, address))
         return _submit(connection, named, args, follows=not args.submit)
 
 

@@ -1,4 +1,4 @@
-"""Output of a process whose terminal may be closed while it works."""
+"""Output of a process that is not wanted, or whose terminal may be closed while the process works."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ class _Terminal(io.FileIO):
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            silence(self.fileno())
             return super().write(data)
+
+
+def silence(file: int) -> None:
+    """Redirect a file descriptor to /dev/null."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, file)
+    os.close(nowhere)
 
 
 def outlive_terminal() -> None:

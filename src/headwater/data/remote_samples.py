@@ -65,8 +65,8 @@ class InputWorkers:
             RankError: if a worker has another secret.
         """
         data, pause_s = json.dumps(request).encode(), _FIRST_PAUSE_S
-        end = time.monotonic() + self.patience_s
-        for attempt in range(first, 1 << 62):
+        end, attempt = time.monotonic() + self.patience_s, first
+        while True:
             address = self.addresses[attempt % len(self.addresses)]
             try:
                 if address not in connections:
@@ -82,11 +82,11 @@ class InputWorkers:
                 if self._is_closing.is_set() or time.monotonic() > end:
                     raise self._unreachable(error) from error
                 logger.info("input worker %s:%d: %s; trying again", *address, error)
+            attempt += 1
             # All workers were tried once. One of them is probably being restarted, so wait.
-            if (attempt + 1 - first) % len(self.addresses) == 0:
+            if (attempt - first) % len(self.addresses) == 0:
                 self._is_closing.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        raise AssertionError("the loop does not end")
 
     def _unreachable(self, error: Exception) -> DataError:
         places = ", ".join(f"{host}:{port}" for host, port in self.addresses)

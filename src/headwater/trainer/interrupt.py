@@ -22,8 +22,6 @@ from headwater.core.signals import Handler, handled, speaks_for_all
 
 Item = TypeVar("Item")
 
-EXIT_CODE = INTERRUPTED
-
 
 class Interrupt:
     """A request to stop the run.
@@ -50,7 +48,7 @@ class Interrupt:
             _say(
                 "stopped; the run has no checkpoint" if last is None else f"stopped; {last.name} is complete"
             )
-            os._exit(EXIT_CODE)
+            os._exit(INTERRUPTED)
         self._heard = self.requested = True
         _say("stopping after this step; repeat the signal to stop at once")
 

@@ -30,12 +30,13 @@ from headwater.core.errors import ConfigError, RankError
 from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.placement import Placement
 from headwater.core.process_value import ProcessValue
+from headwater.core.terminal import silence
 from headwater.fabric.alike import check_alike, digest, program
 from headwater.fabric.cluster import host_name, is_rank, join
 from headwater.fabric.fabric import DEFAULT_TIMEOUT_S, Fabric
 from headwater.fabric.launch.cores import check_cores
 from headwater.fabric.launch.launcher import become_launcher
-from headwater.fabric.launch.streams import OF_SCRIPT, STDERR, STDIN, STDOUT, silence
+from headwater.fabric.launch.streams import OF_SCRIPT, STDERR, STDIN, STDOUT
 from headwater.fabric.membership import current
 from headwater.fabric.parent import find_parent
 from headwater.fabric.report import report_traceback

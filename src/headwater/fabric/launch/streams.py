@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 OF_SCRIPT = "HEADWATER_SCRIPT"
 """Environment variable that the launcher sets in the ranks of a script, to mark them."""
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 """File descriptors. A rank of a script has the launcher's stdout as its descriptor 0, and never reads it."""
-
-
-def silence(file: int) -> None:
-    """Redirect a file descriptor to /dev/null."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, file)
-    os.close(nowhere)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from headwater.config.run import CommonInitConfig
 
 _PACKAGES = {
-    WandbLoggerConfig: ("WandbLogger", "wandb", "wandb"),
-    MLflowLoggerConfig: ("MLflowLogger", "mlflow", "mlflow"),
-    TrackioLoggerConfig: ("TrackioLogger", "trackio", "trackio"),
+    WandbLoggerConfig: ("WandbLogger", "wandb"),
+    MLflowLoggerConfig: ("MLflowLogger", "mlflow"),
+    TrackioLoggerConfig: ("TrackioLogger", "trackio"),
 }
-"""Kind of a section -> name of the logger, its module, and the extra of Headwater that installs it."""
+"""Kind of a section -> name of the logger, and its package, which is also an extra of Headwater."""
 
 
 def import_packages(init: CommonInitConfig) -> None:
@@ -38,14 +38,14 @@ def import_packages(init: CommonInitConfig) -> None:
         ConfigError: if a package is not installed.
     """
     for config in init.trackers:
-        name, module, extra = _PACKAGES[type(config)]
+        name, package = _PACKAGES[type(config)]
         try:
-            importlib.import_module(module)
+            importlib.import_module(package)
         except ImportError as error:
             raise ConfigError(
-                f"{name} needs the package {module}, which is not installed",
+                f"{name} needs the package {package}, which is not installed",
                 where="trainer.init.loggers",
-                remedy=f"pip install 'headwater[{extra}]', or remove the logger",
+                remedy=f"pip install 'headwater[{package}]', or remove the logger",
             ) from error
 
 
