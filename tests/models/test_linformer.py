@@ -99,7 +99,7 @@ def test_projections_are_shared(sharing, count):
 
 def cost_of_a_block(section, length):
     """Return the operations of attention and saved bytes of the last block, as the planner counts them."""
-    model = build_model(section, device="meta", fused_loss=False)
+    model = build_model(section, device="meta")
     batch = meta_batch(section, 1, length)
     # Operations of the fused kernel are not counted, those of its formula are.
     with sdpa_kernel(SDPBackend.MATH):

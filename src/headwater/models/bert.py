@@ -26,7 +26,7 @@ from headwater.models.layers.feed_forward import NONLINEARITIES
 from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.norm import LayerNorm
-from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
+from headwater.models.loss import linear_cross_entropy
 
 
 class Pooler(nn.Module):
@@ -44,12 +44,12 @@ class Pooler(nn.Module):
 class MaskedTokenHead(nn.Module):
     """Head of masked language modelling: [..., hidden] -> logits [..., vocab]; with targets: -> the loss."""
 
-    def __init__(self, config: BertConfig, *, fused_loss: bool) -> None:
+    def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
         self.nonlinearity = NONLINEARITIES[config.mlm_nonlinearity or config.encoder_nonlinearity]
         self.norm = LayerNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.output = TokenOutput(config, fused_loss=fused_loss)
+        self.output = TokenOutput(config)
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, row_weights: Tensor | None = None
@@ -60,10 +60,9 @@ class MaskedTokenHead(nn.Module):
 class TokenOutput(Linear):
     """The last layer of `MaskedTokenHead`."""
 
-    def __init__(self, config: BertConfig, *, fused_loss: bool) -> None:
+    def __init__(self, config: BertConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size)
         self.scale = config.logits_scale
-        self.fused_loss = fused_loss
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, row_weights: Tensor | None = None
@@ -73,8 +72,7 @@ class TokenOutput(Linear):
             hidden = hidden * self.scale
         if targets is None or row_weights is None:
             return F.linear(hidden, self.weight, self.bias)
-        cross_entropy = linear_cross_entropy if self.fused_loss else plain_cross_entropy
-        return cross_entropy(
+        return linear_cross_entropy(
             hidden.flatten(0, -2), self.weight, self.bias, targets.flatten(), row_weights.flatten()
         )
 
@@ -110,15 +108,14 @@ class Bert(EncoderModel):
 
     Args:
         config: the model section of a params file.
-        fused_loss: compute the loss in chunks, without the logits of the whole batch in memory.
         seed: seed of the initial weights.
     """
 
     config: BertConfig
 
-    def __init__(self, config: BertConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: BertConfig, *, seed: int = 0) -> None:
         super().__init__(config)
-        self.mlm = MaskedTokenHead(config, fused_loss=fused_loss)
+        self.mlm = MaskedTokenHead(config)
         if config.share_embedding_weights:
             # Before `draw`: a shared weight is drawn once, under the name that the encoder gives it.
             self.mlm.output.weight = self.encoder.embedding.weight
@@ -186,13 +183,12 @@ class Classifier(EncoderModel):
 
     Args:
         config: the model section of a params file.
-        fused_loss: accepted and ignored, because the loss has no vocabulary.
         seed: seed of the initial weights.
     """
 
     config: ClassifierConfig
 
-    def __init__(self, config: ClassifierConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: ClassifierConfig, *, seed: int = 0) -> None:
         super().__init__(config)
         self.pooler = Pooler(config.hidden_size, config.pooler_nonlinearity)
         self.dropout = nn.Dropout(config.task_dropout)
@@ -223,13 +219,12 @@ class TokenClassifier(EncoderModel):
 
     Args:
         config: the model section of a params file.
-        fused_loss: accepted and ignored, because the loss has no vocabulary.
         seed: seed of the initial weights.
     """
 
     config: TokenClassifierConfig
 
-    def __init__(self, config: TokenClassifierConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: TokenClassifierConfig, *, seed: int = 0) -> None:
         super().__init__(config)
         self.dropout = nn.Dropout(config.output_dropout)
         self.output = Linear(config.hidden_size, config.num_classes)
@@ -263,15 +258,12 @@ class ExtractiveSummarizer(EncoderModel):
 
     Args:
         config: the model section of a params file.
-        fused_loss: accepted and ignored, because the loss has no vocabulary.
         seed: seed of the initial weights.
     """
 
     config: ExtractiveSummarizationConfig
 
-    def __init__(
-        self, config: ExtractiveSummarizationConfig, *, fused_loss: bool = True, seed: int = 0
-    ) -> None:
+    def __init__(self, config: ExtractiveSummarizationConfig, *, seed: int = 0) -> None:
         super().__init__(config)
         self.output = Linear(config.hidden_size, 1, bias=config.use_cls_bias)
         if config.compute_eval_metrics:
@@ -301,11 +293,10 @@ class DPR(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: accepted and ignored, because the loss has no vocabulary.
         seed: seed of the initial weights.
     """
 
-    def __init__(self, config: DPRConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: DPRConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self.questions = Encoder(config.q_encoder)

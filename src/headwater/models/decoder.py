@@ -28,7 +28,7 @@ from headwater.models.layers.positions import (
     sinusoidal_positions,
 )
 from headwater.models.lora import add_adapters
-from headwater.models.loss import linear_cross_entropy, plain_cross_entropy, row_cross_entropies
+from headwater.models.loss import linear_cross_entropy, row_cross_entropies
 from headwater.models.sequences import Piece, last_places, positions, side_by_side
 
 
@@ -139,11 +139,11 @@ class Alibi(nn.Module):
 class Head(Linear):
     """The language-model head: logits of hidden states, or the loss without all logits in memory."""
 
-    def __init__(self, config: DecoderConfig, *, fused_loss: bool) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=config.use_bias_in_output)
         self.scale = config.logits_scale
         self.softcap = config.final_logit_softcapping
-        self.cross_entropy = linear_cross_entropy if fused_loss else plain_cross_entropy
+        self.cross_entropy: Callable[..., Tensor] = linear_cross_entropy
 
     def forward(
         self,
@@ -217,11 +217,10 @@ class Decoder(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: compute the loss in chunks, without the logits of the whole batch in memory.
         seed: seed of the initial weights.
     """
 
-    def __init__(self, config: DecoderConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: DecoderConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         kind = config.position_embedding_type
@@ -236,7 +235,7 @@ class Decoder(nn.Module):
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = _norm(config)
-        self.head = Head(config, fused_loss=fused_loss)
+        self.head = Head(config)
         if config.share_embedding_weights:
             # Before the draw below: a shared weight is drawn once, under the name of the embedding.
             self.head.weight = self.embedding.weight

@@ -212,11 +212,10 @@ class Dino(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: accepted and ignored, because the losses have no vocabulary.
         seed: seed of the initial weights.
     """
 
-    def __init__(self, config: DinoConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: DinoConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self.image_model_trunks = Models(

@@ -120,11 +120,10 @@ class DiT(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: accepted and ignored, because the loss has no vocabulary.
         seed: seed of the initial weights.
     """
 
-    def __init__(self, config: DiTConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: DiTConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         width = config.hidden_size

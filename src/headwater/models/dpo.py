@@ -21,17 +21,16 @@ class DPO(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: compute the loss in chunks, without the logits of the whole batch in memory.
         seed: seed of the initial weights; policy and reference begin with the same weights.
     """
 
-    def __init__(self, config: DPOConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: DPOConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
-        self.policy = Decoder(config.policy_model, fused_loss=fused_loss, seed=seed)
+        self.policy = Decoder(config.policy_model, seed=seed)
         self.reference: Decoder | None = None
         if not config.dpo.reference_free:
-            self.reference = Decoder(config.policy_model, fused_loss=fused_loss, seed=seed)
+            self.reference = Decoder(config.policy_model, seed=seed)
             self.reference.requires_grad_(False)
         self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
         # A new module is in training mode without a call of `train`, which keeps the reference in eval mode.

@@ -28,7 +28,6 @@ class HuggingFaceModel(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: accepted and ignored, because the library computes the loss.
         seed: seed of random initial weights.
 
     Attributes:
@@ -36,7 +35,7 @@ class HuggingFaceModel(nn.Module):
         scored: metrics that are updated in eval mode, by name.
     """
 
-    def __init__(self, config: HuggingFaceConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: HuggingFaceConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self.task = config.kind

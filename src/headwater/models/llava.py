@@ -99,16 +99,15 @@ class Llava(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: compute the loss in chunks, without the logits of the whole batch in memory.
         seed: seed of the initial weights.
     """
 
-    def __init__(self, config: MultimodalSection, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: MultimodalSection, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self.image_model = ImageTowers(config)
         self.projector = nn.Identity() if config.projection is None else Projector(config.projection)
-        self.text_model = Decoder(config.decoder, fused_loss=fused_loss, seed=seed)
+        self.text_model = Decoder(config.decoder, seed=seed)
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:

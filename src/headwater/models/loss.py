@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from headwater.core.buffers import large_empty, large_zeros
 from headwater.core.dry_run import counts_costs
@@ -122,36 +121,6 @@ def row_cross_entropies(
         pass_ = _Pass(hidden, weight, bias, softcap, layout, (False, False, False))
         pass_.run(targets.long(), torch.ones_like(losses), losses, predicted)
     return losses
-
-
-def plain_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    row_weights: Tensor,
-    *,
-    softcap: float | None = None,
-) -> Tensor:
-    """Return the same loss as `linear_cross_entropy`, computed by PyTorch with all logits in memory.
-
-    Args:
-        hidden: hidden states, [rows, width].
-        weight: weight of the output projection, [vocab, width].
-        bias: bias of the output projection, [vocab], or `None`.
-        targets: class indices, [rows]; ignored where the row's weight is 0.
-        row_weights: factor of each row in the sum, already normalised, [rows].
-        softcap: see `linear_cross_entropy`.
-
-    Returns:
-        The loss, a scalar in fp32 (fp64 for fp64).
-    """
-    logits = F.linear(hidden, weight, bias)
-    logits = logits.to(_softmax_dtype(logits.dtype))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    losses = F.cross_entropy(logits, targets.long().masked_fill(row_weights == 0, 0), reduction="none")
-    return (losses * row_weights).sum()
 
 
 @dataclasses.dataclass(frozen=True)

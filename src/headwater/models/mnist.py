@@ -25,11 +25,10 @@ class FCMnist(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: accepted and ignored, because the classes are few.
         seed: seed of the initial weights.
     """
 
-    def __init__(self, config: FCMnistConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: FCMnistConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         widths = [PIXELS, *[config.hidden_size] * config.depth]

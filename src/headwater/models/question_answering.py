@@ -24,13 +24,12 @@ class QuestionAnswering(EncoderModel):
 
     Args:
         config: the model section of a params file.
-        fused_loss: accepted and ignored, because the loss has no vocabulary.
         seed: seed of the initial weights.
     """
 
     config: QuestionAnsweringConfig
 
-    def __init__(self, config: QuestionAnsweringConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: QuestionAnsweringConfig, *, seed: int = 0) -> None:
         super().__init__(config)
         self.output = Linear(config.hidden_size, 2)
         self.f1 = F1("f1") if config.compute_eval_metrics else None

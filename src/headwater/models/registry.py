@@ -41,7 +41,7 @@ class Family:
     """The functions that define a kind of model.
 
     Attributes:
-        model: makes the module from config, `fused_loss` and `seed`. Its `forward(batch)` returns the loss.
+        model: makes the module from config and `seed`. Its `forward(batch)` returns the loss.
         init_parameter: returns the initial value of a parameter from name, shape, config and seed.
         learning_rate_scale: returns the factor on the learning rate of a parameter from name and config.
         batch: returns a batch without values from config, samples, and tokens per sample (`None`: maximum).
@@ -172,23 +172,19 @@ FAMILIES: dict[str, Family] = {
 assert FAMILIES.keys() == MODELS.keys(), "every schema has a model"
 
 
-def build_model(
-    config: ModelConfig, *, device: str = "cpu", fused_loss: bool = True, seed: int = 0
-) -> nn.Module:
+def build_model(config: ModelConfig, *, device: str = "cpu", seed: int = 0) -> nn.Module:
     """Return the module that `config` describes.
 
     Args:
         config: the model section of a params file.
         device: device of the parameters; on `meta` they take no memory and have no values.
-        fused_loss: compute a loss over a vocabulary in chunks, without the logits of the whole batch in
-            memory.
         seed: seed of the initial weights.
 
     Raises:
         ConfigError: if a pattern in `freeze` is invalid or matches no parameter of the model.
     """
     with torch.device(device):
-        model = FAMILIES[config.name].model(config, fused_loss=fused_loss, seed=seed)
+        model = FAMILIES[config.name].model(config, seed=seed)
     _freeze(model, getattr(config, "freeze", ()))
     return model
 

@@ -21,7 +21,7 @@ from headwater.models.layers.linear import Embedding, Linear
 from headwater.models.layers.norm import make_norm
 from headwater.models.layers.positions import sinusoidal_positions
 from headwater.models.layers.relative_positions import RelativePositionBias
-from headwater.models.loss import linear_cross_entropy, plain_cross_entropy
+from headwater.models.loss import linear_cross_entropy
 from headwater.models.seq2seq_parameters import init_parameter
 
 _ROWS = 1024
@@ -178,11 +178,10 @@ class Stack(nn.Module):
 class Head(Linear):
     """The language-model head: logits of hidden states, or the loss without all logits in memory."""
 
-    def __init__(self, config: Seq2SeqConfig, *, fused_loss: bool) -> None:
+    def __init__(self, config: Seq2SeqConfig) -> None:
         super().__init__(config.d_model, config.target_tokens, bias=False)
         self.scale = config.logits_scale
         self.smoothing = config.label_smoothing
-        self.fused_loss = fused_loss
 
     def forward(
         self,
@@ -212,8 +211,7 @@ class Head(Linear):
         if targets is None or row_weights is None:
             return F.linear(hidden, self.weight)
         targets, row_weights = targets.flatten(), row_weights.flatten()
-        cross_entropy = linear_cross_entropy if self.fused_loss else plain_cross_entropy
-        loss = cross_entropy(rows, self.weight, None, targets, row_weights)
+        loss = linear_cross_entropy(rows, self.weight, None, targets, row_weights)
         if self.smoothing and self.training:
             loss = loss + self.smoothing * self._over_mean(rows, targets, row_weights)
         return loss
@@ -233,11 +231,10 @@ class Seq2Seq(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: compute the loss in chunks, without the logits of the whole batch in memory.
         seed: seed of the initial weights.
     """
 
-    def __init__(self, config: Seq2SeqConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: Seq2SeqConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.source_tokens, config.d_model)
@@ -248,7 +245,7 @@ class Seq2Seq(nn.Module):
         )
         self.encoder = Stack(config, "encoder")
         self.decoder = Stack(config, "decoder")
-        self.head = Head(config, fused_loss=fused_loss)
+        self.head = Head(config)
         if config.share_embedding_weights:
             self.head.weight = (self.target_embedding or self.embedding).weight
         self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}

@@ -147,14 +147,13 @@ class ViT(nn.Module):
 
     Args:
         config: the model section of a params file.
-        fused_loss: accepted and ignored, because the classes are few.
         seed: seed of the initial weights.
 
     Attributes:
         scored: metrics that are updated in eval mode, by name.
     """
 
-    def __init__(self, config: ViTConfig, *, fused_loss: bool = True, seed: int = 0) -> None:
+    def __init__(self, config: ViTConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         width = config.hidden_size
