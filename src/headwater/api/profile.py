@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, final
 from rich.console import Console
 
 from headwater.api.registry import streamed_models
+from headwater.core.files import check_place
 from headwater.fabric.membership import current
-from headwater.profiler.files import check_folder
 from headwater.profiler.ranks import report
 from headwater.profiler.taking import ProfiledSteps
 
@@ -85,7 +85,7 @@ def profile(
         RunError: if the folder cannot be written, or another profile is being taken.
     """
     place = Path(folder)
-    check_folder(place)
+    check_place(place, expected="a folder")  # now, so that no profile is lost
     taken = LoopProfile(model, depth=depth, operators=operators)
     try:
         yield taken

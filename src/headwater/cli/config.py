@@ -15,10 +15,10 @@ from headwater.cli.parser import Parser
 from headwater.config.conversion import convert_params
 from headwater.config.files import find_params, shipped_params
 from headwater.config.listing import describe_params, show_params
-from headwater.config.run import RunConfig, load_params
+from headwater.config.run import load_params
 from headwater.config.starter import schema_line
 from headwater.core.errors import ConfigError
-from headwater.trainer.zoo_job import meta_model
+from headwater.trainer.zoo_job import count_parameters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,10 +90,6 @@ def run_convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parameters(run: RunConfig) -> int:
-    return sum(value.numel() for value in meta_model(run.init.model).parameters())
-
-
 def run_list(args: argparse.Namespace) -> int:
     """Print a line for each shipped params file; return the exit code."""
     runs = {name: load_params(path) for name, path in shipped_params().items()}
@@ -107,7 +103,7 @@ def run_list(args: argparse.Namespace) -> int:
             remedy="write another word, or leave it out to see the whole list",
         )
     for name, run in found.items():
-        print(describe_params(name, run, _parameters(run) if args.sizes else None))
+        print(describe_params(name, run, count_parameters(run.init.model) if args.sizes else None))
     return 0
 
 

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, or submit the command to the queue; return the exit code."""
     config = with_profile(read_params(args), args.profile)
-    address = args.appliance or _address_of(config)
+    address = args.appliance or address_of_params(config.init.backend.cluster_config.mgmt_address)
     # A job never sends itself to another machine.
     if address is not None and JOB not in os.environ:
         return fit_on_appliance(config, args, address)
@@ -102,10 +102,6 @@ def launch_ranks(config: RunConfig, words: Sequence[str], *, in_place: bool) -> 
         command = ("-P", "-m", "headwater", *words)
         return launch(placement, command, max_restarts=restarts, in_place=in_place)
     return None
-
-
-def _address_of(config: RunConfig) -> Address | None:
-    return address_of_params(config.init.backend.cluster_config.mgmt_address)
 
 
 def fit_on_appliance(config: RunConfig, args: argparse.Namespace, address: Address) -> int:

@@ -18,12 +18,11 @@ from headwater.cli.output import open_console
 from headwater.cli.remote_commands import plan_there
 from headwater.core.batches import equal_share
 from headwater.core.errors import ConfigError, PlanError
+from headwater.core.placement import Placement
 from headwater.fabric.launch.cores import num_cores
 from headwater.plan.calibrate import calibrate
 from headwater.plan.options import device_of, resources_of
-from headwater.plan.outlook import RunLength
 from headwater.plan.report import draw_plan, render_plan
-from headwater.plan.types import Plan
 from headwater.trainer.compile_choice import block_choice, plan_with_blocks
 from headwater.trainer.machine_file import write_machine
 from headwater.trainer.planning import host_share, plan_run, run_length, training_workload
@@ -74,13 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.cluster is not None:
         return run_cluster(args, config, trainable, batch_size)
     placement = init.backend.placement
-    ranks = placement.size
-    if placement.num_csx > num_cores():
-        ranks = num_cores()
-        print(
-            f"note: {placement.num_csx} CSXs need several hosts; the plan is for one host with {ranks} CSXs",
-            file=sys.stderr,
-        )
+    ranks = _ranks_here(placement)
     if ranks > 1 and device_of(init.backend) == "cpu":
         # The machine is measured with the number of threads that each rank has in a run.
         torch.set_num_threads(num_cores() // min(placement.num_csx, num_cores()))
@@ -105,7 +98,11 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_with_blocks(
         work, plan_for, lambda plan: block_choice(init, trainable, plan, work, measure=False)
     )
-    print_plan(plan, run, drawing=args.png)
+    console = Console()
+    console.print(render_plan(plan, run))
+    if args.png is not None:
+        draw_plan(plan, args.png)
+        console.print(f"drawn in {args.png}")
     if args.write_cluster is not None:
         if rates is None:
             raise PlanError(
@@ -117,22 +114,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def print_plan(
-    plan: Plan, run: RunLength | None = None, *, console: Console | None = None, drawing: Path | None = None
-) -> None:
-    """Print a plan, and draw it as a PNG at `drawing` if that is given.
-
-    Args:
-        plan: the plan.
-        run: length of the run, for the time that it takes.
-        console: where the plan is printed; by default stdout.
-        drawing: path of the PNG.
-
-    Raises:
-        ConfigError: if a drawing is requested, but matplotlib is not installed.
-    """
-    console = console or Console()
-    console.print(render_plan(plan, run))
-    if drawing is not None:
-        draw_plan(plan, drawing)
-        console.print(f"drawn in {drawing}")
+def _ranks_here(placement: Placement) -> int:
+    """Return the number of ranks on this machine. Print a notice if the run needs further machines."""
+    ranks = num_cores()
+    if placement.num_csx <= ranks:
+        return placement.size
+    print(
+        f"note: {placement.num_csx} CSXs need several hosts; the plan is for one host with {ranks} CSXs",
+        file=sys.stderr,
+    )
+    return ranks

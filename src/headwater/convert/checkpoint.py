@@ -30,7 +30,7 @@ from headwater.convert.formats import (
 from headwater.convert.formats.base import Format
 from headwater.convert.output import new_folder
 from headwater.convert.rules import Mapped, map_parameters, missing, unexpected
-from headwater.convert.shards import ShardWriter, plan_shards, write_index
+from headwater.convert.shards import SHARD_BYTES, ShardWriter, plan_shards, write_index
 from headwater.convert.stored import StoredTensor, stored_tensors
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.models.decoder_parameters import layer_namings
@@ -48,7 +48,7 @@ def export_hf(
     *,
     format: Format | None = None,
     dtype: torch.dtype = torch.float32,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = SHARD_BYTES,
     tokenizer_files: Sequence[Path] = (),
     end_of_text: int | None = None,
 ) -> None:

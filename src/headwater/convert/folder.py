@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwater.config.models import AnyModel, ModelConfig
 from headwater.convert.output import new_folder
-from headwater.convert.shards import ShardWriter, plan_shards, read_tensors, write_index
+from headwater.convert.shards import SHARD_BYTES, ShardWriter, plan_shards, read_tensors, write_index
 from headwater.core.errors import ConfigError
 
 MODEL_FILE = "model.yaml"
@@ -27,7 +27,6 @@ def write_folder(
     out_dir: Path,
     *,
     dtype: torch.dtype = torch.float32,
-    max_shard_bytes: int = 5 * 10**9,
     beside: Sequence[Path] = (),
 ) -> None:
     """Write a checkpoint folder that a params file can name as `ckpt_path`; only a complete one appears.
@@ -38,13 +37,12 @@ def write_folder(
         config: the model section.
         out_dir: output folder, which must be new or empty.
         dtype: dtype in the files.
-        max_shard_bytes: maximum size of a weight file; a larger tensor is alone in its file.
         beside: files to copy to the output folder.
 
     Raises:
         CheckpointError: if the folder is not empty, or a tensor does not have the shape in `shapes`.
     """
-    shards = plan_shards({name: (dtype, shape) for name, shape in shapes.items()}, max_shard_bytes)
+    shards = plan_shards({name: (dtype, shape) for name, shape in shapes.items()}, SHARD_BYTES)
     with new_folder(out_dir) as partial:
         with ShardWriter(partial, shards) as writer:
             for name, tensor in tensors:

@@ -18,6 +18,8 @@ from headwater.core.safetensors import Layout, TensorFile, TensorFileWriter, Ten
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Maximum size of a weight file, if the user sets no other."""
 
 
 @dataclasses.dataclass(frozen=True)

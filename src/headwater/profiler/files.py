@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import HeadwaterError
-from headwater.core.files import check_place, disk_errors, replace_file
+from headwater.core.files import disk_errors, replace_file
 from headwater.profiler.profile import Profile
 from headwater.profiler.summary import Summary, document_of, of_all_ranks
 from headwater.profiler.timeline import timeline_png
@@ -23,15 +23,6 @@ PROFILE, TRACE, TIMELINE, OPERATORS = (
     "timeline.png",
     "operators.txt",
 )
-
-
-def check_folder(folder: Path) -> None:
-    """Check that the folder can be written. Called before a profile begins, so that no profile is lost.
-
-    Raises:
-        RunError: if it cannot be written.
-    """
-    check_place(folder, expected="a folder")
 
 
 def write_profile(

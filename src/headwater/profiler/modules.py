@@ -71,10 +71,9 @@ class ModuleWatch:
 
     Args:
         modules: the modules by qualified name; the model itself has the empty name.
-        prefix: name of the model.
     """
 
-    def __init__(self, modules: dict[str, nn.Module], prefix: str = "model") -> None:
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
         self.names: list[str] = []
         self.stamps: list[tuple[int, int]] = []
         self.calls: Counter[int] = Counter()
@@ -85,7 +84,7 @@ class ModuleWatch:
         self._layers = ExitStack()
         for path, module in modules.items():
             forward = len(self.names)
-            name = f"{prefix}.{path}" if path else prefix
+            name = f"model.{path}" if path else "model"
             self.names += [f"{name}.fwd", f"{name}.bwd"]
             layer = self._layer(forward, forward + 1, after=REST if path else LOSS)
             # Outermost: the time in which weights are bound belongs to the module.

@@ -18,8 +18,8 @@ from headwater.core.cleanup import on_failure
 from headwater.core.errors import ConfigError
 from headwater.core.files import check_place, disk_errors, make_folder, replace_file
 from headwater.scaling.compute import training_flops
-from headwater.scaling.sizes import count_parameters, decoder_of, size_of
-from headwater.trainer.zoo_job import fit_section
+from headwater.scaling.sizes import decoder_of, size_of
+from headwater.trainer.zoo_job import count_parameters, fit_section
 
 Parametrization = Literal["mup", "standard"]
 

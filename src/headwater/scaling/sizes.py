@@ -10,7 +10,7 @@ from headwater.config.models.decoder import DecoderConfig
 from headwater.config.run import RunConfig, load_params
 from headwater.core.errors import ConfigError
 from headwater.scaling.compute import training_flops
-from headwater.trainer.zoo_job import fit_section, meta_model
+from headwater.trainer.zoo_job import count_parameters, fit_section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +121,3 @@ def decoder_of(config: RunConfig) -> DecoderConfig:
             remedy="name a params file of a decoder",
         )
     return model
-
-
-def count_parameters(model: DecoderConfig) -> int:
-    """Return the number of parameters, without memory for them. Shared weights count once."""
-    return sum(value.numel() for value in meta_model(model).parameters())

@@ -9,8 +9,8 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from headwater.core.errors import ConfigError
+from headwater.core.files import check_place
 from headwater.fabric.fabric import ALONE, Fabric
-from headwater.profiler.files import check_folder
 from headwater.profiler.ranks import report
 from headwater.profiler.taking import ProfiledSteps
 from headwater.trainer.callback import Callback, FitStart, StepEnd
@@ -78,7 +78,7 @@ class OpProfiler(Callback):
     def on_fit_start(self, event: FitStart) -> None:
         leads = self._fabric.rank == 0
         if leads:
-            check_folder(self.folder)
+            check_place(self.folder, expected="a folder")  # now, so that no profile is lost
         check_range(self._start_step, self._end_step, event.start_step, event.end_step, warn=leads)
         self._end_step = min(self._end_step, event.end_step)
         self._run = event

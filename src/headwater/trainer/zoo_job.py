@@ -38,6 +38,11 @@ def meta_model(config: ModelConfig) -> nn.Module:
     return build_model(config, device="meta")
 
 
+def count_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of a model, without memory for them. Shared weights count once."""
+    return sum(value.numel() for value in meta_model(config).parameters())
+
+
 def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Trainable:
     """Return the model of the params. Each parameter is drawn from a separate random stream.
 

@@ -137,12 +137,40 @@ def _num_labels(hf: Mapping[str, Any]) -> int:
     return len(hf.get("id2label") or (0, 1))
 
 
-BERT_CLASSIFIER = Format(
-    model_type="bert",
-    architecture="BertForSequenceClassification",
-    models=("bert/classifier",),
+def _head_on_bert(architecture: str, model: str, head: str, **differing: Any) -> Format:
+    """Return the format of BERT with one matrix as its head.
+
+    Args:
+        architecture: name of the class.
+        model: name of our model.
+        head: their name of the matrix.
+        differing: fields in which the format differs from that of a head without settings.
+    """
+    usual: dict[str, Any] = {
+        "keys": _BERT_KEYS,
+        "section": _function,
+        "config": _their_function,
+        "others": (f"{head}.",),
+    }
+    return Format(
+        model_type="bert",
+        architecture=architecture,
+        models=(model,),
+        meaning=_meaning,
+        refused=_ENCODERS_ONLY,
+        rules=lambda config: (*_encoder_rules(config, "bert"), *both(same, "output", head)),
+        prefix="bert.",
+        head=head,
+        ignored=("embeddings.position_ids",),
+        **(usual | differing),
+    )
+
+
+BERT_CLASSIFIER = _head_on_bert(
+    "BertForSequenceClassification",
+    "bert/classifier",
+    "classifier",
     schema=ClassifierConfig,
-    meaning=_meaning,
     keys={**_BERT_KEYS, "task_dropout": Key("classifier_dropout", None)},
     section=lambda hf: {
         **_function(hf),
@@ -151,20 +179,13 @@ BERT_CLASSIFIER = Format(
         "problem_type": hf.get("problem_type") or "single_label_classification",
     },
     config=lambda config: _labels(config) | {"problem_type": config.problem_type},
-    refused=_ENCODERS_ONLY,
-    rules=lambda config: (*_encoder_rules(config, "bert"), *both(same, "output", "classifier")),
-    prefix="bert.",
-    others=("classifier.",),
-    head="classifier",
-    ignored=("embeddings.position_ids",),
 )
 
-BERT_TOKEN_CLASSIFIER = Format(
-    model_type="bert",
-    architecture="BertForTokenClassification",
-    models=("bert/token_classifier",),
+BERT_TOKEN_CLASSIFIER = _head_on_bert(
+    "BertForTokenClassification",
+    "bert/token_classifier",
+    "classifier",
     schema=TokenClassifierConfig,
-    meaning=_meaning,
     keys={**_BERT_KEYS, "encoder_output_dropout_rate": Key("classifier_dropout", None, "output_dropout")},
     section=lambda hf: {
         **_function(hf),
@@ -172,46 +193,17 @@ BERT_TOKEN_CLASSIFIER = Format(
         "encoder_output_dropout_rate": hf.get("classifier_dropout"),
     },
     config=_labels,
-    refused=_ENCODERS_ONLY,
-    rules=lambda config: (*_encoder_rules(config, "bert"), *both(same, "output", "classifier")),
-    prefix="bert.",
-    others=("classifier.",),
-    head="classifier",
-    ignored=("embeddings.position_ids",),
 )
 
-BERT_QA = Format(
-    model_type="bert",
-    architecture="BertForQuestionAnswering",
-    models=("bert/qa",),
-    schema=QuestionAnsweringConfig,
-    meaning=_meaning,
-    keys=_BERT_KEYS,
-    section=_function,
-    config=_their_function,
-    refused=_ENCODERS_ONLY,
-    rules=lambda config: (*_encoder_rules(config, "bert"), *both(same, "output", "qa_outputs")),
-    prefix="bert.",
-    others=("qa_outputs.",),
-    head="qa_outputs",
-    ignored=("embeddings.position_ids",),
-)
+BERT_QA = _head_on_bert("BertForQuestionAnswering", "bert/qa", "qa_outputs", schema=QuestionAnsweringConfig)
 
 BERT_SUMMARIZATION = headless(
-    Format(
-        model_type="bert",
-        architecture="BertModel",
-        models=("bert/extractive_summarization",),
+    _head_on_bert(
+        "BertModel",
+        "bert/extractive_summarization",
+        "classifier",
         schema=ExtractiveSummarizationConfig,
-        meaning=_meaning,
-        keys=_BERT_KEYS,
-        section=_function,
-        config=_their_function,
-        refused=_ENCODERS_ONLY,
-        rules=lambda config: (*_encoder_rules(config, "bert"), *both(same, "output", "classifier")),
-        prefix="bert.",
-        head="classifier",
-        ignored=("embeddings.position_ids",),
+        others=(),
     )
 )
 """Format of extractive summarization: the encoder alone, as transformers has no class with this head."""
