@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,9 +18,11 @@ from headwater.store.memory import MemoryTier
 from headwater.store.ownership import Ownership
 from headwater.store.pieces import PieceState
 from headwater.store.rule import UpdateRule
+from headwater.store.snapshot_load import SavedCheckpoint, load_weights
 from headwater.store.store import WeightStore
 from headwater.store.tier import Tier
 from headwater.store.update import Update
+from headwater.trainer.checkpoint_inspection import saved_state
 
 ADAMW = OptimizerSpec("AdamW", {"lr": 0.01, "weight_decay": 0.1})
 MOMENTUM = OptimizerSpec("SGD", {"lr": 0.1, "momentum": 0.9})
@@ -41,6 +44,16 @@ FROZEN = "block.0.bias"
 UNUSED = "block.1.bias"
 STAGES = (("embed.weight", "embed.scale"), ("block.0.weight", "block.0.bias"),
           ("block.1.weight", "block.1.bias"), ("head.weight",))  # fmt: skip
+
+
+def load_checkpoint(store: WeightStore, path: Path, *, weights_only: bool = False, **options: Any) -> Any:
+    """Load a checkpoint into a store; return its step and the state of its run."""
+    saved = SavedCheckpoint(path)
+    if weights_only:
+        load_weights(store, path, **options)
+    else:
+        saved.restore(store, **options)
+    return saved.manifest.step, saved_state(saved)
 
 
 def make_store(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from checkpoint_runs import load_checkpoint
 from torch import nn
 
 from headwater.core.precision import Precision
@@ -62,7 +63,7 @@ def train(model_dir: Path, model: nn.Module, plan: Plan) -> None:
         Engine(model, plan, optimizer, seed=1, loss_function=loss_function) as engine,
     ):
         latest = checkpoints.latest()
-        step, state = checkpoints.load(engine.store, latest) if latest else (0, {"losses": []})
+        step, state = load_checkpoint(engine.store, latest) if latest else (0, {"losses": []})
         history.on_fit_start(FitStart(step, NUM_STEPS, plan))
         while step < NUM_STEPS:
             loss = engine.train_step([batch_of(step)], Update(step, {"lr": 0.1}, max_norm=max_norm)).loss

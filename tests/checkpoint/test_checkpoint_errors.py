@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_runs import ADAMW, MOMENTUM, SHAPES, assert_same, contents, make_store, train
+from checkpoint_runs import ADAMW, MOMENTUM, SHAPES, assert_same, contents, load_checkpoint, make_store, train
 
 from headwater.core.errors import (
     CheckpointError,
@@ -50,7 +50,7 @@ def checkpoint(written, tmp_path) -> Path:
 
 
 def load(path: Path, store=None, **options):
-    return CheckpointManager(path.parent).load(store or make_store(), path, **options)
+    return load_checkpoint(store or make_store(), path, **options)
 
 
 def flip_byte(path: Path, offset: int) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import LARGE, assert_same, make_store, train
+from checkpoint_runs import LARGE, assert_same, load_checkpoint, make_store, train
 from killed_run import HISTORY_WRITTEN, NUM_KILLS, NUM_STEPS
 
 from headwater.trainer.checkpoint import CheckpointManager
@@ -49,6 +49,6 @@ def test_a_kill_within_a_write_behind_leaves_the_checkpoint_before(tmp_path):
     with ModelDirLock(tmp_path):
         assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint_1"]
         loaded, expected = make_store(shapes=LARGE), make_store(shapes=LARGE)
-        manager.load(loaded, manager.newest_whole())
+        load_checkpoint(loaded, manager.newest_whole())
     train(expected, 0)
     assert_same(loaded, expected)

@@ -15,6 +15,7 @@ from checkpoint_runs import (
     UNUSED,
     assert_same,
     contents,
+    load_checkpoint,
     make_store,
     train,
 )
@@ -46,7 +47,7 @@ def test_a_resumed_store_equals_an_uninterrupted_one(tmp_path, tier, wire, optim
     for step in range(3):
         train(undisturbed, step)
     path = save(undisturbed, tmp_path, 3)
-    assert CheckpointManager(tmp_path).load(resumed, path) == (3, {})
+    assert load_checkpoint(resumed, path) == (3, {})
     assert_same(undisturbed, resumed)
     for step in range(3, 5):
         train(undisturbed, step)
@@ -62,7 +63,7 @@ def test_a_checkpoint_loads_with_other_stages_and_dtypes(tmp_path):
         train(written, step)
     path = save(written, tmp_path, 2)
     one_stage = make_store(tmp_path / "tier", wire=torch.float16, stages=[list(LARGE)[::-1]], shapes=LARGE)
-    CheckpointManager(tmp_path).load(one_stage, path)
+    load_checkpoint(one_stage, path)
     assert_same_by_name(contents(written), contents(one_stage))
     one_stage.close()
 
@@ -130,7 +131,7 @@ def test_state_and_buffers_come_back(tmp_path):
     path = save(store, tmp_path, 0, state, buffers=buffers)
     saved = {name: value.clone() for name, value in buffers.items()}
     model(torch.rand(8, 4))
-    _, loaded = CheckpointManager(tmp_path).load(store, path, buffers=buffers)
+    _, loaded = load_checkpoint(store, path, buffers=buffers)
     assert all(torch.equal(buffers[name], saved[name]) for name in saved)
     assert loaded.keys() == state.keys()
     assert loaded["learning_rate"] == state["learning_rate"]
@@ -144,7 +145,7 @@ def test_weights_load_without_optimizer_state(tmp_path):
     trained, fresh = make_store(), make_store(optimizer=MOMENTUM)
     train(trained, 0)
     path = save(trained, tmp_path, 1, {"x": 1})
-    assert CheckpointManager(tmp_path).load(fresh, path, weights_only=True) == (1, {"x": 1})
+    assert load_checkpoint(fresh, path, weights_only=True) == (1, {"x": 1})
     ours, theirs = contents(trained), contents(fresh)
     assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
     assert all(fresh.scalars.by_stage[stage.index] == [None] * len(stage.params) for stage in fresh.stages)
@@ -192,6 +193,6 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     train(store, 0)
     path = save(store, tmp_path, 1, {"attempt": 2})
     again = make_store(stages=[["head.weight"]])
-    assert CheckpointManager(tmp_path).load(again, path) == (1, {"attempt": 2})
+    assert load_checkpoint(again, path) == (1, {"attempt": 2})
     assert_same(store, again)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_1"]

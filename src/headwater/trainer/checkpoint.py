@@ -1,4 +1,4 @@
-"""Checkpoints of a run: writing them while it trains, finding the newest, loading one."""
+"""Checkpoints of a run: writing them while it trains, and finding the newest."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.checkpoint_files import write_first
 from headwater.store.checkpoint_folder import retire
 from headwater.store.rules import UpdateRules
-from headwater.store.saved_weights import Buffers, Names
+from headwater.store.saved_weights import Buffers
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_hosts import SnapshotElsewhere
-from headwater.store.snapshot_load import SavedCheckpoint, load_weights, match_weights
 from headwater.store.store import WeightStore
-from headwater.trainer.checkpoint_inspection import complete_checkpoints, find_damage, saved_state
+from headwater.trainer.checkpoint_inspection import complete_checkpoints, find_damage
 from headwater.trainer.checkpoint_names import folder_of, is_checkpoint, set_aside_names, step_of, surplus
 from headwater.trainer.checkpoint_state import pack_state
 
@@ -30,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Writes and reads the folders `checkpoint_<step>` in a model_dir.
+    """Writes and finds the folders `checkpoint_<step>` in a model_dir.
 
-    Reading needs the folder only. Before `save` the caller must hold the folder's `ModelDirLock`.
+    Finding them needs the folder only. Before `save` the caller must hold the folder's `ModelDirLock`.
 
     Args:
         model_dir: the folder of the checkpoints.
@@ -213,71 +212,6 @@ class CheckpointManager:
         later = [path for path in complete_checkpoints(self.model_dir) if step_of(path) >= step]
         with disk_errors(self.model_dir):
             return [path.rename(_unused_name(path)) for path in later if path.resolve() != kept]
-
-    def load(
-        self,
-        store: WeightStore,
-        path: Path,
-        *,
-        weights_only: bool = False,
-        strict: bool = True,
-        buffers: Buffers | None = None,
-        names: Names = lambda name: (name,),
-    ) -> tuple[int, dict[str, Any]]:
-        """Load a checkpoint into a store.
-
-        Args:
-            store: gets the weights and the optimizer state.
-            path: the checkpoint.
-            weights_only: load no optimizer state.
-            strict: require that the checkpoint has every parameter and no other; otherwise a parameter that
-                it lacks keeps its value.
-            buffers: the model's persistent buffers, overwritten in place.
-            names: names that a parameter may have in the checkpoint, if only the weights are loaded.
-
-        Returns:
-            Its step, and the state that was given to `save`.
-
-        Raises:
-            CheckpointError: if it is missing, not complete, or of another model or optimizer.
-            CorruptError: if bytes are damaged. The store must be filled again then before it is used.
-        """
-        self.wait()
-        saved = SavedCheckpoint(path)
-        if weights_only:
-            load_weights(store, path, buffers, strict=strict, names=names)
-        else:
-            saved.restore(store, buffers, strict=strict)
-        return saved.manifest.step, saved_state(saved)
-
-    def check_model(
-        self,
-        stages: Sequence[StageSpec],
-        path: Path,
-        *,
-        weights_only: bool,
-        strict: bool,
-        buffers: Buffers,
-        names: Names,
-    ) -> None:
-        """Raise if a checkpoint does not belong to a model. Only names and shapes are read, so this is fast.
-
-        Args:
-            stages: of the model.
-            path: the checkpoint.
-            weights_only: see `load`.
-            strict: see `load`.
-            buffers: the model's persistent buffers.
-            names: see `load`.
-
-        Raises:
-            CheckpointError: if names, shapes or dtypes differ.
-            CorruptError: if the header of a file is damaged.
-        """
-        if weights_only:
-            match_weights(stages, path, buffers, strict=strict, names=names)
-        else:
-            SavedCheckpoint(path).match(stages, buffers, strict=strict)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

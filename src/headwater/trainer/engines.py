@@ -166,7 +166,7 @@ def trained_model(
     with open_loaded(
         lambda: fabric.agree(lambda: find_trained(checkpoint, checkpoints, init.model_dir), Start),
         lambda _: open_engine(init, trainable, work, disk_folder(init.backend), blank=True, fabric=fabric),
-        lambda engine, start: start.load(engine, checkpoints, names=names or (lambda name: (name,))),
+        lambda engine, start: start.load(engine, names=names or (lambda name: (name,))),
         checkpoints,
         fabric,
     ) as (_, engine):

@@ -173,13 +173,7 @@ def _started(
 
     def check_and_show(plan: Plan, start: Start) -> None:
         # Weights of another model are refused before the plan is shown and memory is allocated.
-        start.check(
-            trainable.model,
-            plan.trace.stages,
-            checkpoints,
-            names=trainable.pretrained_names,
-            strict=strict,
-        )
+        start.check(trainable.model, plan.trace.stages, names=trainable.pretrained_names, strict=strict)
         show(plan, start.step)
 
     def open_for(start: Start) -> AbstractContextManager[Engine]:
@@ -208,9 +202,7 @@ def _started(
     return open_loaded(
         lambda: fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints), Start),
         open_for,
-        lambda engine, start: start.load(
-            engine, checkpoints, names=trainable.pretrained_names, strict=strict
-        ),
+        lambda engine, start: start.load(engine, names=trainable.pretrained_names, strict=strict),
         checkpoints,
         fabric,
     )

@@ -16,6 +16,7 @@ from headwater.core.errors import CheckpointError, ConfigError, CorruptError
 from headwater.core.stage import StageSpec
 from headwater.optim.loss_scale import LossScale
 from headwater.store.saved_weights import Names
+from headwater.store.snapshot_load import SavedCheckpoint, load_weights, match_weights
 from headwater.stream.engine import Engine
 from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.checkpoint_inspection import complete_checkpoints, describe
@@ -53,64 +54,52 @@ class Start:
         """Training steps done before."""
         return self.state.step if self.state else 0
 
-    def load(
-        self, engine: Engine, checkpoints: CheckpointManager, *, names: Names, strict: bool = True
-    ) -> None:
-        """Load the checkpoint, if there is one, into the engine.
+    def load(self, engine: Engine, *, names: Names, strict: bool = True) -> None:
+        """Load the checkpoint, if there is one, into the engine; only its weights if there is no state.
 
         Args:
             engine: holds the initial values.
-            checkpoints: reads the checkpoint.
             names: names that a parameter may have in a checkpoint from which only the weights are loaded.
-            strict: require that the checkpoint has every parameter and no other.
+            strict: require that the checkpoint has every parameter and no other; otherwise a parameter that
+                it lacks keeps its value.
 
         Raises:
-            CorruptError: if bytes are damaged.
+            CheckpointError: if the checkpoint is missing, not complete, or of another model or optimizer.
+            CorruptError: if bytes are damaged. The engine must not be used then.
         """
         if self.path is None:
             return
+        buffers = persistent_buffers(engine.model)
         with said_if_long(f"reading the weights of {self.path}", engine.fabric):
-            checkpoints.load(
-                engine.store,
-                self.path,
-                weights_only=self.state is None,
-                strict=strict,
-                buffers=persistent_buffers(engine.model),
-                names=names,
-            )
+            saved = SavedCheckpoint(self.path)
+            if self.state is None:
+                load_weights(engine.store, self.path, buffers, strict=strict, names=names)
+            else:
+                saved.restore(engine.store, buffers, strict=strict)
 
-    def check(
-        self,
-        model: nn.Module,
-        stages: Sequence[StageSpec],
-        checkpoints: CheckpointManager,
-        *,
-        names: Names,
-        strict: bool,
-    ) -> None:
+    def check(self, model: nn.Module, stages: Sequence[StageSpec], *, names: Names, strict: bool) -> None:
         """Raise if the checkpoint, if there is one, is of another model. `load` would raise the same error.
+
+        Only names and shapes are read, so this is fast.
 
         Args:
             model: the model of the run.
             stages: of the model.
-            checkpoints: reads the checkpoint.
             names: see `load`.
             strict: see `load`.
 
         Raises:
             CheckpointError: if the checkpoint is of another model.
         """
+        if self.path is None:
+            return
+        buffers = persistent_buffers(model)
         # `load` reports damage, because another checkpoint of the run may be chosen after it.
         with contextlib.suppress(CorruptError):
-            if self.path is not None:
-                checkpoints.check_model(
-                    stages,
-                    self.path,
-                    weights_only=self.state is None,
-                    strict=strict,
-                    buffers=persistent_buffers(model),
-                    names=names,
-                )
+            if self.state is None:
+                match_weights(stages, self.path, buffers, strict=strict, names=names)
+            else:
+                SavedCheckpoint(self.path).match(stages, buffers, strict=strict)
 
     def run_state(self, engine: Engine) -> RunState:
         """Return the state of a run that starts here with an engine."""
