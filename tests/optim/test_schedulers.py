@@ -253,6 +253,7 @@ def test_parts_of_other_optimizers_are_refused():
         (lambda o: OneCycleLR(o, 0.1, 1.0, pct_start=1.5), "pct_start of OneCycleLR is 1.5"),
         (lambda o: MultiStepLR(o, 0.1, 0.5, [3, 2]), "milestones >= 0 in ascending order, got .3, 2."),
         (lambda o: MultiStepLR(o, 0.1, 0.5, 3), "milestones of MultiStepLR is 3"),
+        (lambda o: LRScheduler(o, 0.1), "got LRScheduler, which has no schedule_class"),
     ],
 )
 def test_wrong_arguments_are_named(make, message):

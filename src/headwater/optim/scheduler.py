@@ -58,8 +58,12 @@ class Scheduler:
         param_group_tags: Tags = None,
         **kwargs: Any,
     ) -> None:
-        assert self.schedule_class is not None, f"{type(self).__name__} has no schedule_class"
         owner = type(self).__name__
+        if self.schedule_class is None:
+            raise ConfigError(
+                f"expected a scheduler with a schedule, got {owner}, which has no schedule_class",
+                remedy="use one of its subclasses, or set schedule_class in your own",
+            )
         schedule = make_schedule(self.schedule_class, args, kwargs, names=self.names, owner=owner)
         self._attach(optimizer, schedule, _as_set(param_group_tags))
 
