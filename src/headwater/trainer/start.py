@@ -55,7 +55,7 @@ class Start:
         return self.state.step if self.state else 0
 
     def load(self, engine: Engine, *, names: Names, strict: bool = True) -> None:
-        """Load the checkpoint, if there is one, into the engine; only its weights if there is no state.
+        """Load the checkpoint, if the start has one, into the engine; without a state, load only its weights.
 
         Args:
             engine: holds the initial values.
