@@ -15,7 +15,7 @@ from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.data.codec import Codec
 from headwater.fabric.alike import check_alike
-from headwater.fabric.cluster import is_watched, join
+from headwater.fabric.cluster import join
 from headwater.fabric.fabric import Fabric
 from headwater.trainer.ranks import NUM_CSX, launch, program_and_params
 from headwater.trainer.tokenizer import model_codec
@@ -37,7 +37,9 @@ def run_evaluation(
         evaluate: evaluates with the model's tokenizer. All ranks call it.
         report: reports what `evaluate` has returned on rank 0, and returns the exit code.
     """
-    code = _launch(config, args)
+    # Store ranks of the params are left out: an evaluation updates no weights.
+    placement = Placement(config.init.backend.cluster_config.num_csx)
+    code = launch(placement, args.words, in_place=args.is_process)
     if code is not None:
         return code
     fabric = _join(config)
@@ -45,24 +47,6 @@ def run_evaluation(
         open_console(config)
         found = evaluate(model_codec(config, args.tokenizer, args.eos_id), fabric)
     return 0 if fabric.rank != 0 else report(found)
-
-
-def _launch(config: RunConfig, args: argparse.Namespace) -> int | None:
-    """Evaluate in ranks if the params ask for several, and return the exit code; otherwise return `None`.
-
-    Store ranks of the params are left out: an evaluation updates no weights.
-
-    Args:
-        config: the run.
-        args: the arguments of the command.
-    """
-    num_csx = config.init.backend.cluster_config.num_csx
-    # A rank has the same command line, so without this check each rank would launch ranks without end.
-    if num_csx == 1 or is_watched():
-        return None
-    # For `-P` see [Note: planted modules].
-    command = ("-P", "-m", "headwater", *args.words)
-    return launch(Placement(num_csx), command, max_restarts=0, in_place=args.is_process)
 
 
 def _join(config: RunConfig) -> Fabric:

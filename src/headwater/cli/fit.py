@@ -33,7 +33,6 @@ from headwater.config.user import UserConfig
 from headwater.core.errors import ConfigError
 from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.placement import JOB
-from headwater.fabric.cluster import is_watched
 from headwater.fabric.membership import current
 from headwater.trainer.ranks import launch
 from headwater.trainer.run_dir import RunDir
@@ -94,14 +93,11 @@ def launch_ranks(config: RunConfig, words: Sequence[str], *, in_place: bool) -> 
         words: the command line after `headwater` with which a rank trains this run.
         in_place: let the launcher of the ranks replace this process, instead of returning.
     """
-    placement = config.init.backend.placement
-    restarts = config.init.backend.cluster_config.max_restarts
-    # A rank has the same command line, so without this check each rank would launch ranks without end.
-    if (placement.size > 1 or restarts) and not is_watched() and not early.asked_for(config):
-        # For `-P` see [Note: planted modules].
-        command = ("-P", "-m", "headwater", *words)
-        return launch(placement, command, max_restarts=restarts, in_place=in_place)
-    return None
+    if early.asked_for(config):
+        return None
+    backend = config.init.backend
+    restarts = backend.cluster_config.max_restarts
+    return launch(backend.placement, words, max_restarts=restarts, in_place=in_place)
 
 
 def fit_on_appliance(config: RunConfig, args: argparse.Namespace, address: Address) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.fabric.alike import program
+from headwater.fabric.cluster import is_watched
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.launch.launcher import become_launcher
 from headwater.fabric.launch.launcher import launch as launch_here
@@ -21,23 +22,30 @@ NUM_CSX = "trainer.init.backend.cluster_config.num_csx"
 """The key of the number of compute ranks, for errors."""
 
 
-def launch(placement: Placement, command: Sequence[str], *, max_restarts: int, in_place: bool) -> int:
-    """Run a Python command as ranks on this machine.
+def launch(
+    placement: Placement, words: Sequence[str], *, max_restarts: int = 0, in_place: bool
+) -> int | None:
+    """Run a command line as ranks on this machine, if it needs ranks and this process is not one of them.
 
     Args:
         placement: number of compute ranks and store ranks.
-        command: arguments of the interpreter.
+        words: the command line after `headwater`.
         max_restarts: how many times all ranks are started again after a rank was lost.
-        in_place: replace this process by the launcher, instead of returning.
+        in_place: let the launcher of the ranks replace this process, instead of returning.
 
     Returns:
-        The exit code of the command.
+        The exit code of the command; `None` if this process itself runs it.
 
     Raises:
         ConfigError: if this process may use too few cores.
         HeadwaterError: the error of the rank that failed first.
     """
+    # A rank has the same command line, so without this check each rank would launch ranks without end.
+    if is_watched() or (placement.size == 1 and not max_restarts):
+        return None
     start = become_launcher if in_place else launch_here
+    # For `-P` see [Note: planted modules].
+    command = ("-P", "-m", "headwater", *words)
     return start(placement, command, where=NUM_CSX, max_restarts=max_restarts)
 
 
