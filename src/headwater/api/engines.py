@@ -18,6 +18,7 @@ from headwater.core.warn_once import warn_once
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Plan
+from headwater.store.kept import FirstMask
 from headwater.store.rules import UpdateRules
 from headwater.store.store import WeightStore
 from headwater.stream.engine import Engine
@@ -33,10 +34,12 @@ class EngineSteps:
     Attributes:
         loss_function: returns the loss of a batch; the model itself if not given.
         seed: seed of the random numbers of each micro-batch; if `None`, the engine does not seed.
+        first_mask: see `EngineOptions`.
     """
 
     loss_function: LossFunction = call_model
     seed: int | None = None
+    first_mask: FirstMask | None = None
 
 
 def disk_folder(backend: BackendConfig) -> Path | None:
@@ -95,6 +98,7 @@ def build_engine(
         fast_matmul=backend.fast_products,
         compile_blocks=plan.blocks.compiled if backend.compile == "auto" else backend.compile,
         verify_disk=backend.verify_disk,
+        first_mask=own.first_mask,
     )
     return Engine(
         model,

@@ -13,6 +13,12 @@ import torch
 SLAB_ALIGNMENT_BYTES = 64
 """The alignment in bytes of each parameter in a slab: a cache line, as for a separate tensor."""
 
+UPDATE_ELEMENTS = 64
+"""Kernels of optimizers compute whole vectors of elements, and the last elements of a tensor in another way.
+
+This is a multiple of the length of every vector: a tensor with a multiple of it has no such last elements.
+"""
+
 ParamKey = tuple[int, int]
 """A parameter: the index of its stage, and its index in the stage."""
 
@@ -55,6 +61,8 @@ class ParamSpec:
         sparse_gradient: its gradients are sparse tensors, with values for some of its rows.
         strides: the strides of a dense tensor that is not row-major (transposed, channels_last);
             otherwise `None`.
+        kept: the number of elements of a masked parameter for which the store has room beside the wire image;
+            see [Note: masked parameters] in `store/kept.py`. `None`: all elements.
     """
 
     name: str
@@ -66,6 +74,22 @@ class ParamSpec:
     bf16_state: bool = False
     sparse_gradient: bool = False
     strides: tuple[int, ...] | None = None
+    kept: int | None = None
+
+    def keeping(self, count: int) -> ParamSpec:
+        """Return this parameter with `kept` set, for masks that keep at most `count` of its elements.
+
+        The result is the same parameter if the store cannot leave out masked elements, or would save nothing.
+        """
+        kept = max(-(-count // UPDATE_ELEMENTS), 1) * UPDATE_ELEMENTS
+        exact = self.numel % UPDATE_ELEMENTS == 0 and not self.bf16_state
+        plain = self.requires_grad and self.strides is None and not self.sparse_gradient
+        return dataclasses.replace(self, kept=kept) if exact and plain and kept < self.numel else self
+
+    @property
+    def stored_numel(self) -> int:
+        """The number of elements for which the store has room beside the wire image."""
+        return self.numel if self.kept is None else self.kept
 
     @property
     def row_numel(self) -> int:

@@ -85,10 +85,11 @@ def _has_ranges(asked: PlanRequest) -> bool:
 
 
 def _as_stored(asked: PlanRequest) -> PlanRequest:
-    """Return the request with `ParamSpec.bf16_state` set in its dry runs as it asks for it."""
+    """Return the request with its dry runs changed by what the store keeps of each parameter."""
 
     def stored(trace_for: TraceFor) -> TraceFor:
-        return lambda size: trace_for(size).storing(asked.fixed.optimizer_state)
+        # In this order: a parameter whose state is in bf16 is stored with its masked elements.
+        return lambda size: trace_for(size).storing(asked.fixed.optimizer_state).keeping(asked.kept)
 
     return dataclasses.replace(
         asked, trace_for=stored(asked.trace_for), divided=lambda: map(stored, asked.divided())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 from headwater.plan.memory.activations import activations_alive, all_offloaded_bytes
 from headwater.plan.memory.device import store_on_device
 from headwater.plan.memory.gradients import GradientMemory
+from headwater.plan.memory.masks import mask_bytes
 from headwater.plan.memory.slabs import pool_bytes, sizes_in_slabs
 from headwater.plan.memory.snapshots import SnapshotMemory
 from headwater.plan.memory.stages import stages_of
@@ -122,6 +123,8 @@ class Footprint:
             "interpreter": ranks * base_bytes,
             "data workers": self._compute_ranks * worker_bytes,
         }
+        if masks := mask_bytes(trace):
+            self._programs["masks"] = masks
         self._update_space = update_space(trace, optimizer_state_bytes, update_kind)
         self._store = StoreMemory(
             self.stages,

@@ -109,6 +109,8 @@ class PlanRequest:
         device_tier: False if no stage may be stored in device memory.
         update_kind: how the optimizer updates on the device.
         user_loop: True if the user's own loop calls the model.
+        kept: name of a masked parameter -> the most elements that its masks keep, if the store may leave out
+            the others; see `ParamSpec.kept`.
     """
 
     trace_for: TraceFor
@@ -129,6 +131,7 @@ class PlanRequest:
     device_tier: bool = True
     update_kind: UpdateKind = "fused"
     user_loop: bool = False
+    kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def may_use_device_tier(self) -> bool:

@@ -43,6 +43,7 @@ _PART_COLORS = {
     "interpreter": "#c9c9c9",
     "data workers": "#b0b0c0",
     "weight store": "#7fa8c9",
+    "masks": "#c4b0a0",
     "staging": "#a9b7a0",
     "snapshot": "#c9b7a0",
     "slabs": "#5f9e94",
@@ -195,6 +196,9 @@ def _decisions(plan: Plan) -> Iterator[str]:
     else:
         if plan.has_bf16_state:
             yield "optimizer state: bf16, rounded stochastically; the run is not exact"
+        left_out = sum(param.numel - param.stored_numel for each in plan.trace.stages for param in each.params)
+        if left_out:
+            yield f"masked weights: {format_count(left_out)} without optimizer state, zero in every step"
         yield f"masters and optimizer state: {tier}; gradients wait for the update: {plan.gradient_tier}"
         if plan.updates == "in_backward":
             yield (

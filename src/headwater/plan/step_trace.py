@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cached_property
 
-from headwater.core.stage import OptimizerState, StageSpec
+from headwater.core.stage import OptimizerState, ParamSpec, StageSpec
 
 
 @dataclasses.dataclass
@@ -120,4 +121,21 @@ class Trace:
             return dataclasses.replace(stage, params=tuple(params))
 
         stages = map(changed, self.stages)
+        return dataclasses.replace(self, stages=tuple(stages))
+
+    def keeping(self, kept: Mapping[str, int]) -> Trace:
+        """Return this trace with `ParamSpec.kept` set for masked parameters.
+
+        Args:
+            kept: name of a masked parameter -> the most elements that its masks keep.
+        """
+        if not kept:
+            return self
+
+        def changed(param: ParamSpec) -> ParamSpec:
+            return param.keeping(kept[param.name]) if param.name in kept else param
+
+        stages = (
+            dataclasses.replace(stage, params=tuple(map(changed, stage.params))) for stage in self.stages
+        )
         return dataclasses.replace(self, stages=tuple(stages))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -126,6 +127,7 @@ class Sparsifier:
         self._seed = seed
         self._shapes = shapes
         self._masks: dict[str, PackedMask] = {}
+        self._restored: frozenset[str] = frozenset()
         self._groups: dict[str, list[tuple[Part, Sparsity]]] = {}
         found: set[int] = set()
         for name, shape in shapes.items():
@@ -169,6 +171,38 @@ class Sparsifier:
             mask[part.rows] = first_mask(weight[part.rows], group.sparsity(0), group.init_method, generator)
         self._masks[name] = PackedMask(mask)
         return mask
+
+    def capacity(self, name: str) -> int | None:
+        """Return the most elements of a parameter that its masks keep; `None` if that is not known yet.
+
+        The sparsity never falls, so this is the number that the present mask keeps, or the first one.
+        """
+        if name in self._masks:
+            return int(self._masks[name].unpack().sum())
+        shape = self._shapes[name]
+        rows, row_numel = shape[0] if shape else 1, math.prod(shape[1:])
+        kept = rows * row_numel
+        for part, group in self._groups[name]:
+            if group.init_method == "from_zeros":
+                return None
+            numel = len(range(*part.rows.indices(rows))) * row_numel
+            kept += num_kept(numel, group.sparsity(0)) - numel
+        return kept
+
+    def first(self, name: str, weight: Callable[[], Tensor]) -> PackedMask:
+        """Return the mask of a parameter that was restored from a checkpoint, or choose its first mask.
+
+        Args:
+            name: the parameter's name.
+            weight: returns its values, on the CPU; called only if the mask is chosen.
+        """
+        if name not in self._restored:
+            self.begin(name, weight())
+        return self._masks[name]
+
+    def share(self, name: str, mask: PackedMask) -> None:
+        """Use an equal mask that another object holds already, so that it is in memory once."""
+        self._masks[name] = mask
 
     def changing(self, step: int) -> list[str]:
         """Return the names of the parameters whose mask changes in this step."""
@@ -243,6 +277,7 @@ class Sparsifier:
                 remedy="use the sparsity settings of the checkpoint, or load only the weights",
             )
         self._masks = {name: PackedMask.of_bits(bits, self._shapes[name]) for name, bits in state.items()}
+        self._restored = frozenset(state)
 
 
 def _example(shapes: Mapping[str, torch.Size], parts: Mapping[str, Sequence[Part]] | None) -> str:

@@ -103,6 +103,8 @@ class Piece:
         stop: one past the last element.
         encoding: how its master is stored.
         fields: its tensors beside the wire image.
+        is_compact: true if it is a range of the kept elements of a masked parameter, in their order; see
+            [Note: masked parameters] in `store/kept.py`.
     """
 
     param: int
@@ -110,6 +112,7 @@ class Piece:
     stop: int
     encoding: Encoding
     fields: tuple[Field, ...]
+    is_compact: bool = False
 
     @property
     def is_split(self) -> bool:
@@ -194,7 +197,14 @@ class StageLayout:
         self.wire_bytes = round_up(stage.slab_bytes)
         most = piece_elements if elementwise else None
         self.groups = _pack([
-            _Extent(index, start, stop, encoding_of(param), _field_shapes(param, states[index], start, stop))
+            _Extent(
+                index,
+                start,
+                stop,
+                encoding_of(param),
+                _field_shapes(param, states[index], start, stop),
+                is_compact=param.kept is not None,
+            )
             for index, param in enumerate(stage.params)
             for start, stop in _split(param, most if param.strides is None else None)
         ])  # fmt: skip
@@ -214,11 +224,13 @@ class StageLayout:
 def _split(param: ParamSpec, most: int | None) -> list[tuple[int, int]]:
     """Return the range of each piece of a parameter. With sparse gradients, a piece has whole rows.
 
+    If the parameter is masked, these are ranges of its kept elements.
+
     Args:
         param: the parameter.
         most: largest number of elements of a piece; `None` if the parameter cannot be cut.
     """
-    numel = param.numel
+    numel = param.stored_numel
     step = max(numel, 1) if most is None else most
     if param.sparse_gradient and numel:
         step = max(step // param.row_numel, 1) * param.row_numel
@@ -228,7 +240,7 @@ def _split(param: ParamSpec, most: int | None) -> list[tuple[int, int]]:
 def _field_shapes(
     param: ParamSpec, states: StateLayout, start: int, stop: int
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    whole = (start, stop) == (0, param.numel)
+    whole = param.kept is None and (start, stop) == (0, param.numel)
     own_shape = param.shape if whole else (stop - start,)
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     match encoding_of(param):
@@ -250,6 +262,7 @@ class _Extent:
     stop: int
     encoding: Encoding
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    is_compact: bool
 
     def place(self, offset: int) -> tuple[Piece, int]:
         """Place the piece's tensors one after another from `offset` on. Return the piece and the end."""
@@ -258,7 +271,10 @@ class _Extent:
             fields.append(Field(name, dtype, shape, offset))
             # Aligned, so that a field can be viewed in its dtype.
             offset += round_up(math.prod(shape) * dtype.itemsize, SLAB_ALIGNMENT_BYTES)
-        return Piece(self.param, self.start, self.stop, self.encoding, tuple(fields)), offset
+        piece = Piece(
+            self.param, self.start, self.stop, self.encoding, tuple(fields), is_compact=self.is_compact
+        )
+        return piece, offset
 
 
 def _pack(extents: list[_Extent]) -> tuple[Group, ...]:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from headwater.core.stage import ParamSpec
+from headwater.store.kept import Operands
 from headwater.store.layout import MASTER_FIELD, Piece, Scalars, StateLayout
 from headwater.store.native_adam import ENCODINGS, AdamKernel, AdamPiece, AdamSettings
-from headwater.store.piece_update import PieceUpdate, StageJob
+from headwater.store.piece_update import PieceUpdate, StageJob, batches
 from headwater.store.rounding import place_of, state_stream
 
 if TYPE_CHECKING:
@@ -89,15 +90,23 @@ class NativePieces(PieceUpdate):
         return self._param(param) is not None
 
     def apply(self, pieces: Sequence[Piece], rest: torch.Tensor) -> None:
-        if not pieces:
-            return
+        whole = [piece for piece in pieces if not piece.is_compact]
+        if whole:
+            self._update(whole, rest)
+        # In batches, because the operands of these pieces are copies.
+        compact = [piece for piece in pieces if piece.is_compact]
+        for batch in batches(compact, self._job.layout.piece_elements):
+            self._update(batch, rest)
+
+    def _update(self, pieces: Sequence[Piece], rest: torch.Tensor) -> None:
         # A thread's first call of torch sets its number of threads, which the kernel uses too.
         torch.get_num_threads()
         kernel = self._load()
         assert kernel is not None, "only pieces that are taken are updated"
         places: dict[int, int] = {}  # of a parameter's settings in the call
         settings: list[AdamSettings] = []
-        listed, kept = [], []
+        listed: list[AdamPiece] = []
+        operands: list[Operands] = []
         for piece in pieces:
             param = self._param(piece.param)
             assert param is not None, "only pieces that are taken are updated"
@@ -105,14 +114,14 @@ class NativePieces(PieceUpdate):
                 places[piece.param] = len(settings)
                 settings.append(param.settings)
             # Kept until the kernel has run: a gradient with other strides than the parameter's is copied.
-            kept.append(param.spec.in_memory_order(self._job.gradient(piece.param)))
-            wire = self._job.wires[piece.param]
-            listed.append(param.piece(piece, places[piece.param], wire, kept[-1], rest))
+            operands.append(self._job.operands(piece))
+            listed.append(param.piece(operands[-1], places[piece.param], rest))
         kernel.run(listed, settings)
-        for piece in pieces:
-            param = self._param(piece.param)
+        for each in operands:
+            each.put_back()
+            param = self._param(each.piece.param)
             assert param is not None, "only pieces that are taken are updated"
-            self._job.progress.note(piece, param.after)
+            self._job.progress.note(each.piece, param.after)
 
     def _param(self, param: int) -> _Param | None:
         if param not in self._params:
@@ -164,32 +173,28 @@ class _Param:
     limit: float
     after: Scalars
 
-    def piece(
-        self, piece: Piece, settings: int, wire: torch.Tensor, gradient: torch.Tensor, rest: torch.Tensor
-    ) -> AdamPiece:
+    def piece(self, operands: Operands, settings: int, rest: torch.Tensor) -> AdamPiece:
         """Return a piece as the kernel needs it.
 
         Args:
-            piece: a piece of this parameter.
+            operands: a piece of this parameter.
             settings: the place of the parameter's settings in the call.
-            wire: the wire values of the parameter.
-            gradient: the gradient of the parameter, 1-D in the order of memory.
             rest: the bytes of the piece's group.
         """
-        base = rest.data_ptr()
+        piece, base = operands.piece, rest.data_ptr()
         fields = {field.name: base + field.offset for field in piece.fields}
         return AdamPiece(
-            wire=wire.data_ptr() + piece.start * wire.itemsize,
+            wire=operands.wire.data_ptr(),
             master=fields.get(MASTER_FIELD.get(piece.encoding, ""), 0),
-            gradient=gradient.data_ptr() + piece.start * gradient.itemsize,
+            gradient=operands.gradient.data_ptr(),
             mean=fields[_MEAN],
             square=fields[_SQUARE],
-            numel=piece.stop - piece.start,
+            numel=operands.wire.numel(),
             mean_place=self._place(_MEAN, piece),
             square_place=self._place(_SQUARE, piece),
             settings=settings,
             encoding=ENCODINGS[piece.encoding],
-            bf16_gradient=gradient.dtype == torch.bfloat16,
+            bf16_gradient=operands.gradient.dtype == torch.bfloat16,
             bf16_state=self.bf16_state,
             is_first=self.is_first,
             factor=self.factor,

@@ -68,7 +68,10 @@ class StageOwnership:
         stage = self._layout.stage
         ends = [0] * (self._hosts[-1] + 1)
         for piece in self.pieces():
-            end = stage.offsets[piece.param] + piece.stop * stage.params[piece.param].wire_dtype.itemsize
+            spec = stage.params[piece.param]
+            # The kept elements of a masked parameter may lie anywhere in it; only one rank has such pieces.
+            stop = spec.numel if piece.is_compact else piece.stop
+            end = stage.offsets[piece.param] + stop * spec.wire_dtype.itemsize
             # Owners are in the order of ranks, so the pieces of a host are contiguous.
             ends[self.host(piece)] = max(ends[self.host(piece)], end)
         starts = [max(ends[:host], default=0) for host in range(len(ends))]

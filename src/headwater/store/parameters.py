@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, final
 
@@ -13,7 +13,9 @@ from headwater.core.errors import StoreError
 from headwater.core.gather import gather
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.core.threads import one_core
+from headwater.sparsity.masks import PackedMask
 from headwater.store.gradients.port import GradientSink
+from headwater.store.kept import StoredMasks
 from headwater.store.layout import Piece
 from headwater.store.ownership import Ownership
 from headwater.store.pieces import Pieces, PieceState
@@ -41,6 +43,7 @@ class Parameters:
         ownership: which rank updates which pieces.
         access: locks stages and applies pending updates.
         gradients: the gradients; those of a replaced stage are dropped.
+        masks: the masks of parameters.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class Parameters:
         ownership: Ownership,
         access: StageAccess,
         gradients: GradientSink,
+        masks: StoredMasks,
     ) -> None:
-        self.pieces = Pieces(rule, tier, ownership)
+        self.pieces = Pieces(rule, tier, ownership, masks)
         self._rule = rule
         self._tier = tier
         self._ownership = ownership
@@ -85,6 +89,22 @@ class Parameters:
     def own_pieces(self, stage: int) -> list[Piece]:
         """Return the pieces that this rank updates, in the order in which `write` fills them."""
         return [piece for group in self._ownership.own_groups(stage) for piece in group.pieces]
+
+    def own_ranges(self, stage: int) -> Iterator[tuple[Piece, int, int]]:
+        """Yield (piece, first element, end) of each `PieceState` that `write` fills, in order."""
+        return self.pieces.ranges(stage, self.own_pieces(stage))
+
+    def remask(self, stage: int, masks: Mapping[int, PackedMask]) -> None:
+        """Change masks of parameters whose masked elements the store leaves out; see `Pieces.remask`.
+
+        Args:
+            stage: the stage.
+            masks: index of a parameter -> its new mask.
+        """
+        with self._access.changing(stage, masks.keys()) as image:
+            assert image is not None, "a rank alone updates all stages"
+            for param, mask in masks.items():
+                self.pieces.remask(stage, image, param, mask)
 
     def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
         """Replace all values of a stage. All ranks call this function together.

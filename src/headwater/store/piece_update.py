@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headwater.store.kept import Operands
+
 if TYPE_CHECKING:
     from headwater.store.gradients.port import Gradients
+    from headwater.store.kept import KeptElements
     from headwater.store.layout import Piece, Scalars, StageLayout
     from headwater.store.rules import UpdateRules
     from headwater.store.update import Pending, Progress
@@ -29,6 +32,7 @@ class StageJob:
         scalars: the optimizer scalars of each parameter before the update.
         pending: the update of each parameter.
         progress: the pieces that are done; changed.
+        kept: the kept elements of each masked parameter, by index.
     """
 
     layout: StageLayout
@@ -38,6 +42,7 @@ class StageJob:
     scalars: Sequence[Scalars | None]
     pending: Pending
     progress: Progress
+    kept: Mapping[int, KeptElements] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def wires(self) -> Sequence[torch.Tensor]:
@@ -56,6 +61,12 @@ class StageJob:
         assert gradient is not None, "only parameters with a gradient are updated"
         return gradient
 
+    def operands(self, piece: Piece) -> Operands:
+        """Return the wire values and the gradient of a piece."""
+        param = piece.param
+        spec, kept = self.layout.stage.params[param], self.kept.get(param)
+        return Operands.of(piece, spec, kept, self.wires[param], self.gradient(param))
+
 
 class PieceUpdate(abc.ABC):
     """Runs the optimizer over pieces of one stage, in the thread of the caller."""
@@ -72,3 +83,17 @@ class PieceUpdate(abc.ABC):
             torch.OutOfMemoryError: if the device has no memory left. If `progress.undoable`, each piece that
                 is not done then has its old values.
         """
+
+
+def batches(pieces: Sequence[Piece], elements: int) -> Iterator[list[Piece]]:
+    """Yield lists of successive pieces with at least `elements` elements; the last may have fewer."""
+    batch: list[Piece] = []
+    numel = 0
+    for piece in pieces:
+        batch.append(piece)
+        numel += piece.stop - piece.start
+        if numel >= elements:
+            yield batch
+            batch, numel = [], 0
+    if batch:
+        yield batch

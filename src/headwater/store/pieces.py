@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.core.threads import one_core
+from headwater.sparsity.masks import PackedMask
+from headwater.store.kept import KeptElements, Run, StoredMasks, moved_elements, ranges, runs
 from headwater.store.layout import MASTER_FIELD, Encoding, Piece, StateLayout
 from headwater.store.masters import Workspaces, read_master, write_master
 from headwater.store.ownership import Ownership
@@ -18,7 +20,9 @@ from headwater.store.tier import Pages, Tier, all_pages, no_pages
 
 @dataclasses.dataclass
 class PieceState:
-    """The values of one piece: its master, and its optimizer state tensors.
+    """The values of one piece, or of a run of a masked parameter: master, and optimizer state tensors.
+
+    Masked elements are zeros here; when values are stored, those of masked elements are dropped.
 
     Attributes:
         param: index of the parameter in its stage.
@@ -75,10 +79,12 @@ class Pieces:
         rule: how parameters are updated, which decides the optimizer state.
         tier: where the pieces lie.
         ownership: which rank updates which pieces.
+        masks: the masks of parameters.
     """
 
-    def __init__(self, rule: UpdateRules, tier: Tier, ownership: Ownership) -> None:
+    def __init__(self, rule: UpdateRules, tier: Tier, ownership: Ownership, masks: StoredMasks) -> None:
         self._layouts = tier.layouts
+        self._masks = masks
         self._rule = rule
         self._tier = tier
         self._ownership = ownership
@@ -95,6 +101,8 @@ class Pieces:
     ) -> Iterator[PieceState]:
         """Yield every piece of a stage that this rank can read. Each is valid until the next is yielded.
 
+        A piece of a masked parameter is yielded in several runs of the dense parameter.
+
         Args:
             stage: the stage.
             image: its wire image.
@@ -110,31 +118,44 @@ class Pieces:
         # Not `_workspaces`, because a thread may read two stages in turn.
         scratch = torch.empty(largest)
         for group, rest in self._tier.groups(stage, groups, read=_pages(states)):
-            for piece in group.pieces:
+            for run in self._runs(stage, group.pieces):
                 # Not around the yield, and not around the update that comes before the first piece.
                 with one_core():
-                    found = self._state(stage, piece, wires[piece.param], rest, states, scratch)
+                    found = self._state(stage, run, wires[run.piece.param], rest, states, scratch)
                 yield found
+
+    def _runs(self, stage: int, pieces: Sequence[Piece]) -> Iterator[Run]:
+        most = self._layouts[stage].piece_elements
+        for piece in pieces:
+            yield from runs(piece, self._masks.of(stage, piece.param), most)
+
+    def ranges(self, stage: int, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
+        """Yield (piece, first element, end) of each `PieceState` in which pieces of a stage are written."""
+        most = self._layouts[stage].piece_elements
+        for piece in pieces:
+            for start, stop in ranges(piece, self._masks.of(stage, piece.param), most):
+                yield piece, start, stop
 
     def _state(
         self,
         stage: int,
-        piece: Piece,
+        run: Run,
         wire: torch.Tensor,
         rest: torch.Tensor,
         states_read: Collection[str] | None,
         scratch: torch.Tensor,
     ) -> PieceState:
+        piece = run.piece
         spec = self._stage(stage).params[piece.param]
-        flat_wire = wire[piece.start : piece.stop]
-        fields = piece.views(rest)
-        master = read_master(piece.encoding, flat_wire, fields, scratch)
+        fields = run.fields(rest)
+        master = read_master(piece.encoding, run.chosen(wire[run.start : run.stop]), fields, scratch)
         layout = self._rule.state_layout(spec)
         wanted = {name: layout[name] for name in layout if states_read is None or name in states_read}
         states = _in_full(fields, wanted)
         if spec.strides is not None:
             master, states = _row_major(spec, master, states)
-        return PieceState(piece.param, piece.start, master, states)
+        states = {name: run.expanded(state) for name, state in states.items()}
+        return PieceState(piece.param, run.start, run.expanded(master), states)
 
     def write(self, stage: int, image: torch.Tensor, fill: Callable[[PieceState], None]) -> None:
         """Replace all pieces that this rank updates: call `fill` with each to write its new values.
@@ -147,8 +168,8 @@ class Pieces:
         groups = self._ownership.own_groups(stage)
         wires = self._stage(stage).flat_views(image)
         for group, rest in self._tier.groups(stage, groups, read=no_pages, write=all_pages):
-            for piece in group.pieces:
-                self._fill(stage, piece, wires[piece.param], rest, fill)
+            for run in self._runs(stage, group.pieces):
+                self._fill(stage, run, wires[run.piece.param], rest, fill)
 
     def change(
         self,
@@ -171,8 +192,8 @@ class Pieces:
         groups = self._ownership.own_groups(stage, params)
         pages = _pages(states)
         for group, rest in self._tier.groups(stage, groups, read=pages, write=pages):
-            for piece in group.pieces:
-                self._fill(stage, piece, wires[piece.param], rest, change, states, keep=True)
+            for run in self._runs(stage, group.pieces):
+                self._fill(stage, run, wires[run.piece.param], rest, change, states, keep=True)
 
     def replace(
         self, stage: int, image: torch.Tensor, param: int, state: str | None, values: torch.Tensor
@@ -200,18 +221,19 @@ class Pieces:
             read=lambda group: group.outer_pages_of(fields),
             write=lambda group: group.pages_of(fields),
         ):
-            for piece in group.pieces:
+            for run in self._runs(stage, group.pieces):
                 if state is None:
-                    self._fill(stage, piece, wire, rest, fill, ())
+                    self._fill(stage, run, wire, rest, fill, ())
                 else:
-                    target = _arranged(self._stage(stage).params[param], piece.views(rest)[state])
-                    new = values[piece.start : piece.start + target.numel()]
+                    target = _arranged(self._stage(stage).params[param], run.fields(rest)[state])
+                    count = target.numel() if run.places is None else run.stop - run.start
+                    new = run.chosen(values[run.start : run.start + count])
                     target.copy_(new.view(target.shape))
 
     def _fill(
         self,
         stage: int,
-        piece: Piece,
+        run: Run,
         wire: torch.Tensor,
         rest: torch.Tensor,
         fill: Callable[[PieceState], None],
@@ -219,10 +241,12 @@ class Pieces:
         *,
         keep: bool = False,
     ) -> None:
-        """Call `fill` with a piece, then store it. `fill` gets the present master only if `keep`."""
+        """Call `fill` with a piece or a run, then store it. `fill` gets the present master only if `keep`."""
+        piece = run.piece
         spec = self._stage(stage).params[piece.param]
-        encoding, fields = piece.encoding, piece.views(rest)
-        flat_wire = wire[piece.start : piece.stop]
+        encoding, fields = piece.encoding, run.fields(rest)
+        target = wire[run.start : run.stop]
+        flat_wire = run.chosen(target)
         master = flat_wire
         if encoding is not Encoding.SAME:
             master = self._workspaces.get("master", flat_wire.numel())
@@ -231,7 +255,18 @@ class Pieces:
         layout = self._rule.state_layout(spec)
         used = {name: layout[name] for name in layout if states_used is None or name in states_used}
         states = _in_full(fields, used)
-        if spec.strides is None:
+        if run.places is not None:
+            whole = PieceState(
+                piece.param,
+                run.start,
+                run.expanded(master),
+                {name: run.expanded(state) for name, state in states.items()},
+            )
+            fill(whole)
+            master = run.chosen(whole.master)
+            for name, state in states.items():
+                state.copy_(run.chosen(whole.states[name]))
+        elif spec.strides is None:
             fill(PieceState(piece.param, piece.start, master, states))
         else:
             rows, state_rows = _row_major(spec, master, states)
@@ -245,6 +280,37 @@ class Pieces:
                 fields[name].copy_(value)
         # This also computes the wire values, rounded as in an update.
         write_master(encoding, master, flat_wire, fields)
+        if run.places is not None:
+            target.zero_().index_copy_(0, run.places, flat_wire)
+
+    def remask(self, stage: int, image: torch.Tensor, param: int, mask: PackedMask) -> None:
+        """Change the mask of a parameter whose masked elements the store leaves out.
+
+        Elements that the new mask adds are zeros with a state of zeros.
+
+        Args:
+            stage: the stage.
+            image: its wire image.
+            param: index of the parameter.
+            mask: the new mask.
+        """
+        spec, before = self._stage(stage).params[param], self._masks.of(stage, param)
+        assert before is not None, f"{spec.name} has no mask yet"
+        after, groups = KeptElements(mask), self._ownership.own_groups(stage, {param})
+        values: dict[str, list[torch.Tensor]] = {}
+        # All at once: an element may move to any other piece.
+        for group, rest in self._tier.groups(stage, groups):
+            for piece in group.pieces:
+                for name, field in piece.views(rest).items():
+                    values.setdefault(name, []).append(field.clone())
+        moved = moved_elements(before, after)
+        whole = {name: moved.applied(torch.cat(parts), spec.stored_numel) for name, parts in values.items()}
+        self._masks.put((stage, param), spec, after)
+        for group, rest in self._tier.groups(stage, groups, write=all_pages):
+            for piece in group.pieces:
+                for name, field in piece.views(rest).items():
+                    field.copy_(whole[name][piece.start : piece.stop])
+        self._stage(stage).flat_views(image)[param].view(spec.shape).masked_fill_(~mask.unpack(), 0)
 
     def empty(self, stage: int, piece: Piece) -> PieceState:
         """Return a piece with undefined values, into which a piece of another host is received."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from headwater.sparsity.masks import PackedMask
 from headwater.store.pieces import PieceState
 from headwater.store.store import WeightStore
 
@@ -13,20 +14,26 @@ from headwater.store.store import WeightStore
 def prune(store: WeightStore, stage: int, masks: Mapping[int, Tensor], kept: Mapping[int, Tensor]) -> None:
     """Set weights to zero where `masks` are false, and optimizer state where `kept` is false.
 
-    All ranks call this function together, and each changes the pieces that it updates.
+    If the store leaves out the masked elements of a parameter, it has its new mask from now on. All ranks call this function together, and each changes the pieces that it updates.
 
     Args:
         store: the weight store.
         stage: index of the stage.
         masks: bool, in the shape of each parameter, by index.
-        kept: bool, in the shape of each parameter, for the same parameters.
+        kept: bool, in the shape of each parameter, for the same parameters: the elements that the mask has kept
+            before and still keeps.
     """
+    compact = {param: PackedMask(mask) for param, mask in masks.items() if store.masks.of(stage, param)}
+    if compact:
+        store.parameters.remask(stage, compact)
+    whole = masks.keys() - compact.keys()
 
     def zero(piece: PieceState) -> None:
         piece.master.mul_(_run(masks, piece))
         _clear(piece, kept)
 
-    store.parameters.change(stage, masks.keys(), zero)
+    if whole:
+        store.parameters.change(stage, whole, zero)
 
 
 def clear_state(store: WeightStore, stage: int, kept: Mapping[int, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -318,6 +319,7 @@ class _SavedValues:
 
 def _fill(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _States) -> None:
     """Load all values. All ranks call this together, and all raise an error if one of them fails to read."""
+    _begin_masks(store, weights)
     buffers = {name: buffer for name, buffer in buffers.items() if name in weights}
     with closing(_SavedValues(_runs(store, weights, buffers, states))) as values:
         for buffer in buffers.values():
@@ -334,6 +336,26 @@ def _fill(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _
     _raise_failure(store.fabric, values.failure)
 
 
+def _begin_masks(store: WeightStore, weights: SavedWeights) -> None:
+    """Choose the masks of the parameters that the files hold, before their values are written.
+
+    Only a run of one rank has parameters whose masked elements the store leaves out.
+    """
+    for stage in store.stages:
+        for index, spec in enumerate(stage.params):
+            if spec.kept is not None and spec.name in weights:
+                store.masks.begin((stage.index, index), spec, functools.partial(_whole, store, weights, spec))
+
+
+def _whole(store: WeightStore, weights: SavedWeights, spec: ParamSpec) -> torch.Tensor:
+    """Return all values of a parameter in files."""
+    with closing(_SavedValues(iter([weights.run(spec.name, 0, spec.numel)]))) as values:
+        found = torch.empty(spec.shape, dtype=spec.dtype)
+        values.copy_to(found)
+    _raise_failure(store.fabric, values.failure)
+    return found
+
+
 def _raise_failure(fabric: Fabric, failure: StoreError | None) -> None:
     """Raise the error of this rank, or else the first error of another rank; return if no rank has one."""
     for each in [failure, *fabric.gather_objects(failure, HeadwaterError | None)]:
@@ -346,14 +368,15 @@ def _runs(store: WeightStore, weights: SavedWeights, buffers: Buffers, states: _
     for name, buffer in buffers.items():
         yield weights.run(name, 0, buffer.numel())
     for stage in store.stages:
-        for piece in store.parameters.own_pieces(stage.index):
+        for piece, start, stop in store.parameters.own_ranges(stage.index):
             name = stage.params[piece.param].name
             if name in weights:
-                yield weights.run(name, piece.start, piece.stop - piece.start)
+                yield weights.run(name, start, stop - start)
             sizes = {field.name: math.prod(field.shape) for field in piece.fields}
             if name in states:
                 for state in store.rule.state_layout(stage.params[piece.param]):
-                    yield states[name].file, state_name(name, state), piece.start, sizes[state]
+                    count = stop - start if piece.is_compact else sizes[state]
+                    yield states[name].file, state_name(name, state), start, count
 
 
 def _fill_stage(

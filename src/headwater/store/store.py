@@ -15,6 +15,7 @@ from headwater.fabric.fabric import ALONE, Board, Fabric
 from headwater.fabric.link import Link
 from headwater.store.gradients.port import GradientSink, check_sparse, editable
 from headwater.store.gradients.status import NO_NORMS
+from headwater.store.kept import StoredMasks
 from headwater.store.ledger import Ledger
 from headwater.store.ownership import Ownership
 from headwater.store.parameters import Parameters
@@ -75,6 +76,7 @@ class WeightStore:
             object that copies them.
         ledger: the updates that were committed.
         scalars: the scalars of the optimizer.
+        masks: the masks by which elements of parameters are left out.
         access: locks stages and applies pending updates.
         parameters: the values of parameters and of optimizer state.
         snapshots: used by snapshots on several ranks.
@@ -111,9 +113,10 @@ class WeightStore:
         self.await_gradients: Callable[[], None] = lambda: None
         self.ledger = Ledger()
         self.scalars = OptimizerScalars(self.stages, ownership, fabric)
-        update = StageUpdate(Updater(rule), tier, ownership, gradients, self.scalars)
+        self.masks = StoredMasks()
+        update = StageUpdate(Updater(rule, masks=self.masks), tier, ownership, gradients, self.scalars)
         self.access = StageAccess(fabric, tier, ownership, self.ledger, update)
-        self.parameters = Parameters(rule, tier, ownership, self.access, gradients)
+        self.parameters = Parameters(rule, tier, ownership, self.access, gradients, self.masks)
         self.snapshots = SnapshotChannel(Board(fabric, len(self.stages)), fabric.connect("a checkpoint"))
         self.owner: object = None
         self.in_backward: BackwardUpdates | None = None

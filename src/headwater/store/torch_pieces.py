@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from headwater.core.stage import ParamSpec
+from headwater.store.kept import Operands
 from headwater.store.layout import MASTER_FIELDS, Piece, Scalars, stored_dtype
 from headwater.store.masters import Workspaces, num_bits, read_master, write_master
-from headwater.store.piece_update import PieceUpdate, StageJob
+from headwater.store.piece_update import PieceUpdate, StageJob, batches
 from headwater.store.rounding import prepare_rounding, round_stochastically, state_stream
-from headwater.store.sparse import rows_of
 
 if TYPE_CHECKING:
     from headwater.store.rule import UpdateRule
@@ -33,7 +33,7 @@ class TorchPieces(PieceUpdate):
         self._workspaces = workspaces
 
     def apply(self, pieces: Sequence[Piece], rest: torch.Tensor) -> None:
-        for batch in _batches(pieces, self._job.layout.piece_elements):
+        for batch in batches(pieces, self._job.layout.piece_elements):
             self._update(self._load(batch, rest))
 
     def _load(self, batch: Sequence[Piece], rest: torch.Tensor) -> list[_Loaded]:
@@ -42,18 +42,18 @@ class TorchPieces(PieceUpdate):
         Allocates all memory that the update needs outside of the optimizer.
         """
         job = self._job
-        sizes = [piece.stop - piece.start for piece in batch]
+        operands = [job.operands(piece) for piece in batch]
+        sizes = [each.wire.numel() for each in operands]
         joined = max((size for piece, size in zip(batch, sizes, strict=True) if piece.is_split), default=0)
         bits = self._workspaces.get("bits", num_bits(joined, rest.device), rest.device).view(torch.int32)
         loaded = []
-        for piece, space in zip(batch, self._workspaces.shares(sizes, rest.device), strict=True):
+        for each, space in zip(operands, self._workspaces.shares(sizes, rest.device), strict=True):
+            piece = each.piece
             spec, part = job.layout.stage.params[piece.param], job.pending.parts[piece.param]
             rule = job.rules.of(spec.name)
-            gradient = job.gradient(piece.param)
-            fields = piece.views(rest)
-            wire = job.wires[piece.param][piece.start : piece.stop]
-            master = read_master(piece.encoding, wire, fields, space("master"), bits)
-            own = part.prepared(_part_of(gradient, spec, piece), master.dtype, space("gradient"))
+            fields = each.fields(rest)
+            master = read_master(piece.encoding, each.wire, fields, space("master"), bits)
+            own = part.prepared(each.gradient, master.dtype, space("gradient"))
             flat_master = master
             states = {name: field for name, field in fields.items() if name not in MASTER_FIELDS}
             wide = {
@@ -64,7 +64,7 @@ class TorchPieces(PieceUpdate):
             if wide:
                 prepare_rounding(rest.device)
             states |= wide
-            if gradient.is_sparse:
+            if own.is_sparse:
                 # A sparse kernel addresses rows.
                 rows = (-1, *spec.shape[1:])
                 master, states = master.view(rows), {k: v.view(rows) for k, v in states.items()}
@@ -74,12 +74,11 @@ class TorchPieces(PieceUpdate):
                 master, own, states = _arranged(spec, master, own, states)
             loaded.append(
                 _Loaded(
-                    piece,
+                    each,
                     spec,
                     part.update.step,
                     rule,
                     job.options(piece.param),
-                    wire,
                     fields,
                     flat_master,
                     wide,
@@ -109,15 +108,17 @@ class TorchPieces(PieceUpdate):
                 [each.master for each in alike],
                 [each.gradient for each in alike],
                 [each.states for each in alike],
-                [self._job.scalars[each.piece.param] for each in alike],
+                [self._job.scalars[each.operands.piece.param] for each in alike],
                 first.options,
                 undoable=progress.undoable,
             )
             for each, its_scalars in zip(alike, new, strict=True):
                 # Before the next batch overwrites the workspace that holds the masters.
-                write_master(each.piece.encoding, each.flat_master, each.wire, each.fields)
+                operands = each.operands
+                write_master(operands.piece.encoding, each.flat_master, operands.wire, each.fields)
+                operands.put_back()
                 _round_states(each, its_scalars)
-                progress.note(each.piece, its_scalars)
+                progress.note(operands.piece, its_scalars)
 
 
 @dataclasses.dataclass(eq=False)
@@ -125,12 +126,11 @@ class _Loaded:
     """A piece with all tensors that the optimizer needs to update it.
 
     Attributes:
-        piece: the piece.
+        operands: the piece, its wire values and its gradient.
         spec: its parameter.
         step: number of the update.
         rule: its optimizer.
         options: arguments of the optimizer.
-        wire: its wire values, 1-D.
         fields: its tensors beside the wire image.
         flat_master: its values, 1-D in the order of memory.
         wide_states: fp32 copies of the optimizer state that is stored in bf16, in the order of memory.
@@ -139,12 +139,11 @@ class _Loaded:
         states: the optimizer state tensors, in that shape.
     """
 
-    piece: Piece
+    operands: Operands
     spec: ParamSpec
     step: int
     rule: UpdateRule
     options: dict[str, Any]
-    wire: torch.Tensor
     fields: Mapping[str, torch.Tensor]
     flat_master: torch.Tensor
     wide_states: Mapping[str, torch.Tensor]
@@ -170,7 +169,7 @@ def _round_states(loaded: _Loaded, scalars: Scalars) -> None:
     for name, values in loaded.wide_states.items():
         out = loaded.fields[name].view(-1)
         stream = state_stream(loaded.spec.name, name, count)
-        round_stochastically(values.view(-1), out, stream=stream, start=loaded.piece.start)
+        round_stochastically(values.view(-1), out, stream=stream, start=loaded.operands.piece.start)
 
 
 def _arranged(
@@ -182,24 +181,3 @@ def _arranged(
         for name, state in states.items()
     }
     return spec.arranged(master), spec.arranged(gradient), shaped
-
-
-def _part_of(gradient: torch.Tensor, spec: ParamSpec, piece: Piece) -> torch.Tensor:
-    """Return a piece's part of a gradient: 1-D if dense, the rows of the piece if sparse."""
-    if not gradient.is_sparse:
-        return spec.in_memory_order(gradient)[piece.start : piece.stop]
-    return rows_of(gradient, piece.start // spec.row_numel, piece.stop // spec.row_numel)
-
-
-def _batches(pieces: Sequence[Piece], elements: int) -> Iterator[list[Piece]]:
-    """Yield lists of successive pieces with at least `elements` elements; the last may have fewer."""
-    batch: list[Piece] = []
-    numel = 0
-    for piece in pieces:
-        batch.append(piece)
-        numel += piece.stop - piece.start
-        if numel >= elements:
-            yield batch
-            batch, numel = [], 0
-    if batch:
-        yield batch

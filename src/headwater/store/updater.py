@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from headwater.store.gradients.port import Gradients
+from headwater.store.kept import StoredMasks
 from headwater.store.layout import Group, Scalars, StageLayout
 from headwater.store.masters import Workspaces
 from headwater.store.native_pieces import NativePieces
@@ -37,10 +38,17 @@ class Updater:
     Args:
         rule: how a piece is updated.
         kernel: returns the native kernel of Adam, or `None`: then torch's optimizer updates all pieces.
+        masks: the masks of parameters; none if not given.
     """
 
-    def __init__(self, rule: UpdateRules, kernel: Callable[[], AdamKernel | None] | None = None) -> None:
+    def __init__(
+        self,
+        rule: UpdateRules,
+        kernel: Callable[[], AdamKernel | None] | None = None,
+        masks: StoredMasks | None = None,
+    ) -> None:
         self._rule = rule
+        self._masks = masks or StoredMasks()
         self._kernel = kernel or checked_adam
         self._workspaces = Workspaces()
 
@@ -74,7 +82,8 @@ class Updater:
             torch.OutOfMemoryError: if the device has no memory left. If `progress.undoable`, each piece that
                 is not done then has its old values.
         """
-        job = StageJob(layout, self._rule, image, gradients, scalars, pending, progress)
+        kept = self._masks.by_param(layout.stage.index)
+        job = StageJob(layout, self._rule, image, gradients, scalars, pending, progress, kept)
         native = NativePieces(job, self._kernel)
         for group, rest in groups:
             changed = [p for p in group.pieces if p.param in pending.parts and gradients[p.param] is not None]
@@ -86,5 +95,5 @@ class Updater:
                 TorchPieces(job, self._workspaces).apply(others, rest)
             for piece in changed:
                 # Freed early, because the gradients of a stage may be as large as its weights.
-                if piece.stop == layout.stage.params[piece.param].numel:
+                if piece.stop == layout.stage.params[piece.param].stored_numel:
                     gradients[piece.param] = None

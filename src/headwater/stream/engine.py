@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,8 @@ class Engine:
         present = (param.detach() for param in self._binder.stages[stage].params)
         values = list(present) if initial is None else [initial(spec) for spec in specs]
         _refuse_meta(self.store.stages[stage], values)
+        for index, (spec, value) in enumerate(zip(specs, values, strict=True)):
+            self.store.masks.begin((stage, index), spec, functools.partial(_on_cpu, value, spec.dtype))
         is_replicated, total = stage in self.store.ownership.replicated, 0
 
         def fill(piece: PieceState) -> None:
@@ -338,6 +341,10 @@ def _refuse_meta(stage: StageSpec, values: Sequence[torch.Tensor]) -> None:
             remedy="build the model outside of torch.device('meta'), or give it values first: "
             "headwater.load_pretrained(model, FOLDER); with `Engine`, pass `initial`, which returns them",
         )
+
+
+def _on_cpu(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return value.to("cpu", dtype)
 
 
 def _leave_forwards(model: nn.Module, stages: Sequence[StageSpec]) -> Callable[[], None]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from headwater.core.stage import ParamSpec
+from headwater.store.kept import FirstMask
 
 Initial = Callable[[ParamSpec], torch.Tensor]
 """Function that returns the initial value of a parameter."""
@@ -24,12 +25,14 @@ class EngineOptions:
             Without this option, `Engine.train_step` on a GPU uses deterministic kernels.
         compile_blocks: compile the forward of repeated stages with `torch.compile`.
         verify_disk: compare data that is read from the disk tier with the checksums of the written data.
+        first_mask: chooses the first masks of parameters with `ParamSpec.kept`; needed if the plan has some.
     """
 
     user_loop: bool = False
     fast_matmul: bool = False
     compile_blocks: bool = False
     verify_disk: bool = False
+    first_mask: FirstMask | None = None
 
 
 DEFAULTS = EngineOptions()

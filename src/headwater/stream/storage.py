@@ -33,7 +33,7 @@ def make_store(
         device: the device of this rank.
         order: (stage, param) of every parameter in the model's order.
         fabric: the ranks that train together.
-        options: only `user_loop` and `verify_disk` are used.
+        options: only `user_loop`, `verify_disk` and `first_mask` are used.
     """
     folder = settings.folder if settings.gradients_on_disk else None
     if folder is not None:
@@ -58,6 +58,7 @@ def make_store(
         order=order,
         fabric=fabric,
     )
+    store.masks.first = options.first_mask
     if settings.moments is not None:
         store.in_backward = BackwardUpdates(
             store.stages, settings.moments, store.access, store.ledger, store.gradients

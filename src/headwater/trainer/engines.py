@@ -85,7 +85,15 @@ def open_engine(
     plan = fabric.agree(plan_steps, Plan)
     show(plan)
     with said_if_long("allocating memory" if blank else "making the initial weights", fabric):
-        engine = make_engine(init, trainable, plan, work.optimizer, blank=blank, fabric=fabric)
+        engine = make_engine(
+            init,
+            trainable,
+            plan,
+            work.optimizer,
+            blank=blank,
+            fabric=fabric,
+            sparsifier=work.sparsifier,
+        )
     with engine:
         yield engine
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,9 +38,12 @@ from headwater.plan.rates import Calibration
 from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
 from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
+from headwater.sparsity.sparsifier import Sparsifier
+from headwater.store.rule import UpdateRule
 from headwater.stream.engine import Engine
 from headwater.trainer.batches import num_tokens
 from headwater.trainer.job import Trainable
+from headwater.trainer.sparse import make_sparsifier
 
 if TYPE_CHECKING:
     from headwater.config.run import CommonInitConfig
@@ -57,6 +60,7 @@ class Workload:
         data_workers: processes of a rank that read data.
         steps: steps of the run; `None` if unknown.
         compiled: True if the continued run has compiled blocks; `None` if its checkpoint does not say.
+        sparsifier: the masks of sparse training; `None` if no weight is masked.
     """
 
     batch_size: int
@@ -65,6 +69,7 @@ class Workload:
     data_workers: int = 0
     steps: int | None = None
     compiled: bool | None = None
+    sparsifier: Sparsifier | None = None
 
 
 def training_workload(
@@ -74,6 +79,7 @@ def training_workload(
     resumed_micro_batch_size: int | None = None,
     *,
     data_workers: int = 0,
+    masks: Mapping[str, Any] | None = None,
 ) -> Workload:
     """Return the workload of a training step.
 
@@ -83,6 +89,7 @@ def training_workload(
         batch_size: samples of one step.
         resumed_micro_batch_size: that of the run that is continued; used if the params do not set one.
         data_workers: processes of a rank that read data.
+        masks: the masks of the run that is continued.
     """
     size = fixed_micro_batch_size(init, batch_size)
     # Such a loss cannot be computed from the losses of micro-batches.
@@ -91,7 +98,10 @@ def training_workload(
     # With another size gradients would be summed in another order, and the results would differ.
     if size is None and resumed_micro_batch_size and batch_size % resumed_micro_batch_size == 0:
         size = resumed_micro_batch_size
-    return Workload(batch_size, optimizer_of(init, trainable), size, data_workers)
+    sparsifier = make_sparsifier(init, trainable, masks)
+    return Workload(
+        batch_size, optimizer_of(init, trainable), size, data_workers, sparsifier=sparsifier
+    )
 
 
 def run_length(trainable: Trainable, loop: LoopConfig, start: int = 0) -> RunLength:
@@ -175,6 +185,7 @@ def plan_run(
                 calibration=calibration,
                 ranks=ranks or placement.size,
                 share=share,
+                kept=kept_elements(work) if placement.size == 1 and request.device == "cpu" else {},
             )
         )
     warn_of_budgets(request.resources, plan.device)
@@ -213,6 +224,21 @@ def plan_request(
         fixed=fixed,
         data_workers=work.data_workers,
     )
+
+
+def kept_elements(work: Workload) -> dict[str, int]:
+    """Return name -> the most elements that its masks keep, for parameters whose masked elements take no room.
+
+    There are none if the optimizer keeps state in other shapes than that of the parameter.
+    """
+    probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
+    rule = UpdateRule(work.optimizer)
+    if work.sparsifier is None or not rule.elementwise:
+        return {}
+    if any(state.shape is not None for state in rule.state_layout(probe).values()):
+        return {}
+    found = {name: work.sparsifier.capacity(name) for name in work.sparsifier.names}
+    return {name: count for name, count in found.items() if count is not None}
 
 
 def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreShare:
@@ -302,6 +328,7 @@ def make_engine(
     *,
     blank: bool = False,
     fabric: Fabric = ALONE,
+    sparsifier: Sparsifier | None = None,
 ) -> Engine:
     """Build an engine for a plan.
 
@@ -312,6 +339,7 @@ def make_engine(
         optimizer: how weights are updated.
         blank: use zeros as initial values of parameters that a checkpoint will replace.
         fabric: the ranks that train together.
+        sparsifier: the masks of sparse training; `None` if no weight is masked.
     """
     initial = trainable.initial
     if blank:
@@ -323,7 +351,7 @@ def make_engine(
         init.backend,
         initial=initial,
         fabric=fabric,
-        steps=EngineSteps(trainable.loss, init.seed),
+        steps=EngineSteps(trainable.loss, init.seed, None if sparsifier is None else sparsifier.first),
     )
 
 

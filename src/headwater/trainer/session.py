@@ -184,7 +184,14 @@ def _started(
         resumed = start.state.micro_batch_size if start.state else None
         batch_size = job.batch_size // fabric.num_csx
         work = dataclasses.replace(
-            training_workload(init, trainable, batch_size, resumed, data_workers=job.data_workers),
+            training_workload(
+                init,
+                trainable,
+                batch_size,
+                resumed,
+                data_workers=job.data_workers,
+                masks=start.state.masks if start.state else None,
+            ),
             steps=max(0, job.end_step(start.step) - start.step),
             compiled=start.state.compiled if start.state else None,
         )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from headwater.optim.catalog import require_elementwise
@@ -17,7 +16,10 @@ from headwater.store.named import keys_by_name
 from headwater.store.pruning import prune
 from headwater.store.store import WeightStore
 from headwater.stream.engine import Engine
-from headwater.trainer.job import Job
+from headwater.trainer.job import Job, Trainable
+
+if TYPE_CHECKING:
+    from headwater.config.run import CommonInitConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +43,23 @@ class SparseTraining:
         self._keys = {name: keys[name] for name in sparsifier.names}
 
     def begin(self) -> None:
-        """Make the first masks, and mask the weights."""
-        for stage, names in self._by_stage(self._keys).items():
+        """Make the first masks, and mask the weights; some may have their masks since they were loaded."""
+        new = {name: key for name, key in self._keys.items() if not self._store.masks.of(*key)}
+        for stage, names in self._by_stage(new).items():
             masks = {
                 index: self._sparsifier.begin(name, self._weight(stage, index))
                 for index, name in names.items()
             }
             prune(self._store, stage, masks, masks)
         self._gathering.release()
+        self.share()
+
+    def share(self) -> None:
+        """Use the masks that the store has, so that each is in memory once."""
+        for name, key in self._keys.items():
+            kept = self._store.masks.of(*key)
+            if kept is not None:
+                self._sparsifier.share(name, kept.mask)
 
     def before_update(self, step: int) -> None:
         """Mask the gradients of a step. Called when all gradients are computed, before the update.
@@ -78,6 +89,7 @@ class SparseTraining:
                 kept[index] = self._sparsifier.change(name, *of_now)
             prune(self._store, stage, {i: self._sparsifier.mask_of(n) for i, n in names.items()}, kept)
         self._gathering.release()
+        self.share()
 
     def _by_stage(self, names: Iterable[str]) -> dict[int, dict[int, str]]:
         """Return stage -> index in the stage -> name, for the named parameters."""
@@ -114,24 +126,47 @@ def start_sparse(engine: Engine, job: Job, masks: Mapping[str, Any] | None) -> S
         ConfigError: if the optimizer mixes the elements of a weight, or a name matches no weight.
         CheckpointError: if the masks are of other weights.
     """
-    groups = [section.build() for section in job.init.sparsity]
-    if not groups:
+    if not job.init.sparsity:
         return None
     require_elementwise(engine.store.rule.spec.name, where="trainer.init.sparsity")
-    params = [param for stage in engine.store.stages for param in stage.params if param.requires_grad]
-    shapes = {param.name: torch.Size(param.shape) for param in params}
-    parts = {name: _parts(job.trainable.parts(name)) for name in shapes}
-    named = {name: found for name, found in parts.items() if found}
-    sparsifier = Sparsifier(groups, shapes, parts=named, seed=job.init.seed)
+    sparsifier = make_sparsifier(job.init, job.trainable, masks)
+    assert sparsifier is not None, "the params have a section sparsity"
     sparse = SparseTraining(sparsifier, engine.store)
     if masks is None:
         sparse.begin()
     else:
-        sparsifier.load_state_dict(masks)
-    masked = sum(sparsifier.sparsity_of(name) * shapes[name].numel() for name in sparsifier.names)
-    total = sum(shapes[name].numel() for name in sparsifier.names)
+        sparse.share()
+    sizes = {name: engine.store.spec(key).numel for name, key in keys_by_name(engine.store.stages).items()}
+    masked = sum(sparsifier.sparsity_of(name) * sizes[name] for name in sparsifier.names)
+    total = sum(sizes[name] for name in sparsifier.names)
     logger.info("%d of %d weights in %d matrices are masked", masked, total, len(list(sparsifier.names)))
     return sparse
+
+
+def make_sparsifier(
+    init: CommonInitConfig, trainable: Trainable, masks: Mapping[str, Any] | None = None
+) -> Sparsifier | None:
+    """Return the masks of a run's parameters, or `None` if its params do not ask for sparse training.
+
+    Args:
+        init: the params.
+        trainable: the model.
+        masks: of the checkpoint that the run continues from; if not given, no mask is chosen yet.
+
+    Raises:
+        ConfigError: if a name matches no weight.
+        CheckpointError: if the masks are of other weights.
+    """
+    groups = [section.build() for section in init.sparsity]
+    if not groups:
+        return None
+    shapes = {name: param.shape for name, param in trainable.model.named_parameters() if param.requires_grad}
+    parts = {name: _parts(trainable.parts(name)) for name in shapes}
+    named = {name: found for name, found in parts.items() if found}
+    sparsifier = Sparsifier(groups, shapes, parts=named, seed=init.seed)
+    if masks is not None:
+        sparsifier.load_state_dict(masks)
+    return sparsifier
 
 
 def _parts(stacked: Any) -> list[Part]:

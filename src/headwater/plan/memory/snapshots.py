@@ -7,6 +7,7 @@ from typing import final
 
 from headwater.core.checked_files import BEHIND_BYTES
 from headwater.core.transfers import BUFFER_BYTES
+from headwater.plan.memory.masks import expanded_bytes
 from headwater.plan.memory.stages import FP32_BYTES, StageBytes, largest_state_of_an_element
 from headwater.plan.step_trace import Trace
 from headwater.plan.types import Plan
@@ -27,7 +28,8 @@ class SnapshotMemory:
 
     def __init__(self, trace: Trace, stages: Sequence[StageBytes]) -> None:
         self._stages = stages
-        self._writing = _writing_bytes(trace)
+        expanded = _THREADS * expanded_bytes(trace, largest_state_of_an_element(stages))
+        self._writing = _writing_bytes(trace) + expanded
         self._from_disk = _copies_from_disk(stages) + self._writing
 
     def of(self, plan: Plan) -> int:

@@ -26,6 +26,7 @@ class StageBytes:
         gradient: gradients as autograd makes them, in wire precision.
         gradient_sum: gradients that wait for the update, if they are summed in fp32.
         trained: number of trained parameters.
+        elements: number of them for which the store has optimizer state; see `ParamSpec.kept`.
         moved: bytes that an update in host memory reads and writes, by which its time is predicted.
     """
 
@@ -34,6 +35,7 @@ class StageBytes:
     gradient: int
     gradient_sum: int
     trained: int
+    elements: int
     moved: int
 
     @property
@@ -56,9 +58,9 @@ def stages_of(trace: Trace, optimizer_state_bytes: int) -> tuple[StageBytes, ...
 
 def _bytes_of(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) -> StageBytes:
     updated = [param for param in stage.params if trained and param.requires_grad]
-    numel = sum(param.numel for param in updated)
-    masters = sum(param.numel * _MASTER_BYTES[encoding_of(param)] for param in stage.params)
-    state, gradient = numel * optimizer_state_bytes + masters, sum(param.wire_bytes for param in updated)
+    elements = sum(param.stored_numel for param in updated)
+    masters = sum(param.stored_numel * _MASTER_BYTES[encoding_of(param)] for param in stage.params)
+    state, gradient = elements * optimizer_state_bytes + masters, sum(param.wire_bytes for param in updated)
     return StageBytes(
         slab=stage.slab_bytes,
         state=state,
@@ -66,7 +68,8 @@ def _bytes_of(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) ->
         moved=2 * (stage.slab_bytes + state) + gradient if updated else 0,
         # Sums have at least fp32, but fp64 gradients are not rounded.
         gradient_sum=sum(param.numel * max(FP32_BYTES, param.wire_dtype.itemsize) for param in updated),
-        trained=numel,
+        trained=sum(param.numel for param in updated),
+        elements=elements,
     )
 
 
@@ -83,5 +86,5 @@ def counted_bytes(stages: Iterable[StageBytes], share: StoreShare) -> int:
 
 
 def largest_state_of_an_element(stages: Iterable[StageBytes]) -> float:
-    """Return the most bytes beside the wire image that one trained element of any stage has; 0 if frozen."""
-    return max((stage.state / stage.trained for stage in stages if stage.trained), default=0)
+    """Return the most bytes beside the wire image that one stored element of any stage has; 0 if frozen."""
+    return max((stage.state / stage.elements for stage in stages if stage.elements), default=0)

@@ -1,0 +1,300 @@
+"""The kept elements of masked parameters: their places, and the copies that an update works on.
+
+[Note: masked parameters] A masked element is zero, and so is its optimizer state. If `ParamSpec.kept` is set,
+the store has the rest of the master and the optimizer state only for the elements that the mask keeps. The
+wire image stays dense, because the code of modules reads dense weights.
+
+A piece of such a parameter (`Piece.is_compact`) is a range in the order of its kept elements, and its fields
+have these elements one after another. An update copies their wire values and gradients together, runs the
+same kernels on these copies, and copies the new wire values back. Everything else sees runs of the dense
+parameter, with zeros for masked elements: `Pieces` expands and compresses them.
+
+Kernels compute the last elements of a tensor in another way, with other bits. So the number of elements of
+the parameter and of each piece is a multiple of `UPDATE_ELEMENTS`, and the copies have zeros at their end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import final
+
+import numpy as np
+import torch
+
+from headwater.core.buffers import round_up
+from headwater.core.stage import UPDATE_ELEMENTS, ParamKey, ParamSpec
+from headwater.sparsity.masks import PackedMask
+from headwater.store.layout import Piece
+from headwater.store.sparse import rows_of
+
+FirstMask = Callable[[str, Callable[[], torch.Tensor]], PackedMask]
+"""Returns the first mask of a parameter, from its name and a function that returns its values."""
+
+_BLOCK = 1 << 16
+"""Elements of a block, whose kept elements are counted once and listed together. A multiple of 8."""
+
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
+"""Number of bits that are set, of each byte."""
+
+
+@final
+class KeptElements:
+    """The places of the kept elements of a parameter.
+
+    Attributes:
+        mask: the mask.
+        count: number of kept elements.
+
+    Args:
+        mask: the mask.
+    """
+
+    def __init__(self, mask: PackedMask) -> None:
+        self.mask = mask
+        self._numel = math.prod(mask.shape)
+        bits, step = mask.bits.numpy(), _BLOCK // 8
+        counts = [int(_ONES[bits[at : at + step]].sum()) for at in range(0, len(bits), step)]
+        self._before = np.cumsum([0, *counts])  # kept elements before each block
+        self.count = int(self._before[-1])
+
+    def places(self, start: int, stop: int) -> torch.Tensor:
+        """Return the kept elements of a range, int64, counted from `start`."""
+        found = []
+        for at in range(start, stop, _BLOCK):
+            end, skipped = min(at + _BLOCK, stop), at % 8
+            bits = self.mask.bits[at // 8 : -(-end // 8)].numpy()
+            flags = np.unpackbits(bits, count=skipped + end - at)[skipped:]
+            found.append(np.flatnonzero(flags) + (at - start))
+        return torch.from_numpy(np.concatenate(found) if found else np.zeros(0, dtype=np.int64))
+
+    def all_places(self) -> torch.Tensor:
+        """Return all kept elements, int64."""
+        return self.places(0, self._numel)
+
+    def element(self, rank: int) -> int:
+        """Return the kept element before which there are `rank` others; if there is none, the parameter's end."""
+        if rank >= self.count:
+            return self._numel
+        block = int(np.searchsorted(self._before, rank, side="right")) - 1
+        start = block * _BLOCK
+        places = self.places(start, min(start + _BLOCK, self._numel))
+        return start + int(places[rank - int(self._before[block])])
+
+    def range_of(self, piece: Piece) -> tuple[int, int]:
+        """Return the range of elements that belongs to a piece. The ranges of all pieces are the parameter."""
+        return self.element(piece.start) if piece.start else 0, self.element(piece.stop)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class MovedElements:
+    """The elements that two masks of a parameter keep, by their ranks.
+
+    Attributes:
+        source: rank among the elements that the old mask keeps.
+        target: rank among the elements that the new mask keeps.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+    def applied(self, values: torch.Tensor, size: int) -> torch.Tensor:
+        """Return values in the order of the new mask, with zeros for new elements and up to `size`."""
+        return values.new_zeros(size).index_copy_(0, self.target, values[self.source])
+
+
+def moved_elements(before: KeptElements, after: KeptElements) -> MovedElements:
+    """Return the elements that both masks of a parameter keep."""
+    old, new = before.all_places(), after.all_places()
+    # Both are in ascending order.
+    found = torch.searchsorted(old, new).clamp_(max=max(len(old) - 1, 0))
+    target = (old[found] == new).nonzero().view(-1) if len(old) else found[:0]
+    return MovedElements(found[target], target)
+
+
+@final
+class StoredMasks:
+    """The masks by which a store leaves out elements of parameters.
+
+    A mask is set before the first values of its parameter are written, since masked values are lost then. It
+    changes only while its stage is held.
+
+    Attributes:
+        first: chooses first masks; it must be set if parameters have `ParamSpec.kept`.
+    """
+
+    def __init__(self) -> None:
+        self.first: FirstMask | None = None
+        self._kept: dict[ParamKey, KeptElements] = {}
+
+    def of(self, stage: int, param: int) -> KeptElements | None:
+        """Return the kept elements of a parameter; `None` if the store has all elements."""
+        return self._kept.get((stage, param))
+
+    def by_param(self, stage: int) -> Mapping[int, KeptElements]:
+        """Return the kept elements of the parameters of a stage that have a mask, by index."""
+        return {param: kept for (other, param), kept in self._kept.items() if other == stage}
+
+    def begin(self, key: ParamKey, spec: ParamSpec, values: Callable[[], torch.Tensor]) -> None:
+        """Choose the first mask of a parameter, if the store leaves out its masked elements.
+
+        Args:
+            key: the parameter.
+            spec: the same.
+            values: returns its values; called only if the mask depends on them.
+        """
+        if spec.kept is not None:
+            assert self.first is not None, f"{spec.name} is masked, but nothing chooses its mask"
+            self.put(key, spec, KeptElements(self.first(spec.name, values)))
+
+    def put(self, key: ParamKey, spec: ParamSpec, kept: KeptElements) -> None:
+        """Set the mask of a parameter. The caller writes the values of the parameter after this."""
+        assert spec.kept is not None, f"the store has all elements of {spec.name}"
+        assert kept.count <= spec.kept, f"{spec.name} has room for {spec.kept} elements, not {kept.count}"
+        self._kept[key] = kept
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Successive elements of a parameter that are read or written together: those of a piece, or a part.
+
+    Attributes:
+        piece: the piece.
+        start: the first element.
+        stop: one past the last element.
+        first: the place in the piece's fields of the first element that they have.
+        places: the elements that the piece has, counted from `start`; `None`: all.
+    """
+
+    piece: Piece
+    start: int
+    stop: int
+    first: int = 0
+    places: torch.Tensor | None = None
+
+    def fields(self, rest: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return views of the tensors of the piece for these elements, from the bytes of its group."""
+        found = self.piece.views(rest)
+        if self.places is None:
+            return found
+        part = slice(self.first, self.first + len(self.places))
+        return {name: field[part] for name, field in found.items()}
+
+    def chosen(self, dense: torch.Tensor) -> torch.Tensor:
+        """Return the values that the piece has of these elements, 1-D: a copy unless it has all of them."""
+        return dense if self.places is None else dense.view(-1)[self.places]
+
+    def expanded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of all these elements from those that the piece has: a copy unless it has all."""
+        if self.places is None:
+            return values
+        return values.new_zeros(self.stop - self.start).index_copy_(0, self.places, values)
+
+
+def ranges(piece: Piece, kept: KeptElements | None, most: int) -> Iterator[tuple[int, int]]:
+    """Yield the range of elements of each run of a piece.
+
+    Args:
+        piece: the piece.
+        kept: the kept elements of its parameter, if it is masked.
+        most: largest number of elements of a run if it is masked. A piece may cover much more elements than
+            it has.
+    """
+    if not piece.is_compact:
+        yield piece.start, piece.stop
+        return
+    start, stop = _kept_of(piece, kept).range_of(piece)
+    for at in range(start, stop, most):
+        yield at, min(at + most, stop)
+
+
+def runs(piece: Piece, kept: KeptElements | None, most: int) -> Iterator[Run]:
+    """Yield the runs of a piece, in order; see `ranges`."""
+    first = 0
+    for start, stop in ranges(piece, kept, most):
+        if piece.is_compact:
+            places = _kept_of(piece, kept).places(start, stop)
+            yield Run(piece, start, stop, first, places)
+            first += len(places)
+        else:
+            yield Run(piece, start, stop)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The wire values and the gradient of a piece for its update, 1-D.
+
+    Attributes:
+        piece: the piece.
+        wire: the wire values; changed by the update.
+        gradient: the gradient; may be sparse, if the piece has all elements of its range.
+        target: the wire values in the image from which `wire` was copied.
+        places: the elements of `target` in `wire`; `None` if nothing was copied.
+    """
+
+    piece: Piece
+    wire: torch.Tensor
+    gradient: torch.Tensor
+    target: torch.Tensor
+    places: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        piece: Piece,
+        spec: ParamSpec,
+        kept: KeptElements | None,
+        wire: torch.Tensor,
+        gradient: torch.Tensor,
+    ) -> Operands:
+        """Return the operands of a piece.
+
+        Args:
+            piece: the piece.
+            spec: its parameter.
+            kept: the kept elements of the parameter, if it is masked.
+            wire: the wire values of the parameter, 1-D in the order of memory.
+            gradient: its gradient; dense or sparse.
+        """
+        if gradient.is_sparse:
+            target = wire[piece.start : piece.stop]
+            rows = rows_of(gradient, piece.start // spec.row_numel, piece.stop // spec.row_numel)
+            return cls(piece, target, rows, target)
+        flat = spec.in_memory_order(gradient)
+        if not piece.is_compact:
+            target = wire[piece.start : piece.stop]
+            return cls(piece, target, flat[piece.start : piece.stop], target)
+        start, stop = _kept_of(piece, kept).range_of(piece)
+        places = _kept_of(piece, kept).places(start, stop)
+        target = wire[start:stop]
+        return cls(piece, _together(target, places), _together(flat[start:stop], places), target, places)
+
+    def fields(self, rest: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return views of the tensors of the piece for as many elements, from the bytes of its group."""
+        found = self.piece.views(rest)
+        if self.places is None:
+            return found
+        return {name: field[: len(self.wire)] for name, field in found.items()}
+
+    def put_back(self) -> None:
+        """Copy the wire values to the image, if they are copies."""
+        if self.places is not None:
+            self.target.index_copy_(0, self.places, self.wire[: len(self.places)])
+
+
+def _together(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the values at some places, followed by zeros up to a multiple of `UPDATE_ELEMENTS`, at least one."""
+    count = len(places)
+    out = torch.empty(round_up(max(count, 1), UPDATE_ELEMENTS), dtype=values.dtype)
+    torch.index_select(values, 0, places, out=out[:count])
+    out[count:] = 0
+    return out
+
+
+def _kept_of(piece: Piece, kept: KeptElements | None) -> KeptElements:
+    assert kept is not None, f"parameter {piece.param} of a stage has no mask yet"
+    return kept
