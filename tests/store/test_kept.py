@@ -114,8 +114,8 @@ def test_values_and_state_are_read_as_they_were_written_with_zeros_for_masked_el
     mask = random_mask(1024, 300).view(32, 32)
     spec = ParamSpec("w", (32, 32), FP32, wire).keeping(300)
     store = build_store([StageSpec(0, "s", (spec,))], UpdateRule(ADAMW), lambda own: MemoryTier(own.layouts))
-    store.masks.first = lambda name, values: PackedMask(mask)
-    store.masks.begin((0, 0), spec, lambda: pytest.fail("this mask does not depend on the values"))
+    store.parameters.masks.first = lambda name, values: PackedMask(mask)
+    store.parameters.masks.begin((0, 0), spec, lambda: pytest.fail("this mask does not depend on the values"))
     for state in (None, "exp_avg", "exp_avg_sq"):
         values = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
         store.parameters.write_param((0, 0), values, state)

@@ -30,6 +30,7 @@ SET = Sparsity(Constant(0.8), "set", "random", Constant(0.3), Cadence(2), ("*.we
 RIGL = Sparsity(Constant(0.8), "rigl", "topk", Cosine(0.4, 5), Cadence(2), ("*.weight",))
 GMP = Sparsity(Cubic(0.5, 0.9, 0, 4), "gmp", "topk", None, Cadence(1), ("*.weight",))
 GROUPS = {"static": STATIC, "set": SET, "rigl": RIGL, "gmp": GMP}
+TIERS = [Setting(), Setting(in_place=True), Setting("disk", 2, "recompute")]
 MIXED = Setting("disk", 2, "recompute", in_memory=(1,))
 
 
@@ -81,9 +82,7 @@ def train(job, setting, folder, group, *, compact, until=STEPS, start=None, weig
         assert sum(spec.kept is not None for stage in plan.trace.stages for spec in stage.params) == 2
     options = EngineOptions(first_mask=sparsifier.first)
     trained = Trained([], [], {}, None, 0)
-    with Engine(
-        model, plan, job.optimizer, seed=SEED, loss_function=job.loss, options=options
-    ) as engine:
+    with Engine(model, plan, job.optimizer, seed=SEED, loss_function=job.loss, options=options) as engine:
         if start is not None:
             SavedCheckpoint(start.folder).restore(engine.store)
         if weights is not None:
@@ -123,7 +122,9 @@ def assert_same(compact, dense, *, state=True):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("setting", [Setting(), Setting(in_place=True), Setting("disk", 2, "recompute")], ids=str)
+@pytest.mark.parametrize(
+    "setting", [Setting(), Setting(in_place=True), Setting("disk", 2, "recompute")], ids=str
+)
 @pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
 def test_the_bits_are_those_of_a_store_with_all_elements(group, setting, precision, tmp_path):
     job, setting = make_job(), dataclasses.replace(setting, precision=precision)
@@ -198,9 +199,7 @@ def test_a_snapshot_that_is_written_while_masks_change_has_the_old_masks(tmp_pat
     counts = {name: sparsifier.capacity(name) for name in sparsifier.names}
     plan = dataclasses.replace(plan, trace=plan.trace.keeping(counts))
     options = EngineOptions(first_mask=sparsifier.first)
-    with Engine(
-        model, plan, job.optimizer, seed=SEED, loss_function=job.loss, options=options
-    ) as engine:
+    with Engine(model, plan, job.optimizer, seed=SEED, loss_function=job.loss, options=options) as engine:
         sparse = SparseTraining(sparsifier, engine.store)
         sparse.begin()
 

@@ -74,7 +74,7 @@ class KeptElements:
         return self.places(0, self._numel)
 
     def element(self, rank: int) -> int:
-        """Return the kept element before which there are `rank` others; if there is none, the parameter's end."""
+        """Return the kept element before which there are `rank` others, or the parameter's end."""
         if rank >= self.count:
             return self._numel
         block = int(np.searchsorted(self._before, rank, side="right")) - 1
@@ -83,7 +83,7 @@ class KeptElements:
         return start + int(places[rank - int(self._before[block])])
 
     def range_of(self, piece: Piece) -> tuple[int, int]:
-        """Return the range of elements that belongs to a piece. The ranges of all pieces are the parameter."""
+        """Return the range of elements that belongs to a piece; those of all pieces cover the parameter."""
         return self.element(piece.start) if piece.start else 0, self.element(piece.stop)
 
 
@@ -287,7 +287,7 @@ class Operands:
 
 
 def _together(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the values at some places, followed by zeros up to a multiple of `UPDATE_ELEMENTS`, at least one."""
+    """Return the values at some places, followed by zeros up to a positive multiple of `UPDATE_ELEMENTS`."""
     count = len(places)
     out = torch.empty(round_up(max(count, 1), UPDATE_ELEMENTS), dtype=values.dtype)
     torch.index_select(values, 0, places, out=out[:count])

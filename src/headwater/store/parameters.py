@@ -35,6 +35,7 @@ class Parameters:
     """Reads and writes the masters and optimizer state of a store. Reads apply pending updates first.
 
     Attributes:
+        masks: the masks by which elements of parameters are left out.
         pieces: reads and writes the pieces of a stage for a caller that holds the stage's lock.
 
     Args:
@@ -55,6 +56,7 @@ class Parameters:
         gradients: GradientSink,
         masks: StoredMasks,
     ) -> None:
+        self.masks = masks
         self.pieces = Pieces(rule, tier, ownership, masks)
         self._rule = rule
         self._tier = tier

@@ -14,16 +14,19 @@ from headwater.store.store import WeightStore
 def prune(store: WeightStore, stage: int, masks: Mapping[int, Tensor], kept: Mapping[int, Tensor]) -> None:
     """Set weights to zero where `masks` are false, and optimizer state where `kept` is false.
 
-    If the store leaves out the masked elements of a parameter, it has its new mask from now on. All ranks call this function together, and each changes the pieces that it updates.
+    If the store leaves out the masked elements of a parameter, it has its new mask from now on.
+
+    All ranks call this function together, and each changes the pieces that it updates.
 
     Args:
         store: the weight store.
         stage: index of the stage.
         masks: bool, in the shape of each parameter, by index.
-        kept: bool, in the shape of each parameter, for the same parameters: the elements that the mask has kept
-            before and still keeps.
+        kept: bool, in the shape of each parameter, for the same parameters: the elements that the mask has
+            kept before and still keeps.
     """
-    compact = {param: PackedMask(mask) for param, mask in masks.items() if store.masks.of(stage, param)}
+    stored = store.parameters.masks.by_param(stage)
+    compact = {param: PackedMask(mask) for param, mask in masks.items() if param in stored}
     if compact:
         store.parameters.remask(stage, compact)
     whole = masks.keys() - compact.keys()

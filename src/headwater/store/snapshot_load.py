@@ -344,7 +344,9 @@ def _begin_masks(store: WeightStore, weights: SavedWeights) -> None:
     for stage in store.stages:
         for index, spec in enumerate(stage.params):
             if spec.kept is not None and spec.name in weights:
-                store.masks.begin((stage.index, index), spec, functools.partial(_whole, store, weights, spec))
+                store.parameters.masks.begin(
+                    (stage.index, index), spec, functools.partial(_whole, store, weights, spec)
+                )
 
 
 def _whole(store: WeightStore, weights: SavedWeights, spec: ParamSpec) -> torch.Tensor:

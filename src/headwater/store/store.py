@@ -76,7 +76,6 @@ class WeightStore:
             object that copies them.
         ledger: the updates that were committed.
         scalars: the scalars of the optimizer.
-        masks: the masks by which elements of parameters are left out.
         access: locks stages and applies pending updates.
         parameters: the values of parameters and of optimizer state.
         snapshots: used by snapshots on several ranks.
@@ -113,10 +112,10 @@ class WeightStore:
         self.await_gradients: Callable[[], None] = lambda: None
         self.ledger = Ledger()
         self.scalars = OptimizerScalars(self.stages, ownership, fabric)
-        self.masks = StoredMasks()
-        update = StageUpdate(Updater(rule, masks=self.masks), tier, ownership, gradients, self.scalars)
+        masks = StoredMasks()
+        update = StageUpdate(Updater(rule, masks=masks), tier, ownership, gradients, self.scalars)
         self.access = StageAccess(fabric, tier, ownership, self.ledger, update)
-        self.parameters = Parameters(rule, tier, ownership, self.access, gradients, self.masks)
+        self.parameters = Parameters(rule, tier, ownership, self.access, gradients, masks)
         self.snapshots = SnapshotChannel(Board(fabric, len(self.stages)), fabric.connect("a checkpoint"))
         self.owner: object = None
         self.in_backward: BackwardUpdates | None = None

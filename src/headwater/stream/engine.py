@@ -147,7 +147,9 @@ class Engine:
         values = list(present) if initial is None else [initial(spec) for spec in specs]
         _refuse_meta(self.store.stages[stage], values)
         for index, (spec, value) in enumerate(zip(specs, values, strict=True)):
-            self.store.masks.begin((stage, index), spec, functools.partial(_on_cpu, value, spec.dtype))
+            self.store.parameters.masks.begin(
+                (stage, index), spec, functools.partial(_on_cpu, value, spec.dtype)
+            )
         is_replicated, total = stage in self.store.ownership.replicated, 0
 
         def fill(piece: PieceState) -> None:

@@ -58,7 +58,7 @@ def make_store(
         order=order,
         fabric=fabric,
     )
-    store.masks.first = options.first_mask
+    store.parameters.masks.first = options.first_mask
     if settings.moments is not None:
         store.in_backward = BackwardUpdates(
             store.stages, settings.moments, store.access, store.ledger, store.gradients

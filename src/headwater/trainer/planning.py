@@ -99,9 +99,7 @@ def training_workload(
     if size is None and resumed_micro_batch_size and batch_size % resumed_micro_batch_size == 0:
         size = resumed_micro_batch_size
     sparsifier = make_sparsifier(init, trainable, masks)
-    return Workload(
-        batch_size, optimizer_of(init, trainable), size, data_workers, sparsifier=sparsifier
-    )
+    return Workload(batch_size, optimizer_of(init, trainable), size, data_workers, sparsifier=sparsifier)
 
 
 def run_length(trainable: Trainable, loop: LoopConfig, start: int = 0) -> RunLength:
@@ -227,7 +225,7 @@ def plan_request(
 
 
 def kept_elements(work: Workload) -> dict[str, int]:
-    """Return name -> the most elements that its masks keep, for parameters whose masked elements take no room.
+    """Return name -> the most elements that its masks keep, for parameters that may be stored compressed.
 
     There are none if the optimizer keeps state in other shapes than that of the parameter.
     """

@@ -44,7 +44,7 @@ class SparseTraining:
 
     def begin(self) -> None:
         """Make the first masks, and mask the weights; some may have their masks since they were loaded."""
-        new = {name: key for name, key in self._keys.items() if not self._store.masks.of(*key)}
+        new = {name: key for name, key in self._keys.items() if not self._store.parameters.masks.of(*key)}
         for stage, names in self._by_stage(new).items():
             masks = {
                 index: self._sparsifier.begin(name, self._weight(stage, index))
@@ -57,7 +57,7 @@ class SparseTraining:
     def share(self) -> None:
         """Use the masks that the store has, so that each is in memory once."""
         for name, key in self._keys.items():
-            kept = self._store.masks.of(*key)
+            kept = self._store.parameters.masks.of(*key)
             if kept is not None:
                 self._sparsifier.share(name, kept.mask)
 
