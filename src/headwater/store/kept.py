@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 import torch
@@ -26,8 +26,10 @@ import torch
 from headwater.core.buffers import round_up
 from headwater.core.stage import UPDATE_ELEMENTS, ParamKey, ParamSpec
 from headwater.sparsity.masks import PackedMask
-from headwater.store.layout import Piece
 from headwater.store.sparse import rows_of
+
+if TYPE_CHECKING:
+    from headwater.store.layout import Piece
 
 FirstMask = Callable[[str, Callable[[], torch.Tensor]], PackedMask]
 """Returns the first mask of a parameter, from its name and a function that returns its values."""

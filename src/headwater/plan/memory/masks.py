@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from headwater.plan.memory.stages import FP32_BYTES
-from headwater.plan.step_trace import Trace
+from typing import TYPE_CHECKING
+
 from headwater.store.layout import PIECE_ELEMENTS
 
-_INDEX_BYTES = 8
+if TYPE_CHECKING:
+    from headwater.plan.step_trace import Trace
+
+_INDEX_BYTES, _FP32_BYTES = 8, 4
 
 
 def mask_bytes(trace: Trace) -> int:
@@ -21,7 +24,7 @@ def mask_bytes(trace: Trace) -> int:
     masked = [[param for param in stage.params if param.kept is not None] for stage in trace.stages]
     bits = sum(param.numel // 8 for params in masked for param in params)
     most = max((sum(param.stored_numel for param in params) for params in masked), default=0)
-    return bits + min(most, 2 * PIECE_ELEMENTS) * (_INDEX_BYTES + 2 * FP32_BYTES)
+    return bits + min(most, 2 * PIECE_ELEMENTS) * (_INDEX_BYTES + 2 * _FP32_BYTES)
 
 
 def expanded_bytes(trace: Trace, state_of_an_element: float) -> int:
@@ -33,5 +36,5 @@ def expanded_bytes(trace: Trace, state_of_an_element: float) -> int:
     """
     sizes = (param.numel for stage in trace.stages for param in stage.params if param.kept is not None)
     # Master and state tensors of all elements, beside the places and the master of the kept ones.
-    of_an_element = FP32_BYTES + state_of_an_element + _INDEX_BYTES + FP32_BYTES
+    of_an_element = _FP32_BYTES + state_of_an_element + _INDEX_BYTES + _FP32_BYTES
     return int(min(max(sizes, default=0), PIECE_ELEMENTS) * of_an_element)
