@@ -4,6 +4,7 @@ import pytest
 import torch
 import yaml
 from run_samples import assert_same_checkpoint, history, losses
+from safetensors.torch import load_file
 
 from headwater.trainer.pretrained import checkpoint_weights
 
@@ -90,3 +91,42 @@ def test_other_masks_in_the_checkpoint_are_refused(headwater, sparse_params):
     )
     assert code != 0
     assert "masks in the checkpoint" in " ".join(error.split())
+
+
+def test_a_plan_leaves_out_the_state_of_masked_weights_on_one_rank(headwater, sparse_params):
+    # Queries and keys, and both layers of the feed-forward network, in two blocks.
+    masked = 2 * (0.75 * 2 * 32 * 32 + 0.75 * 2 * 32 * 128)
+    said = f"masked weights: {masked / 1000:.1f} k without optimizer state"
+    assert said in headwater("plan", sparse_params)[1]
+    assert "masked weights" not in headwater("plan", sparse_params, "--num_csx=2")[1]
+    bf16_state = "--trainer.init.backend.optimizer_state=bf16"
+    assert "masked weights" not in headwater("plan", sparse_params, bf16_state)[1]
+
+
+@pytest.mark.parametrize("precision", [(), ("--trainer.init.precision.enabled=true",)], ids=["fp32", "bf16"])
+def test_a_run_on_changing_tiers_has_the_checkpoint_of_an_uninterrupted_run(
+    precision, headwater, sparse_params, tmp_path
+):
+    backend, disk = "--trainer.init.backend", tmp_path / "disk"
+    on_disk = (f"{backend}.tier=disk", f"--disk={disk}")
+
+    def fit(name, *options, steps=6):
+        run = (f"--trainer.init.model_dir={tmp_path / name}", f"--trainer.init.loop.max_steps={steps}")
+        code, output, error = headwater("fit", sparse_params, *precision, *options, *run)
+        assert code == 0, output + error
+
+    fit("memory", f"{backend}.tier=memory")
+    fit("mixed", *on_disk, steps=3)
+    fit("mixed", *on_disk, f"{backend}.stages_in_memory=2", steps=5)
+    fit("mixed")
+    assert_same_checkpoint(tmp_path / "memory/checkpoint_6", tmp_path / "mixed/checkpoint_6")
+    # Masks and state of masked weights are the same, too.
+    for one, other in zip(
+        sorted((tmp_path / "memory/checkpoint_6").iterdir()),
+        sorted((tmp_path / "mixed/checkpoint_6").iterdir()),
+        strict=True,
+    ):
+        assert one.name == other.name
+        if one.suffix == ".safetensors":
+            theirs = load_file(other)
+            assert all(torch.equal(value, theirs[name]) for name, value in load_file(one).items()), one.name
