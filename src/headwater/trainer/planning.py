@@ -227,7 +227,7 @@ def plan_request(
 def kept_elements(work: Workload) -> dict[str, int]:
     """Return name -> the most elements that its masks keep, for parameters that may be stored compressed.
 
-    There are none if the optimizer keeps state in other shapes than that of the parameter.
+    The result is empty if the optimizer keeps state in other shapes than that of the parameter.
     """
     probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
     rule = UpdateRule(work.optimizer)
