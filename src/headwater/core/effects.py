@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 from collections import UserDict, UserList
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import (
@@ -250,14 +250,17 @@ class PythonState:
 
     def _visit_module(self, module: nn.Module, depth: int) -> None:
         attributes = vars(module)
-        record = _OfModule(attributes)
-        self._records.append(record)
+        self.visit(type(module), depth)
         for name in _STATE_OF_TORCH:
             if isinstance(container := attributes.get(name), CONTAINERS):
                 self._records.append(OfContainer(container))
-        self.visit(type(module), depth)
-        for attribute in record.own.values():
-            self.visit(attribute, depth - 1)
+        owners = [param for param in attributes.get("_parameters", {}).values() if param is not None]
+        records = [_OfOwnAttributes(attributes, _own_attributes)]
+        records += [_OfOwnAttributes(vars(param), attributes_of_parameter) for param in owners]
+        self._records += records
+        for record in records:
+            for attribute in record.own.values():
+                self.visit(attribute, depth - 1)
 
     def add_places_of(self, other: PythonState) -> None:
         """Record also the present state of all objects that `other` has recorded."""
@@ -274,26 +277,43 @@ class PythonState:
 
 
 @final
-class _OfModule(Record):
-    """The attributes of a module that are not torch's."""
+class _OfOwnAttributes(Record):
+    """The attributes of a module or a parameter that belong to the user's code.
 
-    __slots__ = ("_attributes", "own")
+    Args:
+        attributes: all attributes.
+        own_of: returns those of the user's code among them.
+    """
 
-    def __init__(self, attributes: dict[str, Any]) -> None:
-        self._attributes, self.own = attributes, _own_attributes(attributes)
+    __slots__ = ("_attributes", "_own_of", "own")
+
+    def __init__(
+        self, attributes: dict[str, Any], own_of: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> None:
+        self._attributes, self._own_of = attributes, own_of
+        self.own = own_of(attributes)
 
     def is_present(self) -> bool:
-        return has_items(_own_attributes(self._attributes), self.own)
+        return has_items(self._own_of(self._attributes), self.own)
 
     def put_back(self) -> None:
-        now = _own_attributes(self._attributes)
+        now = self._own_of(self._attributes)
         if not has_items(now, self.own):
             for name in now.keys() - self.own.keys():
                 del self._attributes[name]
             put_changed(self._attributes, self.own)
 
     def again(self) -> Record:
-        return _OfModule(self._attributes)
+        return _OfOwnAttributes(self._attributes, self._own_of)
+
+
+def attributes_of_parameter(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a parameter without those of this package."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name != "home" and not name.startswith("_headwater")
+    }
 
 
 def _record_of(value: Any) -> Record | None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from headwater.core.effects import attributes_of_parameter
 from headwater.core.lazy import StoredTensor
 from headwater.core.stage import ParamSpec
 from headwater.core.trees import map_tensors, tensors_in
@@ -181,9 +182,13 @@ def _state(
     make_buffer: Callable[[torch.Tensor], torch.Tensor],
 ) -> State:
     state: State = {}
+    originals = dict(model.named_parameters(remove_duplicate=False))
     for stage in partition.stages:
         for spec in stage.params:
-            state |= dict.fromkeys((spec.name, *spec.aliases), make_param(spec))
+            param = make_param(spec)
+            # The forward may read attributes of a parameter, such as the widths that mup keeps there.
+            vars(param).update(map_tensors(make_buffer, attributes_of_parameter(vars(originals[spec.name]))))
+            state |= dict.fromkeys((spec.name, *spec.aliases), param)
     buffers: dict[int, torch.Tensor] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if id(buffer) not in buffers:

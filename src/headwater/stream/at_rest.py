@@ -167,6 +167,27 @@ class RecordedPart(torch.Tensor):
         return self.plain().__reduce_ex__(protocol)
 
 
+LIKE_ANOTHER = frozenset({torch.Tensor.view_as, torch.Tensor.expand_as})
+"""Functions that return a view in the shape of another tensor."""
+
+
+def view_like_itself(func: Callable[..., Any], param: Any) -> torch.Tensor:
+    """Return the view `func(param, param)`, whose node in the graph leads directly to the parameter's.
+
+    `param.view_as(param).grad_fn.next_functions[0][0]` is the usual way to the node that accumulates the
+    gradient of a parameter. `_Read` would be between the two nodes.
+    """
+    view: torch.Tensor = func(param, param)
+    if not _is_recorded(param) or type(view) is not torch.Tensor:  # another class: a tensor of a dry run
+        found: torch.Tensor = on_values(func, (param, param), {})
+        return found
+    _note_read(param.home.spec.name)
+    DATA.__set__(view, param.home.read().to(param.home.spec.wire_dtype))
+    view.__class__ = RecordedPart
+    view.read = RecordedRead(param, view)  # type: ignore[attr-defined]
+    return view
+
+
 def refresh_views(tree: object) -> None:
     """Copy present values to the recorded views in a tree. A checkpoint saves them before any operation."""
     for leaf in tree_leaves(tree):

@@ -25,7 +25,7 @@ from headwater.stream.packing import make_packing
 from headwater.stream.recompute import RecomputedForwards
 from headwater.stream.saved_tensors import WeightHandle, keep_weights_out_of_node
 from headwater.stream.sites import Sites, Stages
-from headwater.stream.transforms import refuse_moving_weights
+from headwater.stream.transforms import refuse_copies_of_saved_weights, refuse_moving_weights
 from headwater.stream.weights import StreamStatistics, Weights
 
 
@@ -132,6 +132,7 @@ class Executor:
         # Transforms of torch.func read weights later, so weights must stay in the same memory.
         if not self._weights.stable:
             refuse_moving_weights()
+        refuse_copies_of_saved_weights()
         if self._forwards_expected:
             self._forwards_expected -= 1
         else:  # `begin` has not announced it: the user's loop calls the model

@@ -13,6 +13,7 @@ from headwater.core.errors import StreamError
 from headwater.core.lazy import StoredTensor
 from headwater.store.gradients.port import consumed_error
 from headwater.stream.at_rest import (
+    LIKE_ANOTHER,
     AtRest,
     RecordedPart,
     all_of,
@@ -20,6 +21,7 @@ from headwater.stream.at_rest import (
     moved,
     on_values,
     plain_value,
+    view_like_itself,
 )
 from headwater.stream.detached import DetachedAtRest, home_of, whole_memory
 from headwater.stream.exposed_gradients import exposed_on
@@ -88,6 +90,8 @@ class ParameterAtRest(AtRest, nn.Parameter):
                 return func(args[0].home.meta, *args[1:], **kwargs)
             if is_metadata(func) or func in BY_IDENTITY:
                 return func(*args, **kwargs)
+            if func in LIKE_ANOTHER and args[0] is args[-1]:
+                return view_like_itself(func, args[0])
             if func is torch.Tensor.detach and becomes_parameter(sys._getframe(1)):
                 return new_parameter(args[0], args[0])
             if func is torch.Tensor.detach:

@@ -1,8 +1,9 @@
-"""Calls of a model inside transforms of `torch.func`."""
+"""Calls of a model inside transforms of `torch.func`, and inside contexts that copy saved tensors."""
 
 from __future__ import annotations
 
 import torch
+from torch.autograd import graph
 from torch._C._functorch import TransformType, get_interpreter_stack
 
 from headwater.core.errors import StreamError
@@ -49,4 +50,19 @@ def refuse_moving_weights() -> None:
             "this plan has fewer slabs than stages",
             remedy="set num_slabs to the number of stages or more, or tier to memory without num_slabs; or "
             "use torch.autograd.grad or torch.autograd.forward_ad",
+        )
+
+
+def refuse_copies_of_saved_weights() -> None:
+    """Raise if torch is to copy saved tensors before they change: it does not see changes of stored weights.
+
+    Raises:
+        StreamError: if a forward with gradients is inside of such a context.
+    """
+    if torch.is_grad_enabled() and graph._allow_mutation_on_saved_tensors_enabled:
+        raise StreamError(
+            "expected a forward outside of torch.autograd.graph.allow_mutation_on_saved_tensors, which does "
+            "not see changes of streamed weights: the backward would use the new weights",
+            remedy="run the forward and its backward outside of this context, and change weights after the "
+            "backward",
         )
