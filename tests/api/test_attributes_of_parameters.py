@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Scaled(nn.Linear):
-    """A layer that keeps its width, its scale and a count of its calls at its weight, as the package mup does."""
+    """A layer that keeps its width, its scale and a count of calls at its weight, as mup does."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -18,7 +18,9 @@ class Scaled(nn.Linear):
     def forward(self, x):
         self.weight.calls += 1
         self.weight.means[0] += x.detach().mean(0)
-        return torch.tanh(super().forward(x / self.weight.width_mult) * self.weight.scale + self.weight.means[0])
+        return torch.tanh(
+            super().forward(x / self.weight.width_mult) * self.weight.scale + self.weight.means[0]
+        )
 
 
 @extreme_plans

@@ -1,9 +1,13 @@
 """Forwards without gradients, with other batch sizes, or of parts of a model, before and between steps."""
 
+import threading
+
 import pytest
 import torch
-from any_loop import Net, adamw, batches, check, every_plan, extreme_plans, loss_of, some_plan
+from any_loop import Net, Place, adamw, batches, check, every_plan, extreme_plans, loss_of, some_plan
 from torch import nn
+
+from headwater.core.errors import StreamError
 
 WITHOUT = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
@@ -179,3 +183,39 @@ def test_text_is_generated_between_steps(plan, tmp_path):
         return losses, texts, model, optimizer
 
     check(script, plan, tmp_path)
+
+
+@some_plan
+def test_two_threads_that_call_a_model_at_once_are_refused(plan, tmp_path):
+    """In one forward, the weights of the other would be unbound."""
+    place = Place(plan, tmp_path)
+    inside, done = threading.Event(), threading.Event()
+
+    class Waits(nn.Linear):
+        def forward(self, x):
+            if threading.current_thread() is not threading.main_thread():
+                inside.set()
+                assert done.wait(60)
+            return super().forward(x)
+
+    model = place.compile(nn.Sequential(nn.Linear(8, 8), Waits(8, 8), nn.Linear(8, 8)))
+    inputs = torch.ones(2, 8)
+    with torch.no_grad():
+        expected = model(inputs)
+    outputs = []
+
+    def call():
+        with torch.no_grad():
+            outputs.append(model(inputs))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        with torch.no_grad(), pytest.raises(StreamError, match="two threads call the model"):
+            model(inputs)
+    finally:
+        done.set()
+        thread.join()
+    assert torch.equal(outputs[0], expected)
+    place.release()

@@ -1,4 +1,4 @@
-"""Nodes of autograd's graph that a loop takes from parameters: hooks on them, and gradients at their edges."""
+"""Nodes of autograd's graph that loops take from parameters: hooks on them, and gradients at their edges."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_a_forward_whose_saved_tensors_torch_would_copy_is_refused(plan, tmp_pat
     inputs, _ = batches(1)[0]
     model(inputs)
     with allow_mutation_on_saved_tensors():
-        with pytest.raises(StreamError, match="outside of torch.autograd.graph.allow_mutation"):
+        with pytest.raises(StreamError, match=r"outside of torch\.autograd\.graph\.allow_mutation"):
             model(inputs)
         with torch.no_grad():
             model(inputs)

@@ -16,7 +16,7 @@ from headwater.api.optimizer_files import add_stored_state, take_stored_state
 from headwater.api.optimizer_state import install, reinstall
 from headwater.api.references import warn_of_kept_views
 from headwater.api.registry import find_model, model_of
-from headwater.api.step_checks import check_kinds, check_not_consumed, check_ranks
+from headwater.api.step_checks import check_between_forwards, check_kinds, check_not_consumed, check_ranks
 from headwater.api.stored_state import Optimizer, params_of
 from headwater.api.transaction import is_open
 from headwater.core.process_value import ProcessValue
@@ -166,7 +166,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _commit(optimizer: Optimizer) -> None:
     """Commit the optimizer's step to the stores of its streamed parameters, if it has any."""
-    _amend(optimizer)  # first: masks apply to plain parameters too
+    check_between_forwards(optimizer)
+    _amend(optimizer)  # before the return: masks apply to plain parameters too
     if next(_homes(optimizer), None) is None:
         return
     check_ranks(optimizer, _options.value.arguments())

@@ -84,3 +84,18 @@ def check_not_consumed(homes: Iterable[Home]) -> None:
     consumed = next((home for home in homes if home.gradient_is_consumed), None)
     if consumed is not None:
         raise consumed_error(consumed.spec.name)
+
+
+def check_between_forwards(optimizer: Optimizer) -> None:
+    """Check that no forward runs that uses parameters of an optimizer whose step begins.
+
+    Raises:
+        StreamError: if one does: its weights are bound, and their gradients are in the store.
+    """
+    for param in params_of(optimizer):
+        if hasattr(param, "home") and not isinstance(param, ParameterAtRest):
+            raise StreamError(
+                "an optimizer steps inside the forward of a module whose weights it updates",
+                where=param.home.spec.name,
+                remedy="call step() between forwards, for example after the call of each layer",
+            )

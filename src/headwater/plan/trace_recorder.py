@@ -107,7 +107,8 @@ class Recorder(TorchDispatchMode):
     def _step(self, batch: Any, loss_function: LossFunction, graph: OwnGraph) -> None:
         with self._recording(), torch.set_grad_enabled(not self._inference):
             loss = loss_function(self._model, batch)
-        if not self._inference:
+        # A model may return only detached outputs, because its forward runs the backwards itself.
+        if not self._inference and loss.requires_grad:
             with self._recording_backward():
                 graph.backward(loss)
 

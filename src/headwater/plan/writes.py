@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ from headwater.core.errors import StreamError
 from headwater.plan.alive import has_storage
 
 _DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
+_OF_GRADIENTS = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
+_CONVERSION = torch.nn.Module._apply.__code__
+"""The code of `module.to()` and similar methods, which convert the gradients that a module has."""
 
 
 _UPDATES_STATISTICS = frozenset(
@@ -49,6 +54,8 @@ def _changed_arguments(func: Any) -> tuple[str, ...]:
 class ParameterWrites(TorchFunctionMode):
     """Records which parameters a forward writes in place, and to which it assigns `param.data = ...`.
 
+    It refuses forwards that read or set gradients of parameters, which are in the store meanwhile.
+
     Attributes:
         units: the stages whose modules run while a parameter is written. They cannot run a second time.
 
@@ -61,6 +68,7 @@ class ParameterWrites(TorchFunctionMode):
         super().__init__()
         self._params = dict(params)
         self._running = running
+        self._by_identity = {id(param): name for name, param in params.items()}
         # Kept alive, so that no new storage gets the address of an old one.
         self._storages = {name: param.untyped_storage() for name, param in params.items()}
         self._names = {int(storage._cdata): name for name, storage in self._storages.items()}
@@ -74,7 +82,23 @@ class ParameterWrites(TorchFunctionMode):
         # torch runs no operator for this assignment, so a dispatch mode does not see it.
         if func == _DATA.__set__:
             self.units.update(self._running)
+        if self._running and func in _OF_GRADIENTS and sys._getframe(1).f_code is not _CONVERSION:
+            self._refuse_gradient_of(args[0])
         return func(*args, **(kwargs or {}))
+
+    def _refuse_gradient_of(self, tensor: torch.Tensor) -> None:
+        """Raise if the forward reads or sets the gradient of a parameter.
+
+        Raises:
+            StreamError: if `tensor` is a parameter.
+        """
+        name = self._by_identity.get(id(tensor))
+        if name is not None:
+            raise StreamError(
+                f"the forward reads or sets {name}.grad, and gradients are in the weight store meanwhile",
+                where=name,
+                remedy="use the gradient between forwards, and pass values of it to the model as an argument",
+            )
 
     def note_operator(self, changed: Iterable[torch.Tensor]) -> None:
         """Record that an operator of the forward has changed these tensors in place."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from headwater.core.errors import StreamError
 from headwater.core.recorder import COMPUTE, RECORDER, Work
 from headwater.stream.backward import OTHER_COMPUTE, BackwardWatch
 from headwater.stream.packing import Packing
@@ -53,6 +55,8 @@ class Forwards:
         self._opened = opened
         self._closed = closed
         self._nesting = 0  # calls of modules that run
+        self._thread = 0  # runs the outermost of these calls
+        self._entering = threading.RLock()
         self._work: list[Work] = [(COMPUTE, name) for name in names]
         self._outer: list[Work | None] = []  # what the thread did before each of these calls
         self._depth: Counter[int] = Counter()  # by stage, how many of these calls use it
@@ -64,12 +68,24 @@ class Forwards:
         return self._nesting > 0
 
     def enter(self, stages: Sequence[int]) -> None:
-        """Bind the stages of a module whose forward begins. After an error the forward has ended."""
+        """Bind the stages of a module whose forward begins. After an error the forward has ended.
+
+        Raises:
+            StreamError: if a forward of another thread runs.
+        """
         if not self.are_followed:
             return
-        if not self._nesting:
-            self._begin()
-        self._nesting += 1
+        with self._entering:
+            if not self._nesting:
+                self._begin()
+                self._thread = threading.get_ident()
+            elif self._thread != threading.get_ident():
+                raise StreamError(
+                    "two threads call the model, or parts of it, at the same time",
+                    remedy="call it from one thread at a time: hold a lock from the forward to the end of "
+                    "its backward",
+                )
+            self._nesting += 1
         lane = RECORDER.lane()
         self._outer.append(lane.work)
         if stages:

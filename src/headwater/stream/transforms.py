@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd import graph
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import graph
 
 from headwater.core.errors import StreamError
 
