@@ -40,6 +40,15 @@ def test_conversion_to_hf_and_back_is_bit_identical(tmp_path, llama, capsys):
         assert "17 equal, 0 differ, 0 only in A, 0 only in B" in capsys.readouterr().out
 
 
+def test_a_run_starts_from_a_converted_folder(tmp_path, llama, capsys):
+    convert("hf", "headwater", llama, tmp_path / "own", "--dtype", "bf16")
+    run = tmp_path / "run"
+    assert main(["checkpoint", "import", str(tmp_path / "own"), "--model_dir", str(run)]) == 0
+    assert diff(tmp_path / "own", run) == 0
+    assert "17 equal (17 in another dtype), 0 differ, 0 only in A, 0 only in B" in capsys.readouterr().out
+    assert (run / "generation_config.json").is_file()
+
+
 def test_differences_are_named(tmp_path, llama, capsys):
     convert("hf", "headwater", llama, tmp_path / "own")
     tensors = load_file(tmp_path / "own" / "model.safetensors")

@@ -6,9 +6,10 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +23,8 @@ from headwater.config.models.huggingface import HuggingFaceConfig
 from headwater.config.run import RunConfig, load_params
 from headwater.convert.adapters import export_adapters
 from headwater.convert.checkpoint import export_hf, open_hf, read_config
+from headwater.convert.folder import MODEL_FILE, read_model_section
+from headwater.convert.stored import stored_tensors
 from headwater.core.errors import CorruptError, RunError
 from headwater.core.side_files import end_tokens, keep_generation_tokens, side_files
 from headwater.core.units import format_bytes
@@ -62,9 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     export.set_defaults(parser=export, action=run_export)
 
-    importer = commands.add_parser("import", help="create a run from weights in Hugging Face's format")
+    importer = commands.add_parser("import", help="create a run from a folder of weights")
     importer.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="folder that save_pretrained has written"
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="folder that save_pretrained or headwater checkpoint convert has written",
     )
     importer.add_argument(
         "--model_dir", required=True, type=Path, metavar="DIR", help="folder of the new run"
@@ -191,12 +197,8 @@ def _end_of_text(run_dir: RunDir) -> int | None:
 
 def run_import(args: argparse.Namespace) -> int:
     """Create a model_dir with a checkpoint of step 0; return the exit code."""
-    found = open_hf(args.folder)
-    if found.drawn:
-        print(
-            f"note: {args.folder} has no head; initialised at random: {', '.join(found.drawn)}",
-            file=sys.stderr,
-        )
+    own = (args.folder / MODEL_FILE).is_file()
+    model, readers, parts = _own_weights(args.folder) if own else _published_weights(args.folder)
     with ModelDirLock(args.model_dir), tempfile.TemporaryDirectory() as scratch:
         if complete_checkpoints(args.model_dir):
             raise RunError(
@@ -204,16 +206,35 @@ def run_import(args: argparse.Namespace) -> int:
                 where=str(args.model_dir),
                 remedy="name a new folder",
             )
-        config = _config_with(found.config, args.params, Path(scratch), args.model_dir)
-        path = import_weights(config, found.readers())
+        config = _config_with(model, args.params, Path(scratch), args.model_dir)
+        path = import_weights(config, readers)
         run_dir = RunDir(args.model_dir)
-        for name in (*found.format.folders, ""):
-            run_dir.keep_files_of(args.folder / name)
-        keep_generation_tokens(read_config(args.folder), run_dir.path)
+        for part in parts:
+            run_dir.keep_files_of(part)
+        if not own:
+            keep_generation_tokens(read_config(args.folder), run_dir.path)
         # The params are written last: only then is the folder the model_dir of a run.
         run_dir.write_params(config)
     print(f"{args.folder} imported to {path}; params in {run_dir.params}")
     return 0
+
+
+_Weights = tuple[ModelConfig, Mapping[str, Callable[[], torch.Tensor]], Sequence[Path]]
+"""A model, functions that read its parameters by name, and the folders with the files beside them."""
+
+
+def _own_weights(folder: Path) -> _Weights:
+    """Return the weights of a folder in Headwater's format."""
+    readers = {stored.name: stored.read for stored in stored_tensors(folder)}
+    return read_model_section(folder / MODEL_FILE), readers, [folder]
+
+
+def _published_weights(folder: Path) -> _Weights:
+    """Return the weights of a folder in Hugging Face's format. Print a notice if it lacks the head."""
+    found = open_hf(folder)
+    if found.drawn:
+        print(f"note: {folder} has no head; initialised at random: {', '.join(found.drawn)}", file=sys.stderr)
+    return found.config, found.readers(), [folder / part for part in (*found.format.folders, "")]
 
 
 def _config_with(model: ModelConfig, params: str | None, scratch: Path, model_dir: Path) -> RunConfig:

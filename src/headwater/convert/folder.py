@@ -29,7 +29,7 @@ def write_folder(
     dtype: torch.dtype = torch.float32,
     beside: Sequence[Path] = (),
 ) -> None:
-    """Write a checkpoint folder that a params file can name as `ckpt_path`; only a complete one appears.
+    """Write a folder of weights, which `headwater checkpoint import` can read; only a complete one appears.
 
     Args:
         tensors: names and tensors, in any order; read one at a time.
