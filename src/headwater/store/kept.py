@@ -67,7 +67,7 @@ class KeptElements:
         for at in range(start, stop, _BLOCK):
             end, skipped = min(at + _BLOCK, stop), at % 8
             bits = self.mask.bits[at // 8 : -(-end // 8)].numpy()
-            flags = np.unpackbits(bits, count=skipped + end - at)[skipped:]
+            flags = np.unpackbits(bits, count=skipped + end - at)[skipped:].view(np.bool_)
             found.append(np.flatnonzero(flags) + (at - start))
         return torch.from_numpy(np.concatenate(found) if found else np.zeros(0, dtype=np.int64))
 
