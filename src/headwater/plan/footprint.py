@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, final
 
 from headwater.plan.memory.activations import activations_alive, all_offloaded_bytes
@@ -11,7 +12,7 @@ from headwater.plan.memory.gradients import GradientMemory
 from headwater.plan.memory.masks import mask_bytes
 from headwater.plan.memory.slabs import pool_bytes, sizes_in_slabs
 from headwater.plan.memory.snapshots import SnapshotMemory
-from headwater.plan.memory.stages import stages_of
+from headwater.plan.memory.stages import first_to_memory, stages_of
 from headwater.plan.memory.store import StoreMemory
 from headwater.plan.memory.updates import update_space
 from headwater.plan.step_trace import Trace
@@ -89,6 +90,7 @@ class Footprint:
         share: the part of the store that counts.
         stages: bytes of each stage.
         slab_sizes: bytes of the weights of each stage in a slab.
+        first_to_memory: the stages in the order in which they move from disk to memory.
         gradients: bytes of gradients.
 
     Args:
@@ -117,6 +119,7 @@ class Footprint:
         self.trace, self.share = trace, share
         self.stages = stages_of(trace, optimizer_state_bytes)
         self.slab_sizes = tuple(stage.slab for stage in self.stages)
+        self.first_to_memory = first_to_memory(self.stages)
         self._compute_ranks = ranks - share.store_ranks
         # A store rank has an interpreter too, but no data workers.
         self._programs = {
@@ -135,6 +138,9 @@ class Footprint:
         self._snapshots = SnapshotMemory(trace, self.stages) if checkpoints and not trace.inference else None
         self.gradients = GradientMemory(trace, self.stages, compute_ranks=self._compute_ranks, share=share)
         self._peaks: dict[object, Peak] = {}
+        # The search asks for the same policies with thousands of mixes of tiers.
+        self._activations_alive = functools.cache(functools.partial(activations_alive, trace))
+        self._all_offloaded_bytes = functools.cache(functools.partial(all_offloaded_bytes, trace))
 
     def memory(self, plan: Plan) -> Memory:
         """Return the peak bytes of `plan` in each kind of memory."""
@@ -158,10 +164,10 @@ class Footprint:
         key = plan.activations, where, plan.num_micro_batches, plan.updates, plan.ranges, keeps_pages
         if key not in self._peaks:
             ranks, gradients = self._ranks_beside(plan), self.gradients.alive(plan)
-            activations = [ranks * alive for alive in activations_alive(self.trace, plan.activations)]
-            on_gpu, pairs = plan.device != "cpu", zip(activations, gradients, strict=True)
-            moments = [Peak(*alive, ranges=plan.ranges, on_gpu=on_gpu) for alive in pairs]
-            peak = max(moments, key=lambda moment: moment.total)
+            activations = [ranks * alive for alive in self._activations_alive(plan.activations)]
+            # The allocator's part grows with the tensors, so the total is largest where the tensors are.
+            largest = max(zip(activations, gradients, strict=True), key=sum)
+            peak = Peak(*largest, ranges=plan.ranges, on_gpu=plan.device != "cpu")
             if keeps_pages:
                 held = max(peak.gradients, self.gradients.after_backward(plan))
                 peak = Peak(max(activations), held, keeps_pages=True)
@@ -174,7 +180,7 @@ class Footprint:
 
     def offloaded_bytes(self, plan: Plan) -> int:
         """Return the bytes of all stages' activations that one micro-batch moves off the compute device."""
-        return all_offloaded_bytes(self.trace, plan.activations)
+        return self._all_offloaded_bytes(plan.activations)
 
     def disk_readers(self, plan: Plan) -> int:
         """Return the number of ranks that each read the same weights from the disk."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, final, overload
 
 from headwater.plan.footprint import Footprint
 from headwater.plan.types import Budgets, Plan
@@ -19,7 +19,8 @@ _PARTS = 8
 def filled_memory(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Plan]:
     """Return `plan` with as many stages of its disk tier in host memory as fit, if it fits at all."""
     mixes = _mixes_in_memory(footprint, plan)
-    return mixes[: _fitting(footprint, mixes, "host", budgets.host_memory)][-1:]
+    fitting = _fitting(footprint, mixes, "host", budgets.host_memory)
+    return [mixes[fitting - 1]] if fitting else []
 
 
 def smallest_in_memory(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Plan]:
@@ -30,7 +31,8 @@ def smallest_in_memory(footprint: Footprint, plan: Plan, budgets: Budgets) -> li
     """
     mixes = _mixes_in_memory(footprint, plan)
     fewest = _first_within(footprint, mixes, "disk", budgets.disk_bytes)
-    return [*filled_memory(footprint, plan, budgets), *mixes[fewest : fewest + 1]]
+    least = [mixes[fewest]] if fewest < len(mixes) else []
+    return [*filled_memory(footprint, plan, budgets), *least]
 
 
 def filled_device(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Plan]:
@@ -76,19 +78,48 @@ def smallest_on_device(footprint: Footprint, plan: Plan, budgets: Budgets) -> li
     return [filled for count in sorted(counts) for filled in fillings(mixes[count])]
 
 
-def _mixes_in_memory(footprint: Footprint, plan: Plan) -> list[Plan]:
+@final
+class _Mixes(Sequence[Plan]):
+    """Plans that differ in the number of stages in one memory, from none on.
+
+    A search by bisection looks at few of them, so each is made when it is asked for.
+
+    Args:
+        make: stages in that memory, in the order of stages -> the plan.
+        order: the stages in the order in which they are added.
+        length: number of plans.
+    """
+
+    def __init__(self, make: Callable[[tuple[int, ...]], Plan], order: Sequence[int], length: int) -> None:
+        self._make, self._order, self._length = make, order, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Plan]: ...
+
+    def __getitem__(self, index: int | slice) -> Plan | list[Plan]:
+        counts = range(self._length)[index]
+        if isinstance(counts, range):
+            return [self[count] for count in counts]
+        return self._make(tuple(sorted(self._order[:counts])))
+
+
+def _mixes_in_memory(footprint: Footprint, plan: Plan) -> _Mixes:
     """Return `plan`, of the disk tier, with each number of stages in memory: from none to all but one."""
-    order = [stage for stage in first_to_memory(footprint) if stage not in plan.on_device]
+    order = [stage for stage in footprint.first_to_memory if stage not in plan.on_device]
     # At least one stage stays on disk: otherwise this would be the memory tier.
-    return [dataclasses.replace(plan, in_memory=tuple(sorted(order[:count]))) for count in range(len(order))]
+    return _Mixes(lambda stages: dataclasses.replace(plan, in_memory=stages), order, len(order))
 
 
-def _mixes_on_device(footprint: Footprint, plan: Plan) -> list[Plan]:
+def _mixes_on_device(footprint: Footprint, plan: Plan) -> _Mixes:
     """Return `plan` with each number of stages in device memory, from none to all."""
-    order = first_to_memory(footprint)
-    return [
-        dataclasses.replace(plan, on_device=tuple(sorted(order[:count]))) for count in range(len(order) + 1)
-    ]
+    order = footprint.first_to_memory
+    return _Mixes(lambda stages: dataclasses.replace(plan, on_device=stages), order, len(order) + 1)
 
 
 def _fitting(footprint: Footprint, mixes: Sequence[Plan], kind: _Kind, limit: int) -> int:
@@ -107,29 +138,3 @@ def _first_within(footprint: Footprint, mixes: Sequence[Plan], kind: _Kind, limi
 def _used(footprint: Footprint, plan: Plan, kind: _Kind) -> int:
     """Return the peak bytes of a plan in a kind of memory."""
     return sum(getattr(footprint.memory(plan), kind).values())
-
-
-def first_to_memory(footprint: Footprint) -> list[int]:
-    """Return the stages in the order in which they move from disk to memory: most saved traffic first.
-
-    Stages that save equally much are ordered so that successive ones are far apart in the model. So the disk
-    transfers that remain are spread over the step.
-    """
-
-    def saved(stage: int) -> float:
-        held = footprint.stages[stage]
-        # Forward and backward each read the weights; an update reads and writes everything.
-        moved = 2 * held.slab + (held.slab + 2 * held.state if held.trained else 0)
-        # Rounded, so that stages that differ by a few bytes count as equal and are spread.
-        return round(moved / held.stored, 3) if held.stored else 0.0
-
-    return sorted(range(len(footprint.stages)), key=lambda stage: (-saved(stage), _spread(stage)))
-
-
-def _spread(number: int) -> float:
-    """Return a place between 0 and 1, far from the places of smaller numbers: the van der Corput sequence."""
-    place, weight = 0.0, 0.5
-    while number:
-        place += weight * (number % 2)
-        number, weight = number // 2, weight / 2
-    return place

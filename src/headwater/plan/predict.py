@@ -77,6 +77,7 @@ class Predictor:
         self._read_bytes_per_s = rates.disk_read_bytes_per_s or _NOMINAL_READ
         self._host_bytes_per_s = rates.adamw_params_per_s * ADAMW_BYTES
         self._write_bytes_per_s = rates.disk_write_bytes_per_s or _NOMINAL_WRITE
+        self._known_seconds: dict[object, list[StageSeconds]] = {}
 
     @property
     def adamw_params_per_s(self) -> float:
@@ -85,6 +86,15 @@ class Predictor:
 
     def stage_seconds(self, plan: Plan) -> list[StageSeconds]:
         """Return the seconds of one micro-batch in each stage, without `USE_OVERHEAD_S`."""
+        # Everything of a plan on which they depend. The search asks for many plans that differ in the rest.
+        work = plan.activations, plan.precision.name, plan.num_micro_batches
+        key = work, plan.device, plan.on_device, plan.returns_pages
+        if key not in self._known_seconds:
+            self._known_seconds[key] = self._count_seconds(plan)
+        return self._known_seconds[key]
+
+    def _count_seconds(self, plan: Plan) -> list[StageSeconds]:
+        """Return what `stage_seconds` returns."""
         trace, name = self.footprint.trace, plan.precision.name
         products_per_s, attention_per_s = (
             self._rates.flops_per_s(name),
@@ -168,7 +178,8 @@ class Predictor:
         first forward is simulated, unless updates run in backward.
         """
         seconds = self.stage_seconds(plan)
-        compute, update, copy = self._compute_s(plan, seconds), self._updates_s(plan), self._copy_s(plan)
+        compute, copy = self._compute_s(plan, seconds), self._copy_s(plan)
+        update = sum(map(self.update_s, self._updated(plan.on_device)))
         on_device = self._updates_on_device_s(plan)
         disk, link = self._disk_s(plan), self._link_s(plan)
         cores = Phases(compute.first + on_device, compute.rest)
@@ -222,10 +233,6 @@ class Predictor:
             update_s = read_s + (self.update_s(held) if is_updated else 0.0)
             uses.append(first_forward.Use(compute_s, max(update_s, transfer_s), copy_s))
         return first_forward.forward_s(uses, plan.slabs)
-
-    def _updates_s(self, plan: Plan) -> float:
-        """Return the seconds of the updates of all stages in host memory and on disk."""
-        return sum(map(self.update_s, self._updated(plan.on_device)))
 
     def _sums_on_host_s(self, plan: Plan) -> float:
         """Return the seconds in which the host of a GPU adds the gradients of all micro-batches."""

@@ -12,13 +12,7 @@ from headwater.plan.footprint import Footprint
 from headwater.plan.ladder import Rung, activation_ladder, uniform
 from headwater.plan.machine import NO_GROUP, WORKER_BYTES, GroupMemory
 from headwater.plan.memory.stages import counted_bytes, stages_of
-from headwater.plan.mixes import (
-    filled_device,
-    filled_memory,
-    first_to_memory,
-    smallest_in_memory,
-    smallest_on_device,
-)
+from headwater.plan.mixes import filled_device, filled_memory, smallest_in_memory, smallest_on_device
 from headwater.plan.options import PlanRequest
 from headwater.plan.predict import Predictor
 from headwater.plan.step_trace import Trace
@@ -191,7 +185,7 @@ def _frames(request: LimitedRequest, footprint: Footprint, size: int) -> Iterato
     disk = asked.resources.disk
     tiers: tuple[Tier, ...] = ("memory", "disk") if disk else ("memory",)
     keep = (Activations.KEEP,) * len(trace.stages)
-    order = first_to_memory(footprint)
+    order = footprint.first_to_memory
     on_device = order[: fixed.stages_on_device or 0]
     # At least one stage stays on disk: otherwise this would be the memory tier.
     most = max(len(trace.stages) - len(on_device) - 1, 0)

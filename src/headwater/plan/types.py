@@ -25,10 +25,13 @@ class Activations(enum.Enum):
     """The inputs of the forward that runs again are offloaded."""
     OFFLOAD = "offload"
 
+    # Policies of all stages are keys of caches. The hash of `enum` calls Python code for each stage.
+    __hash__ = object.__hash__
+
     @property
     def is_recomputed(self) -> bool:
         """True if the forward runs again in backward."""
-        return self in (Activations.RECOMPUTE, Activations.RECOMPUTE_FROM_HOST)
+        return self is Activations.RECOMPUTE or self is Activations.RECOMPUTE_FROM_HOST
 
     @property
     def is_offloaded(self) -> bool:

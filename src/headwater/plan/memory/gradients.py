@@ -37,6 +37,9 @@ class GradientMemory:
         self._trace, self._stages = trace, stages
         self._ranks, self._share = compute_ranks, share
         self.sums_stay = compute_ranks + share.store_ranks > 1 or share.sums_stay
+        # The search asks for the same tiers of gradients with many numbers of slabs and policies.
+        self._known_sums: dict[tuple[tuple[int, ...], bool], int] = {}
+        self._known_alive: dict[object, list[int]] = {}
 
     def held(self, plan: Plan, stage: int) -> int:
         """Return the bytes of one stage's gradients that the store holds from backward to the update."""
@@ -48,9 +51,11 @@ class GradientMemory:
 
         Those that stay on the device are not counted: see `alive`.
         """
-        staying = self.staying(plan)
-        stages = (stage for stage in range(len(self._stages)) if stage not in staying)
-        return sum(self.held(plan, stage) for stage in stages)
+        key = self.staying(plan), plan.holds_exact_gradients
+        if key not in self._known_sums:
+            stages = set(range(len(self._stages))).difference(self.staying(plan))
+            self._known_sums[key] = sum(self.held(plan, stage) for stage in stages)
+        return self._known_sums[key]
 
     def staying(self, plan: Plan) -> tuple[int, ...]:
         """Return the stages whose gradients stay on the device; none if several ranks sum on the host."""
@@ -63,7 +68,7 @@ class GradientMemory:
 
     def in_host_memory(self, plan: Plan) -> int:
         """Return the bytes of gradients in host memory if an accelerator computes."""
-        staying, on_disk = self.staying(plan), plan.gradient_tier == "disk"
+        staying, on_disk = frozenset(self.staying(plan)), plan.gradient_tier == "disk"
         elsewhere = (stage for index, stage in enumerate(self._stages) if index not in staying)
         largest = max((stage.gradient_sum for stage in elsewhere), default=0)
         # Sums on disk, and sums of several ranks, have a buffer in which each rank's gradients arrive.
@@ -88,6 +93,15 @@ class GradientMemory:
         and so it does if several ranks add to them. An update frees the gradients of a stage when the next
         forward reaches the stage, so that forward is the mirror image of backward.
         """
+        # Everything of a plan on which the methods below depend.
+        where = plan.device, plan.tier, plan.gradient_tier, plan.in_memory, plan.on_device
+        key = where, plan.num_micro_batches, plan.updates, plan.precision.name
+        if key not in self._known_alive:
+            self._known_alive[key] = self._count_alive(plan)
+        return self._known_alive[key]
+
+    def _count_alive(self, plan: Plan) -> list[int]:
+        """Return what `alive` returns."""
         if plan.device != "cpu":
             return self._alive_on_accelerator(plan)
         if plan.gradient_tier == "disk":
@@ -107,19 +121,12 @@ class GradientMemory:
         Complete gradients leave for the host through copies. Autograd's thread blocks if more bytes wait than
         the gradients of the largest stage have (see `GradientCopies`), so no more than these leave at once.
         """
-        trace = self._trace
-        complete = [
-            self._stages[stage].gradient if trace.first_use[stage] == position else 0
-            for position, stage in enumerate(trace.uses)
-        ]
-        # Backward begins at the last use: the largest that has left is among the uses from there on.
-        largest = [*accumulate(reversed(complete), max)][::-1]
         staying = {stage: self.held(plan, stage) for stage in self.staying(plan)}
         if plan.num_micro_batches > 1:  # all sums wait
-            waiting = [sum(staying.values())] * len(trace.uses)
+            waiting = [sum(staying.values())] * len(self._trace.uses)
         else:
             waiting = self._complete(staying)
-        moments = zip(self._arriving, largest, waiting, strict=True)
+        moments = zip(self._arriving, self._largest_complete, waiting, strict=True)
         return [count + min(count, copied) + held for count, copied, held in moments]
 
     def _on_way_to_disk(self, plan: Plan) -> list[int]:
@@ -133,6 +140,17 @@ class GradientMemory:
                 complete = held.gradient if exact else 2 * held.gradient_sum
             found.append((self._ranks + self._share.store_ranks) * (begun + complete))
         return found
+
+    @cached_property
+    def _largest_complete(self) -> list[int]:
+        """Bytes of gradients of the largest stage that is complete in the backward of each use."""
+        trace = self._trace
+        complete = [
+            self._stages[stage].gradient if trace.first_use[stage] == position else 0
+            for position, stage in enumerate(trace.uses)
+        ]
+        # Backward begins at the last use: the largest that has left is among the uses from there on.
+        return [*accumulate(reversed(complete), max)][::-1]
 
     @cached_property
     def _arriving(self) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from headwater.core.stage import StageSpec
 from headwater.plan.step_trace import Trace
@@ -88,3 +88,29 @@ def counted_bytes(stages: Iterable[StageBytes], share: StoreShare) -> int:
 def largest_state_of_an_element(stages: Iterable[StageBytes]) -> float:
     """Return the most bytes beside the wire image that one stored element of any stage has; 0 if frozen."""
     return max((stage.state / stage.elements for stage in stages if stage.elements), default=0)
+
+
+def first_to_memory(stages: Sequence[StageBytes]) -> list[int]:
+    """Return the stages in the order in which they move from disk to memory: most saved traffic first.
+
+    Stages that save equally much are ordered so that successive ones are far apart in the model. So the disk
+    transfers that remain are spread over the step.
+    """
+
+    def saved(stage: int) -> float:
+        held = stages[stage]
+        # Forward and backward each read the weights; an update reads and writes everything.
+        moved = 2 * held.slab + (held.slab + 2 * held.state if held.trained else 0)
+        # Rounded, so that stages that differ by a few bytes count as equal and are spread.
+        return round(moved / held.stored, 3) if held.stored else 0.0
+
+    return sorted(range(len(stages)), key=lambda stage: (-saved(stage), _spread(stage)))
+
+
+def _spread(number: int) -> float:
+    """Return a place between 0 and 1, far from the places of smaller numbers: the van der Corput sequence."""
+    place, weight = 0.0, 0.5
+    while number:
+        place += weight * (number % 2)
+        number, weight = number // 2, weight / 2
+    return place
