@@ -1,5 +1,6 @@
 """Forwards without gradients, with other batch sizes, or of parts of a model, before and between steps."""
 
+import multiprocessing
 import threading
 
 import pytest
@@ -218,4 +219,29 @@ def test_two_threads_that_call_a_model_at_once_are_refused(plan, tmp_path):
         done.set()
         thread.join()
     assert torch.equal(outputs[0], expected)
+    place.release()
+
+
+@pytest.mark.parametrize("plan", ["slabs", "disk"])
+def test_a_call_in_a_forked_process_is_refused(plan, tmp_path):
+    """The threads that fetch weights do not exist there, so the call would never end."""
+    place = Place(plan, tmp_path)
+    model = place.compile(Net())
+    inputs = batches(1)[0][0]
+    model(inputs)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def call():
+        with torch.no_grad(), pytest.raises(StreamError, match="in a fork of it"):
+            model(inputs)
+        sender.send("refused")
+
+    process = context.Process(target=call)
+    process.start()
+    try:
+        assert receiver.poll(60) and receiver.recv() == "refused"
+    finally:
+        process.kill()
+        process.join()
     place.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, final
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from headwater.core.buffers import aligned_empty
+from headwater.core.errors import StreamError
 from headwater.core.recorder import FETCH, RECORDER
 from headwater.core.stage import StageSpec
 from headwater.core.streams import REACHED, Event
@@ -52,6 +54,7 @@ class SlabLoader:
         self._stream = device.new_stream()
         self._last_copy: Event = REACHED
         self._thread = update_pool("headwater-fetch", on_cpu=device.reads_host)  # it updates stages too
+        self._process = os.getpid()
         self._thread.submit(device.enter_thread)
 
     def start(self, index: int, want: Want) -> Future[Event]:
@@ -63,7 +66,16 @@ class SlabLoader:
         Returns:
             A future that is done when the copy to the slab is queued. The event that it returns is reached
             when the stage is in the slab.
+
+        Raises:
+            StreamError: in a fork of the process. It lacks the thread, so the future would never be done.
         """
+        if os.getpid() != self._process:
+            raise StreamError(
+                "expected a call of the model in the process that made its plan, got one in a fork of it, "
+                "which lacks the threads that fetch weights",
+                remedy="call the model in the first process, or give the fork a plain model with its values",
+            )
         # Read here, on the compute thread: commits that are made while the load waits must not be applied.
         up_to = self._store.ledger.num_commits
         return self._thread.submit(self._load, index, want, up_to, self._device.compute.record())
