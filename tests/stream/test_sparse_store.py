@@ -108,6 +108,10 @@ def tensors(trained):
     return {f"{file.name} {name}": value for file in files for name, value in load_file(file).items()}
 
 
+def _bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def assert_same(compact, dense, *, state=True):
     assert compact.losses == dense.losses
     assert compact.norms == dense.norms
@@ -117,6 +121,8 @@ def assert_same(compact, dense, *, state=True):
     for name, value in theirs.items():
         if state or not name.startswith("optimizer"):
             assert torch.equal(ours[name], value), name
+        if name.startswith("weights"):
+            assert torch.equal(_bits(ours[name]), _bits(value)), f"{name}: zeros with other signs"
     before = SavedCheckpoint(dense.folder).manifest.stages
     assert SavedCheckpoint(compact.folder).manifest.stages == before
 

@@ -32,7 +32,8 @@ def prune(store: WeightStore, stage: int, masks: Mapping[int, Tensor], kept: Map
     whole = masks.keys() - compact.keys()
 
     def zero(piece: PieceState) -> None:
-        piece.master.mul_(_run(masks, piece))
+        # Not multiplied: the zeros of negative weights would be negative, other bits than those of `remask`.
+        piece.master.masked_fill_(~_run(masks, piece), 0)
         _clear(piece, kept)
 
     if whole:
