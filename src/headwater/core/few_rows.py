@@ -117,8 +117,7 @@ class _Product(ctypes.Structure):
 
 @functools.cache
 def _library() -> Any:
-    # Every product is added to its sum in one instruction. With two instructions it takes twice as long.
-    return native_library("few_rows", ("-ffp-contract=fast",))
+    return native_library("few_rows")
 
 
 def few_row_product_available() -> bool:

@@ -5,8 +5,8 @@ if it cannot be had (no compiler, a home that cannot be written to, `HEADWATER_N
 in one line, and the caller uses torch's operators.
 
 A library is stored in the user's cache folder under a name that is a hash of everything that its results
-depend on. Compilers may not choose how results are rounded (`-ffp-contract=off`, or `fast` where every
-product is added to a sum), so any of them may have made it. Other users must not be able to put code there:
+depend on. Compilers may not choose how results are rounded (`-ffp-contract=off`), so any of them may have
+made it. Other users must not be able to put code there:
 the folder and the file must belong to this user, and others must not be able to write to them. Several
 processes may compile at once; the last one to finish replaces an equal file. A library whose checksum is
 wrong is compiled again.

@@ -5,12 +5,17 @@
  *
  * Numbers are fp32 or bf16; sums are fp32. A number of the result is a sum in a fixed order: lane i of a vector
  * adds the products of k = i, i + LANES, ...; the lanes are added in pairs. So it depends neither on the number
- * of threads nor on the number of rows. A product and its sum are rounded once, if the processor can.
+ * of threads nor on the number of rows. A product and its sum are rounded once, if the processor can. The source
+ * says so, and the compiler may not decide it (-ffp-contract=off): GCC decides differently for each number of rows
+ * on processors where it avoids chains of such sums, such as a Zen 3.
  */
 
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
 
 /* See `attention.c`: every copy of OpenMP has these functions. */
 void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
@@ -56,6 +61,22 @@ INLINE int64_t number_bytes(bool half) { return (int64_t)(half ? sizeof(bf16) : 
 
 INLINE const char *at(const void *numbers, int64_t place, bool half) {
     return (const char *)numbers + place * number_bytes(half);
+}
+
+/* Return left * right + sum. */
+INLINE vector fused(vector left, vector right, vector sum) {
+#if defined(__AVX512F__)
+    return (vector)_mm512_fmadd_ps((__m512)left, (__m512)right, (__m512)sum);
+#elif defined(__FMA__)
+    return (vector)_mm256_fmadd_ps((__m256)left, (__m256)right, (__m256)sum);
+#elif defined(__FP_FAST_FMAF)
+    for (int lane = 0; lane < LANES; lane++) {
+        sum[lane] = __builtin_fmaf(left[lane], right[lane], sum[lane]);
+    }
+    return sum;
+#else
+    return left * right + sum;
+#endif
 }
 
 INLINE vector widened(halves numbers) {
@@ -123,7 +144,7 @@ INLINE void add_products(const Product *self, int64_t column, int64_t k, int64_t
         const vector left = loaded(self->left, row * self->inner + k, count, half);
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
-            sums->of[row][c] += left * weights[c];
+            sums->of[row][c] = fused(left, weights[c], sums->of[row][c]);
         }
     }
 }
