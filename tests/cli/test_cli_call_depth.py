@@ -6,6 +6,7 @@ from headwater.core.errors import ConfigError
 from headwater.stream.engine import Engine
 
 MOST_CALLS = 6
+"""From the function that parses the command line on; the guard that prints errors is around it."""
 
 
 def test_few_calls_lead_from_main_to_a_step(headwater, params, monkeypatch):
@@ -13,7 +14,7 @@ def test_few_calls_lead_from_main_to_a_step(headwater, params, monkeypatch):
 
     def train_step(*_):
         frame, calls = sys._getframe(1), []
-        while (frame.f_globals["__name__"], frame.f_code.co_name) != ("headwater.cli.main", "main"):
+        while (frame.f_globals["__name__"], frame.f_code.co_name) != ("headwater.cli.main", "_run"):
             calls.append(f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}")
             frame = frame.f_back
         stacks.append(calls)

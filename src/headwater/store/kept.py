@@ -145,7 +145,7 @@ class StoredMasks:
         Args:
             key: the parameter.
             spec: the same.
-            values: returns its values; called only if the mask depends on them.
+            values: returns its values; called unless the mask was restored from a checkpoint.
         """
         if spec.kept is not None:
             assert self.first is not None, f"{spec.name} is masked, but nothing chooses its mask"
