@@ -80,7 +80,7 @@ def test_a_run_that_continues_names_its_earlier_run(service, tmp_path):
 
 
 def test_resume_must_needs_an_earlier_run(service, tmp_path):
-    with pytest.raises(ConfigError, match="needs an earlier run") as error:
+    with pytest.raises(ConfigError, match="expected an earlier run") as error:
         run(tracker(service, tmp_path, resume="must"), step(1))
     assert "SomeLogger" in str(error.value)
 

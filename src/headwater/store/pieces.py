@@ -304,7 +304,9 @@ class Pieces:
                 for name, field in piece.views(rest).items():
                     values.setdefault(name, []).append(field.clone())
         moved = moved_elements(before, after)
-        whole = {name: moved.applied(torch.cat(parts), spec.stored_numel) for name, parts in values.items()}
+        whole = {  # the old values of a field are freed before those of the next are copied
+            name: moved.applied(torch.cat(values.pop(name)), spec.stored_numel) for name in list(values)
+        }
         self._masks.put((stage, param), spec, after)
         for group, rest in self._tier.groups(stage, groups, write=all_pages):
             for piece in group.pieces:

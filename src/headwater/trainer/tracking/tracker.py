@@ -129,7 +129,7 @@ class Tracker(Callback):
         found = named or (self._known() if self._start_step else None)
         if resume == "must" and found is None:
             raise ConfigError(
-                "resume: must needs an earlier run to continue, and this model_dir has none",
+                "expected an earlier run for resume: must, found no run in this model_dir",
                 where=f"trainer.init.loggers: {self._service.name}",
                 remedy="write resume: auto",
             )
