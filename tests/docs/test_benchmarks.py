@@ -2,23 +2,18 @@
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from benchmarks import curves, large, memory, options, params_files, plan_truth, ranks, runner
 from benchmarks.runner import FailedRunError, Results, System, interleave, reason_of, table
 from benchmarks.systems import deepspeed_
-from benchmarks.transformers_walk.pool import ChildError, run_isolated
 from benchmarks.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,68 +225,6 @@ def test_ratios_of_ranks_are_those_of_each_round():
 
     assert ranks.ratio("tokens_per_s", runs(4.0, 9.0, 8.0), runs(1.0, 3.0, 4.0), 2) == 1.5
     assert ranks.ratio("tokens_per_s", runs(4.0), []) == "–"
-
-
-def _start_and_wait(item):
-    """Start a process, write its number to a temporary folder, and wait."""
-    if item == "short":
-        return tempfile.gettempdir()
-    started = subprocess.Popen(["sleep", "1000"])
-    Path(item).write_text(f"{started.pid} {tempfile.mkdtemp()}")
-    if item.endswith("busy"):
-        while True:
-            pass
-    time.sleep(1000)
-    return None
-
-
-def _has_ended(pid):
-    """Return true if a process has ended, also if nothing has collected its exit code."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def test_items_that_take_too_long_leave_no_process_and_no_file(tmp_path, monkeypatch):
-    busy, idle = str(tmp_path / "busy"), str(tmp_path / "idle")
-    # Other programs may use the cores, so the busy process gets much time by the clock.
-    for most, item, message in ((120, busy, "1 s of CPU time"), (5, idle, "5 s")):
-        monkeypatch.setattr("benchmarks.transformers_walk.pool._WALL_OF_CPU", most)
-        folder, error = run_isolated(_start_and_wait, ["short", item], workers=2, limit_s=1)
-        assert isinstance(error, ChildError) and str(error) == f"took more than {message}"
-        assert not Path(folder).exists()
-    for file in (busy, idle):
-        process, left = Path(file).read_text().split()
-        assert not Path(left).exists()
-        # The system ends a killed process a moment later. The time limit of the test ends the loop otherwise.
-        while not _has_ended(int(process)):
-            time.sleep(0.01)
-
-
-def _crash_or_wait(item):
-    if item == "crash":
-        os._exit(3)
-    Path(item).touch()
-    time.sleep(1000)
-
-
-def test_a_crash_is_noticed_while_another_item_runs(tmp_path, monkeypatch):
-    start = multiprocessing.context.ForkProcess.start
-
-    def start_slowly(process):
-        start(process)
-        time.sleep(0.5)  # without a lock, another thread forks now
-
-    monkeypatch.setattr(multiprocessing.context.ForkProcess, "start", start_slowly)
-    waiting = tmp_path / "waiting"
-    results = run_isolated(_crash_or_wait, ["crash", str(waiting)], workers=2, limit_s=1)
-    error = next(results)
-    while not waiting.exists():
-        time.sleep(0.01)
-    time.sleep(1)  # the thread has started the process, and returns from `start_slowly`
-    results.close()
-    assert str(error) == "the process ended with 3"
 
 
 @pytest.mark.real_start
