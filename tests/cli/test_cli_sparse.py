@@ -1,5 +1,7 @@
 """Sparse training by params: masks by public names, kept in checkpoints, exact after an interruption."""
 
+import gc
+
 import pytest
 import torch
 import yaml
@@ -7,6 +9,7 @@ from run_samples import assert_same_checkpoint, history, losses
 from safetensors.torch import load_file
 
 from headwater.trainer.pretrained import checkpoint_weights
+from headwater.trainer.sparse import SparseTraining
 
 RIGL = {
     "sparsity": 0.75,
@@ -46,6 +49,26 @@ def test_a_resumed_run_has_the_masks_of_an_uninterrupted_run(headwater, sparse_p
         else:
             assert not masked.any()
     assert not all(torch.equal(early[name], late[name]) for name in late)
+
+
+def test_a_changed_mask_leaves_no_copy_of_an_older_one(headwater, sparse_params, monkeypatch):
+    train, found = SparseTraining.before_update, []
+    num_bytes = {3 * 32 * 32 // 8, 32 * 128 // 8}  # of the bits of a matrix
+
+    def counted(self, step):
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        bits = {
+            each.data_ptr() for each in tensors if each.dtype == torch.uint8 and each.numel() in num_bytes
+        }
+        found.append((step, len(bits)))
+        train(self, step)
+
+    monkeypatch.setattr(SparseTraining, "before_update", counted)
+    for steps in (3, 6):  # the second run begins with the masks of a checkpoint
+        assert headwater("fit", sparse_params, f"--trainer.init.loop.max_steps={steps}")[0] == 0
+    matrices = 2 * 3  # of each of two blocks
+    assert found == [(step, matrices) for step in range(1, 7)]
 
 
 def test_all_ranks_change_masks_equally(headwater, sparse_params, tmp_path):

@@ -55,6 +55,8 @@ def test_a_mask_packs_into_bits(numel):
     packed = PackedMask(mask)
     assert packed.bits.numel() == math.ceil(numel / 8)
     assert torch.equal(packed.unpack(), mask)
+    assert packed.counts(64) == [int(block.sum()) for block in mask.split(64)]
+    assert packed.count == int(mask.sum())
 
 
 def test_schedules():

@@ -88,10 +88,7 @@ def train(job, setting, folder, group, *, compact, until=STEPS, start=None, weig
         if weights is not None:
             load_weights(engine.store, weights)
         sparse = SparseTraining(sparsifier, engine.store)
-        if start is None:
-            sparse.begin()
-        else:
-            sparse.share()
+        sparse.begin()
         for step in range(first, until):
             update = job.update(step, loss_scale=setting.precision.loss_scale)
             report = engine.train_step(job.batches(step), update, lambda u: sparse.before_update(u.step + 1))

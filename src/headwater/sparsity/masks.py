@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
+"""Number of bits that are set, of each byte."""
+
+_BLOCK = 1 << 16
+"""Elements whose bits are counted together."""
 
 INIT_METHODS = ("random", "topk", "from_zeros", "checkerboard")
 """Methods for choosing the first mask; see `first_mask`."""
@@ -90,6 +97,16 @@ class PackedMask:
         packed = cls.__new__(cls)
         packed.bits, packed.shape = bits, shape
         return packed
+
+    def counts(self, block: int) -> list[int]:
+        """Return the number of kept elements in each block of `block` elements, a multiple of 8."""
+        bits, step = self.bits.numpy(), block // 8
+        return [int(_ONES[bits[at : at + step]].sum()) for at in range(0, len(bits), step)]
+
+    @cached_property
+    def count(self) -> int:
+        """The number of kept elements."""
+        return sum(self.counts(_BLOCK))
 
     def unpack(self) -> Tensor:
         """Return the mask as a bool tensor."""

@@ -155,6 +155,11 @@ class Sparsifier:
         """Names of the sparse parameters."""
         return self._groups.keys()
 
+    @property
+    def without_mask(self) -> list[str]:
+        """Names of the sparse parameters whose first mask is not chosen yet."""
+        return [name for name in self.names if name not in self._masks]
+
     def begin(self, name: str, weight: Tensor) -> Tensor:
         """Choose and store a parameter's first mask. The caller applies it to the weight and optimizer state.
 
@@ -178,7 +183,7 @@ class Sparsifier:
         The sparsity never falls, so this is the number that the present mask keeps, or the first one.
         """
         if name in self._masks:
-            return int(self._masks[name].unpack().sum())
+            return self._masks[name].count
         shape = self._shapes[name]
         rows, row_numel = shape[0] if shape else 1, math.prod(shape[1:])
         kept = rows * row_numel
@@ -199,10 +204,6 @@ class Sparsifier:
         if name not in self._restored:
             self.begin(name, weight())
         return self._masks[name]
-
-    def share(self, name: str, mask: PackedMask) -> None:
-        """Use an equal mask that another object holds already, so that it is in memory once."""
-        self._masks[name] = mask
 
     def changing(self, step: int) -> list[str]:
         """Return the names of the parameters whose mask changes in this step."""
@@ -256,9 +257,13 @@ class Sparsifier:
         """Return the current mask of a parameter, bool."""
         return self._masks[name].unpack()
 
+    def packed(self, name: str) -> PackedMask:
+        """Return the current mask of a parameter, which does not change any more."""
+        return self._masks[name]
+
     def sparsity_of(self, name: str) -> float:
         """Return the fraction of a parameter's elements that are masked."""
-        return 1 - float(self._masks[name].unpack().double().mean())
+        return 1 - self._masks[name].count / max(self._shapes[name].numel(), 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks by parameter name: uint8 tensors with one bit per element."""

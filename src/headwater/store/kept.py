@@ -37,9 +37,6 @@ FirstMask = Callable[[str, Callable[[], torch.Tensor]], PackedMask]
 _BLOCK = 1 << 16
 """Elements of a block, whose kept elements are counted once and listed together. A multiple of 8."""
 
-_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
-"""Number of bits that are set, of each byte."""
-
 
 @final
 class KeptElements:
@@ -56,9 +53,7 @@ class KeptElements:
     def __init__(self, mask: PackedMask) -> None:
         self.mask = mask
         self._numel = math.prod(mask.shape)
-        bits, step = mask.bits.numpy(), _BLOCK // 8
-        counts = [int(_ONES[bits[at : at + step]].sum()) for at in range(0, len(bits), step)]
-        self._before = np.cumsum([0, *counts])  # kept elements before each block
+        self._before = np.cumsum([0, *mask.counts(_BLOCK)])  # kept elements before each block
         self.count = int(self._before[-1])
 
     def places(self, start: int, stop: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, final
 
@@ -96,17 +96,17 @@ class Parameters:
         """Yield (piece, first element, end) of each `PieceState` that `write` fills, in order."""
         return self.pieces.ranges(stage, self.own_pieces(stage))
 
-    def remask(self, stage: int, masks: Mapping[int, PackedMask]) -> None:
-        """Change masks of parameters whose masked elements the store leaves out; see `Pieces.remask`.
+    def remask(self, key: ParamKey, mask: PackedMask) -> None:
+        """Change the mask of a parameter whose masked elements the store leaves out; see `Pieces.remask`.
 
         Args:
-            stage: the stage.
-            masks: index of a parameter -> its new mask.
+            key: the parameter.
+            mask: its new mask.
         """
-        with self._access.changing(stage, masks.keys()) as image:
+        stage, param = key
+        with self._access.changing(stage, {param}) as image:
             assert image is not None, "a rank alone updates all stages"
-            for param, mask in masks.items():
-                self.pieces.remask(stage, image, param, mask)
+            self.pieces.remask(stage, image, param, mask)
 
     def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
         """Replace all values of a stage. All ranks call this function together.

@@ -6,38 +6,37 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from headwater.core.stage import ParamKey
 from headwater.sparsity.masks import PackedMask
 from headwater.store.pieces import PieceState
 from headwater.store.store import WeightStore
 
 
-def prune(store: WeightStore, stage: int, masks: Mapping[int, Tensor], kept: Mapping[int, Tensor]) -> None:
-    """Set weights to zero where `masks` are false, and optimizer state where `kept` is false.
+def prune(store: WeightStore, key: ParamKey, mask: PackedMask, kept: Tensor) -> None:
+    """Set weights of a parameter to zero where `mask` is false, and optimizer state where `kept` is false.
 
-    If the store leaves out the masked elements of a parameter, it has its new mask from now on.
+    If the store leaves out the masked elements of the parameter, it has the new mask from now on.
 
     All ranks call this function together, and each changes the pieces that it updates.
 
     Args:
         store: the weight store.
-        stage: index of the stage.
-        masks: bool, in the shape of each parameter, by index.
-        kept: bool, in the shape of each parameter, for the same parameters: the elements that the mask has
-            kept before and still keeps.
+        key: the parameter.
+        mask: its new mask.
+        kept: bool, in the shape of the parameter: the elements that the mask has kept before and still keeps.
     """
-    stored = store.parameters.masks.by_param(stage)
-    compact = {param: PackedMask(mask) for param, mask in masks.items() if param in stored}
-    if compact:
-        store.parameters.remask(stage, compact)
-    whole = masks.keys() - compact.keys()
+    stage, param = key
+    if store.parameters.masks.of(stage, param) is not None:
+        store.parameters.remask(key, mask)
+        return
+    masked = ~mask.unpack()
 
     def zero(piece: PieceState) -> None:
         # Not multiplied: the zeros of negative weights would be negative, other bits than those of `remask`.
-        piece.master.masked_fill_(~_run(masks, piece), 0)
+        piece.master.masked_fill_(_run(masked, piece), 0)
         _clear(piece, kept)
 
-    if whole:
-        store.parameters.change(stage, whole, zero)
+    store.parameters.change(stage, {param}, zero)
 
 
 def clear_state(store: WeightStore, stage: int, kept: Mapping[int, Tensor]) -> None:
@@ -50,14 +49,14 @@ def clear_state(store: WeightStore, stage: int, kept: Mapping[int, Tensor]) -> N
         stage: index of the stage.
         kept: bool, in the shape of each parameter, by index.
     """
-    store.parameters.change(stage, kept.keys(), lambda piece: _clear(piece, kept))
+    store.parameters.change(stage, kept.keys(), lambda piece: _clear(piece, kept[piece.param]))
 
 
-def _clear(piece: PieceState, kept: Mapping[int, Tensor]) -> None:
+def _clear(piece: PieceState, kept: Tensor) -> None:
     for state in piece.states.values():
         state.view(-1).masked_fill_(~_run(kept, piece), 0)
 
 
-def _run(masks: Mapping[int, Tensor], piece: PieceState) -> Tensor:
+def _run(mask: Tensor, piece: PieceState) -> Tensor:
     """Return the elements of a mask that belong to a piece."""
-    return masks[piece.param].reshape(-1)[piece.start : piece.start + piece.master.numel()]
+    return mask.reshape(-1)[piece.start : piece.start + piece.master.numel()]

@@ -18,6 +18,7 @@ from headwater.core.errors import HeadwaterError, NonFiniteError
 from headwater.core.recorder import INPUT, RECORDER
 from headwater.plan.machine import resident_bytes
 from headwater.plan.types import Plan
+from headwater.sparsity.sparsifier import Sparsifier
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.stream.step import StepReport
@@ -72,6 +73,7 @@ class Trainer:
         checkpoints: writes checkpoints.
         callbacks: called with the events of the run, in this order.
         saved_step: step of a checkpoint that need not be written again.
+        sparsifier: the masks of sparse training; `None` if no weight is masked.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Trainer:
         checkpoints: CheckpointManager,
         callbacks: Sequence[Callback],
         saved_step: int | None = None,
+        sparsifier: Sparsifier | None = None,
     ) -> None:
         self.state = state
         self.validation: list[ValidateEnd] = []
@@ -97,7 +100,7 @@ class Trainer:
         self.end_step = job.end_step(state.step)
         self._options = options_by_name(job)
         self._averages = MovingAverages(engine.store, job.trainable.averages)
-        self._sparse = start_sparse(engine, job, state.masks)
+        self._sparse = None if sparsifier is None else start_sparse(engine, sparsifier)
         self._note_masks()
 
     @property

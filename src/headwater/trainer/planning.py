@@ -81,7 +81,7 @@ def training_workload(
     data_workers: int = 0,
     masks: Mapping[str, Any] | None = None,
 ) -> Workload:
-    """Return the workload of a training step.
+    """Return the workload of a training step. Raises the errors of `make_sparsifier`.
 
     Args:
         init: the params.

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.outlook import RunLength
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
+from headwater.sparsity.sparsifier import Sparsifier
 from headwater.trainer.callback import ValidateEnd
 from headwater.trainer.checkpoint import CheckpointManager
 from headwater.trainer.checkpoint_inspection import complete_checkpoints
@@ -135,7 +136,7 @@ def fit_job(
                     console.print(f"job {job_name} of the queue")
                 console.print(describe(plan, run_length(job.trainable, init.loop, done)))
 
-        with _started(job, checkpoints, fabric, show) as (start, engine):
+        with _started(job, checkpoints, fabric, show) as (start, engine, sparsifier):
             trainer = Trainer(
                 engine,
                 job,
@@ -144,6 +145,7 @@ def fit_job(
                 callbacks=[*make_callbacks(init, run_dir, console, fabric), *job.callbacks],
                 # A checkpoint of another run is written again, so that this model_dir has it too.
                 saved_step=start.step if start.own and start.state else None,
+                sparsifier=sparsifier,
             )
             # The start is loaded now. A run that cannot start must not change files of an earlier run.
             if leads:
@@ -157,18 +159,23 @@ def fit_job(
             return _result(trainer, first_step, interrupt, checkpoints)
 
 
+@contextmanager
 def _started(
     job: Job, checkpoints: CheckpointManager, fabric: Fabric, show: Callable[[Plan, int], None]
-) -> AbstractContextManager[tuple[Start, Engine]]:
-    """Return a context with the start of a run, and an engine with the weights of the start.
+) -> Iterator[tuple[Start, Engine, Sparsifier | None]]:
+    """Open an engine with the weights of the start of a run.
 
     Args:
         job: the run.
         checkpoints: of the run.
         fabric: the ranks that train together.
         show: called with the plan, and the steps done before, before anything is allocated.
+
+    Yields:
+        The start, the engine, and the masks of sparse training.
     """
     init, trainable = job.init, job.trainable
+    sparsifier: Sparsifier | None = None
     strict = not init.checkpoint.disable_strict_checkpoint_loading
 
     def check_and_show(plan: Plan, start: Start) -> None:
@@ -177,6 +184,7 @@ def _started(
         show(plan, start.step)
 
     def open_for(start: Start) -> AbstractContextManager[Engine]:
+        nonlocal sparsifier
         blank = strict and start.path is not None
         if not blank:  # before the plan, which may be refused on a busy machine
             with said_if_long("reading the weights to start with", fabric):
@@ -190,11 +198,12 @@ def _started(
                 batch_size,
                 resumed,
                 data_workers=job.data_workers,
-                masks=start.state.masks if start.state else None,
+                masks=start.take_masks() if init.sparsity else None,
             ),
             steps=max(0, job.end_step(start.step) - start.step),
             compiled=start.state.compiled if start.state else None,
         )
+        sparsifier = work.sparsifier
         return open_engine(
             init,
             trainable,
@@ -206,13 +215,15 @@ def _started(
             measured=True,
         )
 
-    return open_loaded(
+    with open_loaded(
         lambda: fabric.agree(lambda: find_start(init, job.checkpoint, checkpoints), Start),
         open_for,
         lambda engine, start: start.load(engine, names=trainable.pretrained_names, strict=strict),
         checkpoints,
         fabric,
-    )
+    ) as (start, engine):
+        # One object, also with the plan's: of a mask that has changed, no older copy stays in memory.
+        yield start, engine, sparsifier
 
 
 def _announce(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> None:

@@ -16,7 +16,7 @@ from headwater.store.named import keys_by_name
 from headwater.store.pruning import prune
 from headwater.store.store import WeightStore
 from headwater.stream.engine import Engine
-from headwater.trainer.job import Job, Trainable
+from headwater.trainer.job import Trainable
 
 if TYPE_CHECKING:
     from headwater.config.run import CommonInitConfig
@@ -44,22 +44,10 @@ class SparseTraining:
 
     def begin(self) -> None:
         """Make the first masks, and mask the weights; some may have their masks since they were loaded."""
-        new = {name: key for name, key in self._keys.items() if not self._store.parameters.masks.of(*key)}
-        for stage, names in self._by_stage(new).items():
-            masks = {
-                index: self._sparsifier.begin(name, self._weight(stage, index))
-                for index, name in names.items()
-            }
-            prune(self._store, stage, masks, masks)
+        for name in self._sparsifier.without_mask:
+            mask = self._sparsifier.begin(name, self._weight(name))
+            prune(self._store, self._keys[name], self._sparsifier.packed(name), mask)
         self._gathering.release()
-        self.share()
-
-    def share(self) -> None:
-        """Use the masks that the store has, so that each is in memory once."""
-        for name, key in self._keys.items():
-            kept = self._store.parameters.masks.of(*key)
-            if kept is not None:
-                self._sparsifier.share(name, kept.mask)
 
     def before_update(self, step: int) -> None:
         """Mask the gradients of a step. Called when all gradients are computed, before the update.
@@ -81,31 +69,20 @@ class SparseTraining:
     def _change(self, changing: Iterable[str], step: int) -> None:
         """Change the masks of the parameters named in `changing`, except parameters without a gradient."""
         present = self._store.gradients.status.present
-        trained = [name for name in changing if self._keys[name] in present]
-        for stage, names in self._by_stage(trained).items():
-            kept = {}
-            for index, name in names.items():
-                of_now = self._weight(stage, index), functools.partial(self._gradient, stage, index), step
-                kept[index] = self._sparsifier.change(name, *of_now)
-            prune(self._store, stage, {i: self._sparsifier.mask_of(n) for i, n in names.items()}, kept)
+        for name in (name for name in changing if self._keys[name] in present):
+            kept = self._sparsifier.change(
+                name, self._weight(name), functools.partial(self._gradient, name), step
+            )
+            prune(self._store, self._keys[name], self._sparsifier.packed(name), kept)
         self._gathering.release()
-        self.share()
 
-    def _by_stage(self, names: Iterable[str]) -> dict[int, dict[int, str]]:
-        """Return stage -> index in the stage -> name, for the named parameters."""
-        found: dict[int, dict[int, str]] = {}
-        for name in names:
-            stage, index = self._keys[name]
-            found.setdefault(stage, {})[index] = name
-        return found
-
-    def _weight(self, stage: int, index: int) -> Tensor:
+    def _weight(self, name: str) -> Tensor:
         # The tensor is valid until the next call, which reuses its memory.
-        (weight,) = self._gathering.bring([(stage, index)])
-        return weight.view(self._store.spec((stage, index)).shape)
+        (weight,) = self._gathering.bring([self._keys[name]])
+        return weight.view(self._store.spec(self._keys[name]).shape)
 
-    def _gradient(self, stage: int, index: int) -> Tensor:
-        gradient = self._store.gradients.borrow((stage, index))
+    def _gradient(self, name: str) -> Tensor:
+        gradient = self._store.gradients.borrow(self._keys[name])
         assert gradient is not None, "only parameters with a gradient are changed"
         return gradient.to("cpu")  # where the weights and masks are
 
@@ -114,28 +91,15 @@ class SparseTraining:
         return self._sparsifier.state_dict()
 
 
-def start_sparse(engine: Engine, job: Job, masks: Mapping[str, Any] | None) -> SparseTraining | None:
-    """Return the sparse training of a run, or `None` if its params do not ask for it.
+def start_sparse(engine: Engine, sparsifier: Sparsifier) -> SparseTraining:
+    """Return the sparse training of a run. Masks that are not chosen yet are made now.
 
     Args:
         engine: holds the weights that the run starts with.
-        job: the run.
-        masks: of the checkpoint that the run continues from; if not given, new masks are made.
-
-    Raises:
-        ConfigError: if the optimizer mixes the elements of a weight, or a name matches no weight.
-        CheckpointError: if the masks are of other weights.
+        sparsifier: the masks from which the run's plan was made.
     """
-    if not job.init.sparsity:
-        return None
-    require_elementwise(engine.store.rule.spec.name, where="trainer.init.sparsity")
-    sparsifier = make_sparsifier(job.init, job.trainable, masks)
-    assert sparsifier is not None, "the params have a section sparsity"
     sparse = SparseTraining(sparsifier, engine.store)
-    if masks is None:
-        sparse.begin()
-    else:
-        sparse.share()
+    sparse.begin()
     sizes = {name: engine.store.spec(key).numel for name, key in keys_by_name(engine.store.stages).items()}
     masked = sum(sparsifier.sparsity_of(name) * sizes[name] for name in sparsifier.names)
     total = sum(sizes[name] for name in sparsifier.names)
@@ -154,12 +118,13 @@ def make_sparsifier(
         masks: of the checkpoint that the run continues from; if not given, no mask is chosen yet.
 
     Raises:
-        ConfigError: if a name matches no weight.
+        ConfigError: if the optimizer mixes the elements of a weight, or a name matches no weight.
         CheckpointError: if the masks are of other weights.
     """
     groups = [section.build() for section in init.sparsity]
     if not groups:
         return None
+    require_elementwise(init.optimizer_spec.name, where="trainer.init.sparsity")
     shapes = {name: param.shape for name, param in trainable.model.named_parameters() if param.requires_grad}
     parts = {name: _parts(trainable.parts(name)) for name in shapes}
     named = {name: found for name, found in parts.items() if found}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from headwater.convert.shards import has_weights
 from headwater.core.errors import CheckpointError, ConfigError, CorruptError
@@ -53,6 +53,14 @@ class Start:
     def step(self) -> int:
         """Training steps done before."""
         return self.state.step if self.state else 0
+
+    def take_masks(self) -> dict[str, Tensor] | None:
+        """Return the masks of sparse training in the checkpoint. The start does not keep them."""
+        if self.state is None or self.state.masks is None:
+            return None
+        masks = dict(self.state.masks)
+        self.state.masks.clear()
+        return masks
 
     def load(self, engine: Engine, *, names: Names, strict: bool = True) -> None:
         """Load the checkpoint, if the start has one, into the engine; without a state, load only its weights.

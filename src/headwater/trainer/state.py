@@ -35,7 +35,7 @@ class RunState:
     micro_batch_size: int | None = None
     validated_step: int = -1
     data: Mapping[str, Any] | None = None
-    masks: Mapping[str, Tensor] | None = None
+    masks: dict[str, Tensor] | None = None
     returned_to: int | None = None
     compiled: bool | None = None
     attention_kernel: bool | None = None
