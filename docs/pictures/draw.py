@@ -1,6 +1,7 @@
-"""The pictures of the documentation: `python docs/pictures/draw.py` writes them as SVG beside this file.
+"""Pictures of the documentation: `python docs/pictures/draw.py` writes them beside this file.
 
-Each picture has a light panel as its background, so that it is readable on a light and on a dark page.
+Each SVG has a light panel as its background, so that it is readable on a light and on a dark page. The
+picture of the scaling law is the PNG that `headwater scaling fit` draws.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
+
+from headwater.scaling.picture import draw_report
+from headwater.scaling.results import make_report
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
@@ -161,11 +165,20 @@ def _conditions(machine: Mapping[str, Any]) -> str:
     return f"Medians of interleaved rounds: {where}."
 
 
+def scaling_law() -> None:
+    """Draw the law of `benchmarks.scaling` as a PNG."""
+    results = json.loads((RESULTS / "scaling_mup.json").read_text(encoding="utf-8"))["results"]
+    rows = results["runs"] + results["predictions"]
+    losses = [(row["name"], row["compute"], row["loss"]) for row in rows]
+    draw_report(make_report(losses, len(results["predictions"])), HERE / "scaling_books.png")
+
+
 def pictures() -> dict[str, str]:
-    """Return the text of each picture, by its file name."""
+    """Return the text of each SVG, by its file name."""
     return {"flow.svg": flow(), "peers.svg": peers()}
 
 
 if __name__ == "__main__":
     for file, picture in pictures().items():
         (HERE / file).write_text(picture, encoding="utf-8")
+    scaling_law()
