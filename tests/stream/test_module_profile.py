@@ -20,6 +20,7 @@ from headwater.core.errors import ConfigError, RunError
 from headwater.fabric.fabric import ALONE
 from headwater.plan.types import Activations, Prediction
 from headwater.profiler.chrome import LANES
+from headwater.profiler.predicted import predicted_lanes
 from headwater.profiler.ranks import report
 from headwater.profiler.stages import stage_flops
 from headwater.profiler.summary import document_of
@@ -255,6 +256,22 @@ def test_the_files_of_a_profile_can_be_read(tmp_path):
     assert any(event["name"] == "model.transformer.h.0.attn.bwd" for event in work)
     pytest.importorskip("matplotlib")
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_predicted_forward_of_tied_weights_is_drawn_once_in_total(tmp_path):
+    with make_engine(gpt_job(), Setting(in_place=True), tmp_path) as engine:
+        plan = with_prediction(engine.plan)
+    uses, costs = plan.trace.uses, plan.trace.costs
+    (tied,) = {stage for stage in uses if uses.count(stage) > 1}
+    assert plan.num_micro_batches == 1
+    drawn = defaultdict(float)
+    bars = [bar for bar in predicted_lanes(plan)["compute"] if bar[2] == "forward"]
+    for stage, (begin, end, _) in zip(uses, bars, strict=True):
+        drawn[stage] += end - begin
+    # 8 FLOPs a byte: see `predicted._work`.
+    work = [each.forward.flops + 8 / 3 * (each.saved_bytes + each.transient_bytes) for each in costs]
+    for stage in set(uses) - {tied}:
+        assert drawn[tied] / drawn[stage] == pytest.approx(work[tied] / work[stage])
 
 
 def test_a_run_that_ends_before_the_last_profiled_step_has_a_profile(tmp_path, caplog):

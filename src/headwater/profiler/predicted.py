@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import final
 
 from headwater.plan.types import Plan
+
+FORWARD, BACKWARD = "forward", "backward"
 
 Bar = tuple[float, float, str]
 """Begin and end in seconds, and the kind of work."""
@@ -16,8 +19,8 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Bar]]:
     """Return the bars of each lane; nothing if the plan predicts no time.
 
     The plan predicts the seconds of each kind. They are divided among the stages by their FLOPs and bytes,
-    and placed in the order of the schedule: weights arrive one stage ahead of their use. Then all times are
-    scaled, so that the last bar ends with the predicted step.
+    and equally among the uses of a stage. They are placed in the order of the schedule: weights arrive one
+    stage ahead of their use. Then all times are scaled, so that the last bar ends with the predicted step.
     """
     prediction = plan.prediction
     if prediction is None or prediction.step_s is None:
@@ -25,12 +28,14 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Bar]]:
     seconds = _stage_seconds(plan, prediction.step_parts)
     lanes = _Lanes(in_place=plan.in_place)
     uses = [(stage, True) for stage in plan.trace.uses] + [(stage, False) for stage in plan.trace.uses[::-1]]
+    parts = Counter(plan.trace.uses)  # a stage with tied weights is used several times in a forward
     seen: set[int] = set()
     for stage, forward in uses * plan.num_micro_batches:
         arrived = 0.0 if stage in seen else lanes.fetch(seconds[stage])
         seen.add(stage)
         computing_s = seconds[stage].forward if forward else seconds[stage].backward
-        lanes.compute(computing_s / plan.num_micro_batches, after=arrived)
+        kind = FORWARD if forward else BACKWARD
+        lanes.compute(kind, computing_s / parts[stage] / plan.num_micro_batches, after=arrived)
     return lanes.scaled(prediction.step_s)
 
 
@@ -96,11 +101,11 @@ class _Lanes:
         self._fetched = begin
         return begin
 
-    def compute(self, seconds: float, *, after: float) -> None:
+    def compute(self, kind: str, seconds: float, *, after: float) -> None:
         """Add computation that begins when the one before it is done, and not before the time `after`."""
         begin = max(self._computed, after)
         self._computed = begin + seconds
-        self._bars["compute"].append((begin, self._computed, "compute"))
+        self._bars["compute"].append((begin, self._computed, kind))
 
     def scaled(self, step_s: float) -> dict[str, list[Bar]]:
         """Return the bars of each lane, with all times scaled so that the last bar ends at `step_s`."""
