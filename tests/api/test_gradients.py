@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from any_loop import Net, Place, adamw, batches, check, every_plan, extreme_plans, loss_of, some_plan
+from any_loop import Net, Place, adamw, batches, check, every_plan, extreme_plans, loss_of, randn, some_plan
 from torch import nn
 
 from headwater.core.errors import StreamError
@@ -416,6 +416,42 @@ def test_hooks_on_parameters_equal_plain(plan, registered, tmp_path):
             if registered != "before compile" and number == 2:
                 register()
         return losses, seen, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+def test_hooks_that_a_forward_adds_to_parameters_equal_plain(plan, tmp_path):
+    """A recomputed forward adds its hooks again; each must run once for each backward."""
+    seen, handles = [], []
+
+    def see(param):
+        seen.append(param.grad.clone())
+
+    class Hooked(nn.Linear):
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                handles.append(self.weight.register_hook(lambda gradient: gradient * 0.5))
+                hook = self.bias.register_post_accumulate_grad_hook(
+                    lambda param: seen.append(param.grad.sum())
+                )
+                handles.append(hook)
+            return torch.tanh(super().forward(x))
+
+    def script(place):
+        seen.clear()
+        model = place.compile(nn.Sequential(*[Hooked(6, 6) for _ in range(3)]))
+        optimizer = adamw(model.parameters())
+        losses = []
+        for step in range(3):
+            loss = model(randn(4, 6, seed=step)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            while handles:
+                handles.pop().remove()
+        return losses, model, optimizer, list(seen)
 
     check(script, plan, tmp_path)
 

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import functional as F
 from torch.nn.modules import module as global_hooks
 
 from headwater.core.containers import CONTAINERS, Items, has_items
@@ -133,6 +134,9 @@ class PythonState:
     def of(cls, model: nn.Module) -> PythonState:
         """Record the state of a model's modules, and of all objects that their hooks and forwards reach."""
         state = cls()
+        state._records.append(
+            OfVariables(vars(F), tuple(vars(F)))
+        )  # the layers of torch call these functions
         modules = list(model.modules())
         # Before the visits: each module is visited once, as itself, not through another one.
         state._seen.update((id(module), module) for module in modules)
@@ -193,12 +197,20 @@ class PythonState:
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.visit(default, depth - 1)
         self._visit_attributes(function, depth)
-        # Only names in the code: a module's other variables are not its state.
-        used = OfVariables(function.__globals__, function.__code__.co_names)
+        self._visit_variables(function.__globals__, function.__code__.co_names, depth)
+
+    def _visit_variables(self, space: dict[str, Any], names: tuple[str, ...], depth: int) -> None:
+        """Record the variables of a Python module that a function names. Others are not its state."""
+        used = OfVariables(space, names)
         self._records.append(used)
         for value in used.values.values():
+            if isinstance(value, ModuleType) and value is not os:
+                if depth > 0:  # `tanh` in `torch.tanh`, which a context may replace
+                    self._visit_variables(vars(value), names, depth - 1)
+            elif _is_of_foreign(space.get("__name__")):
+                continue
             # The code of functions that a function calls would lead through whole libraries.
-            if not isinstance(value, FunctionType):
+            elif not isinstance(value, FunctionType):
                 self._visit_shared(value, depth - 1)
             elif not _is_foreign(value):
                 self._visit_attributes(value, depth - 1)
@@ -225,13 +237,19 @@ class PythonState:
 
     def _visit_class(self, cls: type, depth: int) -> None:
         for base in cls.__mro__:
-            if base.__module__.partition(".")[0] in _FOREIGN or (base is not cls and id(base) in self._seen):
+            if base is not cls and id(base) in self._seen:
+                continue
+            if _is_of_foreign(base.__module__):
+                if issubclass(base, nn.Module):  # a context may replace the forward of all `nn.Linear`
+                    self._seen[id(base)] = base
+                    self._records.append(OfClass(base, "forward"))
                 continue
             self._seen[id(base)] = base
             record = OfClass(base)
             self._records.append(record)
             for value in record.attributes.values():
-                self._visit_shared(value, depth - 1)
+                if not isinstance(value, FunctionType):  # not a method
+                    self._visit_shared(value, depth - 1)
 
     def _visit_attributes(self, value: Any, depth: int) -> None:
         record = OfContainer(vars(value))
@@ -351,5 +369,8 @@ def _is_foreign(value: Any) -> bool:
     """True if a function or class is not the user's: it belongs to Python, torch, numpy or this package."""
     while isinstance(value, functools.partial):
         value = value.func  # a partial itself is of functools, whatever it calls
-    module = getattr(getattr(value, "__func__", value), "__module__", None) or ""
-    return module.partition(".")[0] in _FOREIGN
+    return _is_of_foreign(getattr(getattr(value, "__func__", value), "__module__", None))
+
+
+def _is_of_foreign(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _FOREIGN

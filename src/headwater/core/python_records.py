@@ -159,18 +159,30 @@ class OfSlot(Record):
 
 @final
 class OfClass(Record):
-    """The attributes of a class, without its methods and those that Python adds, such as `__doc__`."""
+    """The attributes of a class, also its methods, without those that Python adds, such as `__doc__`.
 
-    __slots__ = ("_class", "attributes")
+    Args:
+        cls: the class.
+        name: the only attribute to record; by default all.
+    """
 
-    def __init__(self, cls: type) -> None:
-        self._class, self.attributes = cls, _attributes_of_class(cls)
+    __slots__ = ("_class", "_name", "attributes")
+
+    def __init__(self, cls: type, name: str | None = None) -> None:
+        self._class, self._name = cls, name
+        self.attributes = self._present()
+
+    def _present(self) -> dict[str, Any]:
+        attributes = vars(self._class)
+        if self._name is not None:
+            return {self._name: attributes[self._name]} if self._name in attributes else {}
+        return {name: value for name, value in attributes.items() if not name[:2] == name[-2:] == "__"}
 
     def is_present(self) -> bool:
-        return has_items(_attributes_of_class(self._class), self.attributes)
+        return has_items(self._present(), self.attributes)
 
     def put_back(self) -> None:
-        now = _attributes_of_class(self._class)
+        now = self._present()
         # By Python's own class: a metaclass may refuse changes.
         for name in now.keys() - self.attributes.keys():
             type.__delattr__(self._class, name)
@@ -179,7 +191,7 @@ class OfClass(Record):
                 type.__setattr__(self._class, name, value)
 
     def again(self) -> Record:
-        return OfClass(self._class)
+        return OfClass(self._class, self._name)
 
 
 @final
@@ -340,14 +352,3 @@ def _is_definition(value: Any) -> bool:
     if isinstance(value, FunctionType):
         return value.__closure__ is None
     return isinstance(value, type | ModuleType)
-
-
-_METHODS = (FunctionType, classmethod, staticmethod, property)
-
-
-def _attributes_of_class(cls: type) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(cls).items()
-        if not (isinstance(value, _METHODS) or name[:2] == name[-2:] == "__")
-    }

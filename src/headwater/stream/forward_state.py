@@ -1,24 +1,27 @@
-"""The random and tensor state at the beginning of a forward. Backward restores it to repeat the forward."""
+"""The state at the beginning of a forward. Backward restores it to repeat the forward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from headwater.core.effects import PythonState
 from headwater.core.tensor_values import copies_of, may_change, put_back
+from headwater.core.torch_settings import TorchSettings
 
 
 class ForwardState:
     """A record of what a forward reads beside its arguments and parameters, as it is now.
 
     It consists of attributes, variables, lists and dictionaries, buffers, and random generators other than
-    torch's default one. It also has the `requires_grad` of each parameter. Between a forward and its backward
-    all of these may change: another forward sets attributes, `model.eval()` changes modes, a hook is removed,
-    a parameter is frozen. The second run must not see these changes.
+    torch's default one. It also has the `requires_grad` of each parameter, and torch's settings and modes.
+    Between a forward and its backward all of these may change: another forward sets attributes,
+    `model.eval()` changes modes, a hook is removed, a parameter is frozen, a context around the forward ends.
+    The second run must not see these changes.
 
     Args:
         module: the module whose forward is about to run.
@@ -27,6 +30,7 @@ class ForwardState:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._python = PythonState.of(module)
+        self._settings = TorchSettings()
         self._values = copies_of(_tensors_of(module))
         self._params = list(module.parameters())
         self._are_trained = _are_trained(self._params)
@@ -37,13 +41,16 @@ class ForwardState:
         python = self._present_python()
         values = copies_of([*_tensors_of(self._module), *(tensor for tensor, _ in self._values)])
         are_trained = _are_trained(self._params)
+        hooks = [set(hooks) for hooks in _hooks_of(self._params)]
         if python is not self._python:
             self._python.put_back()
         put_back(self._values)
         _set_trained(self._params, self._are_trained)
         try:
-            yield
+            with self._settings.restored():
+                yield
         finally:
+            _remove_other_hooks(self._params, hooks)
             _set_trained(self._params, are_trained)
             put_back(values)
             python.put_back()
@@ -66,6 +73,20 @@ def _set_trained(params: Sequence[nn.Parameter], are_trained: Sequence[bool]) ->
     for param, before, trained in zip(params, _are_trained(params), are_trained, strict=True):
         if before != trained:
             param.requires_grad_(trained)
+
+
+def _hooks_of(params: Sequence[nn.Parameter]) -> list[dict[int, Any]]:
+    """Return the dictionaries of hooks on the gradients of parameters; new ones for parameters without."""
+    with torch._C.DisableTorchFunctionSubclass():  # as above
+        kinds = [(param._backward_hooks, param._post_accumulate_grad_hooks) for param in params]
+    return [{} if hooks is None else hooks for pair in kinds for hooks in pair]
+
+
+def _remove_other_hooks(params: Sequence[nn.Parameter], kept: list[set[int]]) -> None:
+    """Remove the hooks that a second run has added: the first run has added them for this backward."""
+    for hooks, identities in zip(_hooks_of(params), kept, strict=True):
+        for added in hooks.keys() - identities:
+            del hooks[added]
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:

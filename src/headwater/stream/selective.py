@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from headwater.core.torch_settings import has_dispatch_mode
 from headwater.plan.recipes import Recipes
 from headwater.plan.writes import changed_by, changed_in_place
 from headwater.stream.saved_tensors import HandleOf, Resolve
@@ -29,8 +30,11 @@ class Selection:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Enter a context that watches the operators of a forward. A nested context has no effect."""
-        if self._is_watching:
+        """Enter a context that watches the operators of a forward. A nested context has no effect.
+
+        Inside a dispatch mode of the user everything is kept: backward may run outside of this mode.
+        """
+        if self._is_watching or has_dispatch_mode():
             yield
             return
         self._is_watching = True
@@ -65,7 +69,10 @@ class _Unchanged:
     def __call__(self) -> torch.Tensor:
         if self._counter._version != self._version:
             raise changed_in_place(self._shape)
-        return self._again()
+        if not has_dispatch_mode():
+            return self._again()
+        with _disable_current_modes():  # those of the user are for the operators of the backward
+            return self._again()
 
 
 class _Watch(TorchDispatchMode):
