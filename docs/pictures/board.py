@@ -54,7 +54,7 @@ def take(browser: Browser, address: str, path: Path, *, details: bool) -> None:
     page.wait_for_selector("canvas.chart[aria-label*='width_']")
     page.wait_for_selector("#job-rows tr")
     if details:
-        page.locator("#run-rows tr button").first.click()
+        page.get_by_role("button", name="sweep/width_128").click()
         page.wait_for_selector("#details img")
         page.wait_for_timeout(500)
         page.locator("#details").screenshot(path=path)

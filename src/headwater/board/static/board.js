@@ -96,10 +96,11 @@ async function follow() {
 
 function update(state) {
   find("folder").textContent = state.exists ? state.folder : `${state.folder}: the folder does not exist any more`;
-  page.runs = state.runs;
+  // By name, with numbers in their order: width_64 comes before width_128.
+  page.runs = state.runs.toSorted((one, other) => one.name.localeCompare(other.name, "en", { numeric: true }));
   const newest = [...state.runs].sort((one, other) => other.changed - one.changed).slice(0, SELECTED_AT_FIRST);
   const atFirst = new Set(newest.map((run) => run.name));
-  for (const { name } of state.runs) {
+  for (const { name } of page.runs) {
     if (!page.places.has(name)) page.places.set(name, page.places.size);
     if (!page.known.has(name) && atFirst.has(name)) page.selected.add(name);
     page.known.add(name);

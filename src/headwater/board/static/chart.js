@@ -26,7 +26,7 @@ function shortNumber(value) {
   if (size >= 1e9) return `${+(value / 1e9).toPrecision(4)}G`;
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(4)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(4)}k`;
-  if (size > 0 && size < 1e-3) return value.toExponential(2);
+  if (size > 0 && size < 1e-3) return (+value.toPrecision(3)).toExponential();
   return String(+value.toPrecision(4));
 }
 
@@ -155,6 +155,7 @@ export class Chart {
     }
     context.textBaseline = "top";
     context.textAlign = "center";
+    context.fillText("step", MARGIN.left - 24, height - MARGIN.bottom + 6);
     const labels = ticks(0, lastStep, Math.max(2, width / 70)).filter((step) => step > 0 && Number.isInteger(step));
     for (const step of labels) {
       const half = context.measureText(shortNumber(step)).width / 2;
@@ -162,32 +163,44 @@ export class Chart {
     }
   }
 
+  /** Draw the range of each point as a band, and a line through the middles of the ranges. */
   drawCurve(context, curve, x, y) {
     context.strokeStyle = context.fillStyle = curve.color;
-    context.lineWidth = 1.2;
     context.lineJoin = "round";
-    context.setLineDash(curve.dash);
-    context.beginPath();
-    let [drawing, falls] = [false, false];
-    curve.steps.forEach((step, place) => {
-      const [low, high] = [curve.low[place], curve.high[place]];
-      if (low === null || (this.logarithmic && low <= 0)) {
-        drawing = false;
-        return;
-      }
-      // Alternately from the least to the greatest value and back: one line passes through all extremes.
-      const [first, second] = falls ? [high, low] : [low, high];
-      if (drawing) context.lineTo(x(step), y(first));
-      else context.moveTo(x(step), y(first));
-      if (first !== second || !drawing) context.lineTo(x(step) + (drawing ? 0 : 0.01), y(second));
-      [drawing, falls] = [true, !falls];
-    });
-    context.stroke();
-    context.setLineDash([]);
+    for (const places of this.segments(curve)) {
+      const points = places.map((place) => [x(curve.steps[place]), y(curve.high[place]), y(curve.low[place])]);
+      // The outline keeps a spike visible whose band is narrower than a pixel.
+      context.lineWidth = 0.8;
+      context.globalAlpha = 0.4;
+      context.beginPath();
+      points.forEach(([across, top]) => context.lineTo(across, top));
+      points.toReversed().forEach(([across, , bottom]) => context.lineTo(across, bottom));
+      context.closePath();
+      context.fill();
+      context.stroke();
+      context.globalAlpha = 1;
+      context.lineWidth = 1.5;
+      context.setLineDash(curve.dash);
+      context.beginPath();
+      // The first point twice: a segment of one point is drawn as a dot.
+      [points[0], ...points].forEach(([across, top, bottom]) => context.lineTo(across + 0.01, (top + bottom) / 2));
+      context.stroke();
+      context.setLineDash([]);
+    }
     for (const [step, value] of curve.marks) {
       context.beginPath();
       context.arc(x(step), y(value), 3.2, 0, 7);
       context.fill();
     }
+  }
+
+  /** The places of consecutive points that have values and can be drawn. */
+  segments({ steps, low }) {
+    const found = [[]];
+    steps.forEach((_, place) => {
+      if (low[place] === null || (this.logarithmic && low[place] <= 0)) found.push([]);
+      else found[found.length - 1].push(place);
+    });
+    return found.filter((places) => places.length);
   }
 }
