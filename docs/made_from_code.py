@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.cli.main import COMMANDS
-from headwater.cli.parser import Parser
+from headwater.cli.parser import Parser, value_name
 from headwater.config.json_schema import params_schema
 from headwater.core import errors
 
@@ -100,7 +100,7 @@ def _value(action: argparse.Action) -> str:
         return action.metavar if isinstance(action.metavar, str) else " ".join(action.metavar)
     if action.choices:
         return "|".join(map(str, action.choices))
-    return action.dest.upper() if action.option_strings else action.dest
+    return value_name(action) if action.option_strings else action.dest
 
 
 # Keys of params files

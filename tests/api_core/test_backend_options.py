@@ -20,7 +20,12 @@ from headwater.utils import CSConfig
     [
         ({"host_memory": "8 gigs"}, "expected a size in bytes, got '8 gigs'", "option host_memory", "8GiB"),
         ({"tier": "disc"}, "'disc'", "option tier", "write 'disk'"),
-        ({"tier": "disk"}, "tier is disk, but no disk folder is given", "backend", "change tier"),
+        (
+            {"tier": "disk"},
+            "tier is disk, but no disk folder is given",
+            "backend",
+            "disk=FOLDER in headwater.backend",
+        ),
         ({"num_slabs": -2}, "num_slabs", "option num_slabs", "1"),
         ({"hostmemory": "8GiB"}, "backend has no option 'hostmemory'", None, "did you mean host_memory?"),
         (

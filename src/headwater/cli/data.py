@@ -37,6 +37,7 @@ MODE_HELP = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater data` to `parser`."""
+    parser.usage = "headwater data [-h] INPUT [INPUT ...] --out DIR [--option VALUE ...]"
     parser.description = (
         "Prepare training data from texts and records: tokenize, pack, shuffle and split. "
         "`headwater data show DIR --out page.html` writes a page that shows prepared samples."

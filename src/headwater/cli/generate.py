@@ -38,6 +38,7 @@ NEW_TOKENS = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater generate`."""
+    parser.usage = "headwater generate [-h] --model_dir DIR --prompt TEXT [--option VALUE ...]"
     parser.description = (
         "Continue a text, or answer a message, with the newest checkpoint of a run. A BERT fills in the mask "
         "tokens of the text instead, and prints the --top_k most likely tokens (5)."

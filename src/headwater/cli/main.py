@@ -161,7 +161,13 @@ def _parsed(words: list[str]) -> argparse.Namespace | None:
     """Parse a command line. If it names no command, print the help and return `None`."""
     from headwater.cli.parser import Parser, suggestion
 
-    parser = Parser(prog="headwater", description="Train PyTorch models of any size by weight streaming.")
+    parser = Parser(
+        prog="headwater",
+        description="Train PyTorch models that are larger than memory. Weights stay in RAM or on disk, and "
+        "are copied to the device a few layers at a time.",
+        epilog="`headwater demo` trains a first model. `headwater COMMAND --help` shows the options of a "
+        "command.",
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('headwater')}")
     # Only for the help: `_without_address` has removed the option.
     parser.add_argument(

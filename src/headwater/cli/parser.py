@@ -13,11 +13,23 @@ from headwater.core.names import nearest
 _NEGATIVE = re.compile(r"-\.?\d")
 
 
+def value_name(action: argparse.Action) -> str:
+    """Return the name of an option's value in a help text: N for an integer, X for another number."""
+    return {int: "N", float: "X"}.get(action.type, action.dest.upper())  # type: ignore[arg-type]
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help texts with short names of values."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return value_name(action)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError`."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as the base class does, but report an unknown option before a missing argument."""

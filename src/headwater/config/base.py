@@ -52,6 +52,21 @@ class Reads:
         return self.accepts(handler(schema))
 
 
+class SectionError(ValueError):
+    """An error about several keys of a section, with a remedy that the message alone does not show.
+
+    For other errors, `config.problems` makes the remedy from the keys that the message names.
+
+    Args:
+        what: what was expected and found.
+        remedy: what to write.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
 class Section(BaseModel):
     """A mapping in a params file. Unknown keys and wrong types are errors; types are never coerced."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from headwater.config.base import Bytes, Section, parsed
+from headwater.config.base import Bytes, Section, SectionError, parsed
 from headwater.config.files import find_file
 from headwater.config.run import read_section
 from headwater.config.yaml_reader import read_document
@@ -143,16 +143,20 @@ class ClusterFile(Section):
     @model_validator(mode="after")
     def _parts_are_connected(self) -> Self:
         if self.network is None and (self.hosts > 1 or self.store is not None):
-            raise ValueError("several hosts, or a store, need a network: {bytes_per_s: …, latency_s: …}")
+            raise SectionError(
+                "several hosts, or a store, need a network", "add network: {bytes_per_s: …, latency_s: …}"
+            )
         if self.store is None and self.network is not None and self.network.fan_out is not None:
-            raise ValueError("the network's fan_out needs a weight store: add store")
+            raise SectionError("the network's fan_out needs a weight store", "add store, or remove fan_out")
         accelerator = self.host.accelerator
         if accelerator is not None and accelerator.link_bytes_per_s is None:
             if self.store is None:
-                raise ValueError("an accelerator without link_bytes_per_s needs a weight store: add store")
+                raise SectionError(
+                    "an accelerator without link_bytes_per_s needs a weight store", "add store"
+                )
             if self.host.ranks > 1:
-                raise ValueError(
-                    "an accelerator without link_bytes_per_s must be alone on its host: write ranks: 1"
+                raise SectionError(
+                    "an accelerator without link_bytes_per_s must be alone on its host", "write ranks: 1"
                 )
         return self
 

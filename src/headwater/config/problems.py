@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from headwater.config.base import Section, nearest
+from headwater.config.base import Section, SectionError, nearest
 from headwater.config.document import Document
 from headwater.config.origins import KeyPath, dotted
 from headwater.config.yaml_reader import parse_scalar
@@ -118,7 +118,10 @@ def explain(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
         what = f"expected one name in {name}, got {names}"
         return what, "keep one and remove the others, or set them to null"
     if kind == "value_error":
-        return str(context["error"]), f"change {' or '.join(_keys_named(details)) or name}"
+        error = context["error"]
+        if isinstance(error, SectionError):
+            return str(error), error.remedy
+        return str(error), f"change {' or '.join(_keys_named(details)) or name}"
     if kind == "size":
         return f"{name}: {details['msg']}", context.get("remedy", f"change {name}")
     return _wrong_value(name, found)

@@ -16,6 +16,7 @@ from headwater.config.base import (
     OneOrMore,
     Reads,
     Section,
+    SectionError,
     any_case,
 )
 from headwater.config.bigcode import BigCodeEvalHarnessConfig
@@ -175,7 +176,11 @@ class BackendConfig(Section):
             raise ValueError(f"stages_in_memory needs tier: disk, found tier: {self.tier}")
         if self.disk is None and "disk" in (self.tier, self.gradient_tier):
             key = "tier" if self.tier == "disk" else "gradient_tier"
-            raise ValueError(f"{key} is disk, but no disk folder is given: add disk: {{path: FOLDER}}")
+            raise SectionError(
+                f"{key} is disk, but no disk folder is given",
+                "name a folder: disk: {path: FOLDER} in a params file, --disk FOLDER on a command line, "
+                "disk=FOLDER in headwater.backend",
+            )
         return self
 
     @model_validator(mode="after")
@@ -304,7 +309,9 @@ class LoopConfig(Section):
     @model_validator(mode="after")
     def _has_a_length(self) -> Self:
         if self.max_steps is self.num_steps is self.num_epochs is None:
-            raise ValueError("expected max_steps, num_steps or num_epochs, found none of them")
+            raise SectionError(
+                "expected max_steps, num_steps or num_epochs, found none of them", "add max_steps: 1000"
+            )
         return self
 
     def end_step(self, start: int, steps_per_epoch: int | None = None) -> int:

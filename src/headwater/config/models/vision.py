@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headwater.config.base import AsTuple, NoEffect, Section
+from headwater.config.base import AsTuple, NoEffect, Section, SectionError
 from headwater.config.models.common import (
     ConvolvedPatches,
     InitializerConfig,
@@ -206,7 +206,7 @@ class UNetConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.num_classes == 1 and self.loss != "bce":
-            raise ValueError(f"loss {self.loss} needs num_classes >= 2, found 1: write loss: bce")
+            raise SectionError(f"loss {self.loss} needs num_classes >= 2, found 1", "write loss: bce")
         if any(size < 1 or size % self.stride for size in self.image_size):
             raise ValueError(
                 f"expected image_size to be multiples of {self.stride}, which can be halved "
