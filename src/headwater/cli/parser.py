@@ -15,7 +15,9 @@ _NEGATIVE = re.compile(r"-\.?\d")
 
 def value_name(action: argparse.Action) -> str:
     """Return the name of an option's value in a help text: N for an integer, X for another number."""
-    return {int: "N", float: "X"}.get(action.type, action.dest.upper())  # type: ignore[arg-type]
+    if action.type is int:
+        return "N"
+    return "X" if action.type is float else action.dest.upper()
 
 
 class _Formatter(argparse.HelpFormatter):
