@@ -9,6 +9,7 @@ from headwater.core.units import GIB, MIB
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.options import Fixed, PlanRequest
+from headwater.plan.step_trace import MaskedWeights
 from headwater.plan.types import Resources
 from headwater.store.disk import file_sizes, staging_bytes
 from headwater.store.rule import UpdateRule, stage_layout
@@ -36,7 +37,9 @@ def layouts_of(plan):
 
 @pytest.mark.parametrize(("precision", "state"), [("bf16", 10), ("fp32", 8)])
 def test_masked_weights_have_the_bytes_of_their_layout(precision, state):
-    dense, sparse = (planned(Resources(host_memory=32 * GIB), precision, kept=kept) for kept in ({}, KEPT))
+    masks = MaskedWeights(LAYERS * sum(SIZES.values()) // 8, max(SIZES.values()))
+    resources = Resources(host_memory=32 * GIB)
+    dense, sparse = planned(resources, precision), planned(resources, precision, kept=KEPT, masks=masks)
     for plan in (dense, sparse):
         stored = sum(layout.wire_bytes + layout.rest_bytes for layout in layouts_of(plan))
         assert plan.prediction.host_parts["weight store"] == pytest.approx(stored, rel=1e-3)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils import prune
 
 from headwater.config.sparsity import SparsityConfig
-from headwater.sparsity.masks import INIT_METHODS, PackedMask, exchanged, first_mask, num_kept
+from headwater.sparsity.masks import INIT_METHODS, PackedMask, exchanged, first_mask, largest, num_kept
 from headwater.sparsity.schedules import Cadence, Cosine, Cubic, Exponential, Linear, Power
 
 
@@ -44,9 +44,24 @@ def test_exchange_replaces_the_smallest_by_the_highest_scores():
     weight = torch.tensor([5.0, -4.0, 3.0, 0.1, 0.0, 0.0, 0.0, 0.0])
     mask = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0]).bool()
     scores = torch.tensor([9.0, 9.0, 9.0, 0.5, 0.2, 0.9, 0.3, 0.1])
-    assert exchanged(weight, mask, scores, 0.25).tolist() == [1, 1, 1, 0, 0, 1, 0, 0]
+    assert exchanged(weight, mask, scores.clone, 0.25).tolist() == [1, 1, 1, 0, 0, 1, 0, 0]
     # What was just dropped comes back where its score is the highest of those that are left.
-    assert exchanged(weight, mask, scores, 0.5).tolist() == [1, 1, 1, 0, 0, 1, 0, 0]
+    assert exchanged(weight, mask, scores.clone, 0.5).tolist() == [1, 1, 1, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("count", [0, 1, 500, 70_000, 99_999, 100_000])
+def test_the_largest_are_those_of_torch_and_of_equal_ones_the_first(count, dtype):
+    few_values = torch.randint(1000, (1000, 100), generator=generator()).to(dtype)
+    for scores in (
+        torch.randn(1000, 100, generator=generator()).to(dtype),
+        few_values,
+        torch.zeros(1000, 100),
+    ):
+        mask = largest(scores, count)
+        assert mask.shape == scores.shape
+        order = scores.view(-1).sort(descending=True, stable=True).indices[:count]
+        assert torch.equal(mask.view(-1).nonzero().view(-1), order.sort().values)
 
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 1000])

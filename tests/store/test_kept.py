@@ -8,7 +8,7 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.sparsity.masks import PackedMask
 from headwater.store import kept
 from headwater.store.build import build_store
-from headwater.store.kept import KeptElements, moved_elements, runs
+from headwater.store.kept import CommonValues, KeptElements, runs
 from headwater.store.memory import MemoryTier
 from headwater.store.rule import UpdateRule, stage_layout
 
@@ -68,12 +68,22 @@ def test_runs_cover_a_parameter_and_its_fields_once(kept_elements):
 
 @pytest.mark.parametrize(("old", "new"), [(50, 50), (50, 0), (0, 50), (200, 20), (20, 200)])
 def test_elements_that_two_masks_keep_are_moved_and_others_are_zero(old, new):
-    before, after = random_mask(200, old, 1), random_mask(200, new, 2)
-    values = torch.arange(1.0, 201.0)
-    moved = moved_elements(KeptElements(PackedMask(before)), KeptElements(PackedMask(after)))
-    found = moved.applied(values[before], 256)
-    assert torch.equal(found[:new], (values * before)[after])
-    assert not found[new:].any()
+    before, after = random_mask(512, old, 1), random_mask(512, new, 2)
+    layout, values = layout_of((16, 32), 200), torch.arange(1.0, 513.0)
+    rests = {group.offset: torch.zeros(group.num_bytes, dtype=torch.uint8) for group in layout.groups}
+    pieces = [(piece, rests[group.offset]) for group in layout.groups for piece in group.pieces]
+    for piece, rest in pieces:
+        for field in piece.views(rest).values():
+            own = values[before][piece.start : piece.stop]
+            field[: len(own)] = own
+    common = CommonValues(KeptElements(PackedMask(before)), KeptElements(PackedMask(after)), 256)
+    for act in (common.take, common.give):
+        for piece, rest in pieces:
+            act(piece, rest)
+    for name in ("master.low", "exp_avg", "exp_avg_sq"):
+        found = torch.cat([piece.views(rest)[name] for piece, rest in pieces])
+        assert torch.equal(found[:new].float(), (values * before)[after])
+        assert not found[new:].any()
 
 
 @pytest.mark.parametrize(("wire", "expected"), [(FP32, 8), (BF16, 10), (FP16, 12)])

@@ -13,6 +13,7 @@ from headwater.plan.machine import LATE_BYTES, free_resources, group_memory, res
 from headwater.plan.options import PlanRequest, TraceFor
 from headwater.plan.refusal import UNLIMITED, refusal
 from headwater.plan.search import LimitedRequest, best_plan, has_room_for_store
+from headwater.plan.step_trace import Trace
 from headwater.plan.types import Activations, Budgets, Plan
 
 _SLACK_BYTES = 24 * MIB
@@ -88,8 +89,12 @@ def _as_stored(asked: PlanRequest) -> PlanRequest:
     """Return the request with its dry runs changed by what the store keeps of each parameter."""
 
     def stored(trace_for: TraceFor) -> TraceFor:
-        # In this order: a parameter whose state is in bf16 is stored with its masked elements.
-        return lambda size: trace_for(size).storing(asked.fixed.optimizer_state).keeping(asked.kept)
+        def trace(size: int) -> Trace:
+            # In this order: a parameter whose state is in bf16 is stored with its masked elements.
+            found = trace_for(size).storing(asked.fixed.optimizer_state).keeping(asked.kept)
+            return dataclasses.replace(found, masks=asked.masks)
+
+        return trace
 
     return dataclasses.replace(
         asked, trace_for=stored(asked.trace_for), divided=lambda: map(stored, asked.divided())

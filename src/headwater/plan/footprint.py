@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, final
 from headwater.plan.memory.activations import activations_alive, all_offloaded_bytes
 from headwater.plan.memory.device import store_on_device
 from headwater.plan.memory.gradients import GradientMemory
-from headwater.plan.memory.masks import mask_bytes
+from headwater.plan.memory.masks import mask_bytes, masking_bytes
 from headwater.plan.memory.slabs import pool_bytes, sizes_in_slabs
 from headwater.plan.memory.snapshots import SnapshotMemory
-from headwater.plan.memory.stages import first_to_memory, stages_of
+from headwater.plan.memory.stages import first_to_memory, largest_state_of_an_element, stages_of
 from headwater.plan.memory.store import StoreMemory
 from headwater.plan.memory.updates import update_space
 from headwater.plan.step_trace import Trace
@@ -39,6 +39,7 @@ class Peak:
     Attributes:
         activations: bytes of activations.
         gradients: bytes of gradients.
+        masking: bytes for the choice of masks, if memory is fullest at that moment.
         keeps_pages: True if malloc keeps the pages of freed tensors; see `Plan.memory_is_ample`.
         ranges: True if the tensors have their memory in ranges that grow; see `Plan.ranges`.
         on_gpu: True if the tensors are on a GPU.
@@ -46,6 +47,7 @@ class Peak:
 
     activations: int
     gradients: int
+    masking: int = 0
     keeps_pages: bool = False
     ranges: bool = False
     on_gpu: bool = False
@@ -59,17 +61,18 @@ class Peak:
         if self.on_gpu:
             growing, fixed = _SHARE_OF_GROWING_SEGMENTS, _SHARE_OF_FIXED_SEGMENTS
         share = growing if self.ranges else fixed
-        return int((self.activations + self.gradients) * share)
+        return int((self.activations + self.gradients + self.masking) * share)
 
     @property
     def total(self) -> int:
         """Bytes of tensors and of the allocator."""
-        return self.activations + self.gradients + self.allocator
+        return self.activations + self.gradients + self.masking + self.allocator
 
     @property
     def parts(self) -> dict[str, int]:
         """The parts of `total`, by name."""
-        return {"activations": self.activations, "gradients": self.gradients, "allocator": self.allocator}
+        found = {"activations": self.activations, "gradients": self.gradients, "allocator": self.allocator}
+        return found | ({"masking": self.masking} if self.masking else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +130,9 @@ class Footprint:
             "data workers": self._compute_ranks * worker_bytes,
         }
         if masks := mask_bytes(trace):
-            self._programs["masks"] = masks
+            self._programs["masks"] = ranks * masks
+        of_an_element = largest_state_of_an_element(self.stages)
+        self._masking = masking_bytes(trace, of_an_element, self._compute_ranks)
         self._update_space = update_space(trace, optimizer_state_bytes, update_kind)
         self._store = StoreMemory(
             self.stages,
@@ -154,6 +159,8 @@ class Footprint:
             return Memory({}, host | compute, disk | {"activations": moved})
         gradients = self.gradients.in_host_memory(plan)
         host |= {"gradients": gradients, "activations": self._compute_ranks * moved}
+        if masking := max(self._masking):
+            host["masking"] = masking
         return Memory(compute, host, disk)
 
     def peak(self, plan: Plan) -> Peak:
@@ -165,14 +172,28 @@ class Footprint:
         if key not in self._peaks:
             ranks, gradients = self._ranks_beside(plan), self.gradients.alive(plan)
             activations = [ranks * alive for alive in self._activations_alive(plan.activations)]
+            moments = [(alive, held, 0) for alive, held in zip(activations, gradients, strict=True)]
+            if plan.device == "cpu":
+                moments += self._masking_moments(plan)
             # The allocator's part grows with the tensors, so the total is largest where the tensors are.
-            largest = max(zip(activations, gradients, strict=True), key=sum)
+            largest = max(moments, key=sum)
             peak = Peak(*largest, ranges=plan.ranges, on_gpu=plan.device != "cpu")
             if keeps_pages:
                 held = max(peak.gradients, self.gradients.after_backward(plan))
-                peak = Peak(max(activations), held, keeps_pages=True)
+                kept = max(activations)
+                masking = max(0, *(masking for _, _, masking in moments)) - kept
+                peak = Peak(kept, held, max(0, masking), keeps_pages=True)
             self._peaks[key] = peak
         return self._peaks[key]
+
+    def _masking_moments(self, plan: Plan) -> list[tuple[int, int, int]]:
+        """Return the bytes of activations, gradients and masking at the moments when masks are chosen."""
+        if not self._masking.first:
+            return []
+        held = self.gradients.after_backward(plan)
+        if plan.gradient_tier == "disk":  # those of one stage are read
+            held = self._compute_ranks * max(stage.gradient_sum for stage in self.stages)
+        return [(0, 0, self._masking.first), (0, held, self._masking.in_step)]
 
     def sizes_in_slabs(self, plan: Plan) -> tuple[int, ...]:
         """Return the bytes of the weights of each stage that is copied to a slab, in the order of stages."""

@@ -18,7 +18,7 @@ from headwater.core.warn_once import warn_once
 from headwater.optim.spec import OptimizerSpec, UpdateKind
 from headwater.plan.memory.slabs import minimum_slabs
 from headwater.plan.rates import Calibration
-from headwater.plan.step_trace import Trace
+from headwater.plan.step_trace import NO_MASKS, MaskedWeights, Trace
 from headwater.plan.types import (
     WHOLE_STORE,
     Activations,
@@ -111,6 +111,7 @@ class PlanRequest:
         user_loop: True if the user's own loop calls the model.
         kept: name of a masked parameter -> the most elements that its masks keep, if the store may leave out
             the others; see `ParamSpec.kept`.
+        masks: the masks of sparse training.
     """
 
     trace_for: TraceFor
@@ -132,6 +133,7 @@ class PlanRequest:
     update_kind: UpdateKind = "fused"
     user_loop: bool = False
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    masks: MaskedWeights = NO_MASKS
 
     @property
     def may_use_device_tier(self) -> bool:

@@ -44,6 +44,7 @@ _PART_COLORS = {
     "data workers": "#b0b0c0",
     "weight store": "#7fa8c9",
     "masks": "#c4b0a0",
+    "masking": "#a89484",
     "staging": "#a9b7a0",
     "snapshot": "#c9b7a0",
     "slabs": "#5f9e94",

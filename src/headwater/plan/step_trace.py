@@ -59,6 +59,24 @@ class StageCost:
 
 
 @dataclasses.dataclass(frozen=True)
+class MaskedWeights:
+    """The sizes of the masks of sparse training.
+
+    Attributes:
+        num_bytes: bytes of all masks.
+        largest: number of elements of the largest masked parameter.
+        largest_changing: the same, of those parameters whose masks change during training.
+    """
+
+    num_bytes: int = 0
+    largest: int = 0
+    largest_changing: int = 0
+
+
+NO_MASKS = MaskedWeights()
+
+
+@dataclasses.dataclass(frozen=True)
 class Trace:
     """The dry run of one micro-batch on fake tensors.
 
@@ -71,6 +89,7 @@ class Trace:
         inference: True if only the forward was run, without gradients.
         written: names of the parameters that the forward itself changes.
         assigned_after_use: those of them that get other memory after autograd has saved the old one.
+        masks: the masks of sparse training. The dry run does not set them.
     """
 
     stages: tuple[StageSpec, ...]
@@ -81,6 +100,7 @@ class Trace:
     inference: bool = False
     written: tuple[str, ...] = ()
     assigned_after_use: tuple[str, ...] = ()
+    masks: MaskedWeights = NO_MASKS
 
     @cached_property
     def schedule(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -42,16 +43,31 @@ def first_mask(weight: Tensor, sparsity: float, method: str, generator: torch.Ge
             return weight != 0
         case "checkerboard":
             places = torch.arange(weight.numel() + 1, dtype=torch.float64)
-            steps = (places * (kept / max(weight.numel(), 1))).round()
+            steps = places.mul_(kept / max(weight.numel(), 1)).round_()
             return (steps[1:] > steps[:-1]).view(weight.shape)
     raise AssertionError(f"unknown init_method {method!r}")
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """Return a bool tensor of the shape of `scores`: true at its `count` largest elements."""
-    mask = torch.zeros(scores.numel(), dtype=torch.bool)
-    mask[scores.reshape(-1).topk(count, sorted=False).indices] = True
-    return mask.view(scores.shape)
+    """Return a bool tensor of the shape of `scores`: true at its `count` largest elements.
+
+    If elements are equal, the first ones count as larger. `torch.topk` would need five times as much memory.
+    """
+    if not count:
+        return torch.zeros(scores.shape, dtype=torch.bool)
+    # Not in bf16, which numpy does not have; fp32 has the same values.
+    flat = scores.detach().reshape(-1)
+    values = (flat.float() if flat.dtype.itemsize < 4 else flat).numpy()
+    smallest = np.partition(values, len(values) - count)[len(values) - count]
+    mask = values > smallest
+    missing = count - int(mask.sum())
+    for at in range(0, len(values), _BLOCK):  # in blocks, because many elements may be equal
+        if not missing:
+            break
+        equal = np.flatnonzero(values[at : at + _BLOCK] == smallest)[:missing] + at
+        mask[equal] = True
+        missing -= len(equal)
+    return torch.from_numpy(mask).view(scores.shape)
 
 
 def num_kept(numel: int, sparsity: float) -> int:
@@ -59,7 +75,7 @@ def num_kept(numel: int, sparsity: float) -> int:
     return numel - round(min(max(sparsity, 0.0), 1.0) * numel)
 
 
-def exchanged(weight: Tensor, mask: Tensor, scores: Tensor, fraction: float) -> Tensor:
+def exchanged(weight: Tensor, mask: Tensor, scores: Callable[[], Tensor], fraction: float) -> Tensor:
     """Return the mask after an exchange: the smallest kept weights are dropped, and as many others added.
 
     An element that was just dropped may be added again if its score is high enough (arXiv:1911.11134, section
@@ -68,7 +84,7 @@ def exchanged(weight: Tensor, mask: Tensor, scores: Tensor, fraction: float) -> 
     Args:
         weight: any shape.
         mask: current mask of the weight, bool, of the same shape.
-        scores: criterion for adding elements, of the same shape.
+        scores: returns the criterion for adding elements, of the same shape, which is changed.
         fraction: fraction of the kept elements to exchange, 0 to 1.
 
     Returns:
@@ -76,8 +92,8 @@ def exchanged(weight: Tensor, mask: Tensor, scores: Tensor, fraction: float) -> 
     """
     present = int(mask.sum())
     count = min(max(round(fraction * present), 0), present, mask.numel() - present)
-    kept = largest(weight.abs().masked_fill(~mask, -1.0), present - count)
-    return kept | largest(scores.masked_fill(kept, -torch.inf), count)
+    kept = largest(weight.abs().masked_fill_(~mask, -1.0), present - count)
+    return kept | largest(scores().masked_fill_(kept, -torch.inf), count)
 
 
 class PackedMask:

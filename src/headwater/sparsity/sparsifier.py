@@ -155,6 +155,14 @@ class Sparsifier:
         """Names of the sparse parameters."""
         return self._groups.keys()
 
+    def numel(self, name: str) -> int:
+        """Return the number of elements of a sparse parameter."""
+        return self._shapes[name].numel()
+
+    def changes(self, name: str) -> bool:
+        """True if the mask of a parameter may change during training."""
+        return any(group.algorithm != "static" and group.update for _, group in self._groups[name])
+
     @property
     def without_mask(self) -> list[str]:
         """Names of the sparse parameters whose first mask is not chosen yet."""
@@ -243,13 +251,15 @@ class Sparsifier:
     ) -> Tensor:
         weight, mask = whole[part.rows], masks[part.rows]
         if group.algorithm == "gmp":
-            scores = weight.abs().masked_fill(~mask, -1.0)
-            return largest(scores, min(num_kept(weight.numel(), group.sparsity(step)), int(mask.sum())))
-        if group.algorithm == "set":
+            present = weight.abs().masked_fill_(~mask, -1.0)
+            return largest(present, min(num_kept(weight.numel(), group.sparsity(step)), int(mask.sum())))
+
+        def scores() -> Tensor:
+            if group.algorithm == "rigl":
+                return gradient().detach()[part.rows].abs().float().cpu()
             seed = derive_seed(self._seed, "sparsity", part.name, step)
-            scores = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
-        else:
-            scores = gradient().detach()[part.rows].float().abs().cpu()
+            return torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
+
         assert group.drop_fraction is not None, f"algorithm {group.algorithm} needs a drop_fraction"
         return exchanged(weight, mask, scores, group.drop_fraction(step))
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -58,17 +58,25 @@ class KeptElements:
 
     def places(self, start: int, stop: int) -> torch.Tensor:
         """Return the kept elements of a range, int64, counted from `start`."""
-        found = []
-        for at in range(start, stop, _BLOCK):
-            end, skipped = min(at + _BLOCK, stop), at % 8
-            bits = self.mask.bits[at // 8 : -(-end // 8)].numpy()
-            flags = np.unpackbits(bits, count=skipped + end - at)[skipped:].view(np.bool_)
-            found.append(np.flatnonzero(flags) + (at - start))
+        found = [
+            np.flatnonzero(self._flags(at, min(at + _BLOCK, stop))) + (at - start)
+            for at in range(start, stop, _BLOCK)
+        ]
         return torch.from_numpy(np.concatenate(found) if found else np.zeros(0, dtype=np.int64))
 
-    def all_places(self) -> torch.Tensor:
-        """Return all kept elements, int64."""
-        return self.places(0, self._numel)
+    def also_in(self, other: KeptElements, size: int) -> torch.Tensor:
+        """Return for each kept element, in order, true if another mask keeps it too; false up to `size`."""
+        found, rank = np.zeros(size, dtype=np.bool_), 0
+        for at in range(0, self._numel, _BLOCK):
+            stop = min(at + _BLOCK, self._numel)
+            both = other._flags(at, stop)[self._flags(at, stop)]
+            found[rank : rank + len(both)] = both
+            rank += len(both)
+        return torch.from_numpy(found)
+
+    def _flags(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        skipped, bits = start % 8, self.mask.bits[start // 8 : -(-stop // 8)].numpy()
+        return np.unpackbits(bits, count=skipped + stop - start)[skipped:].view(np.bool_)
 
     def element(self, rank: int) -> int:
         """Return the kept element before which there are `rank` others, or the parameter's end."""
@@ -85,30 +93,38 @@ class KeptElements:
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class MovedElements:
-    """The elements that two masks of a parameter keep, by their ranks.
+class CommonValues:
+    """The values of the elements that two masks of a parameter keep, taken from one order into the other.
 
-    Attributes:
-        source: rank among the elements that the old mask keeps.
-        target: rank among the elements that the new mask keeps.
+    Pieces must come in their order.
+
+    Args:
+        before: the old mask.
+        after: the new mask.
+        size: number of elements of all pieces.
     """
 
-    source: torch.Tensor
-    target: torch.Tensor
+    def __init__(self, before: KeptElements, after: KeptElements, size: int) -> None:
+        self._stay, self._stayed = before.also_in(after, size), after.also_in(before, size)
+        self._count = int(self._stay.sum())
+        self._values: dict[str, torch.Tensor] = {}
+        self._taken = self._given = 0
 
-    def applied(self, values: torch.Tensor, size: int) -> torch.Tensor:
-        """Return values in the order of the new mask, with zeros for new elements and up to `size`."""
-        return values.new_zeros(size).index_copy_(0, self.target, values[self.source])
+    def take(self, piece: Piece, rest: torch.Tensor) -> None:
+        """Copy the values of a piece from the bytes of its group."""
+        stay = self._stay[piece.start : piece.stop]
+        start, self._taken = self._taken, self._taken + int(stay.sum())
+        for name, field in piece.views(rest).items():
+            if name not in self._values:
+                self._values[name] = torch.empty(self._count, dtype=field.dtype)
+            self._values[name][start : self._taken] = field[stay]
 
-
-def moved_elements(before: KeptElements, after: KeptElements) -> MovedElements:
-    """Return the elements that both masks of a parameter keep."""
-    old, new = before.all_places(), after.all_places()
-    # Both are in ascending order.
-    found = torch.searchsorted(old, new).clamp_(max=max(len(old) - 1, 0))
-    target = (old[found] == new).nonzero().view(-1) if len(old) else found[:0]
-    return MovedElements(found[target], target)
+    def give(self, piece: Piece, rest: torch.Tensor) -> None:
+        """Replace the values of a piece: zeros for elements that the old mask did not keep."""
+        stayed = self._stayed[piece.start : piece.stop]
+        start, self._given = self._given, self._given + int(stayed.sum())
+        for name, field in piece.views(rest).items():
+            field.zero_()[stayed] = self._values[name][start : self._given]
 
 
 @final

@@ -10,7 +10,7 @@ import torch
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.core.threads import one_core
 from headwater.sparsity.masks import PackedMask
-from headwater.store.kept import KeptElements, Run, StoredMasks, moved_elements, ranges, runs
+from headwater.store.kept import CommonValues, KeptElements, Run, StoredMasks, ranges, runs
 from headwater.store.layout import MASTER_FIELD, Encoding, Piece, StateLayout
 from headwater.store.masters import Workspaces, read_master, write_master
 from headwater.store.ownership import Ownership
@@ -296,23 +296,17 @@ class Pieces:
         """
         spec, before = self._stage(stage).params[param], self._masks.of(stage, param)
         assert before is not None, f"{spec.name} has no mask yet"
+        self._stage(stage).flat_views(image)[param].view(spec.shape).masked_fill_(~mask.unpack(), 0)
         after, groups = KeptElements(mask), self._ownership.own_groups(stage, {param})
-        values: dict[str, list[torch.Tensor]] = {}
-        # All at once: an element may move to any other piece.
+        common = CommonValues(before, after, spec.stored_numel)
+        # All are taken before the first is given: an element may move to any other piece.
         for group, rest in self._tier.groups(stage, groups):
             for piece in group.pieces:
-                for name, field in piece.views(rest).items():
-                    values.setdefault(name, []).append(field.clone())
-        moved = moved_elements(before, after)
-        whole = {  # the old values of a field are freed before those of the next are copied
-            name: moved.applied(torch.cat(values.pop(name)), spec.stored_numel) for name in list(values)
-        }
+                common.take(piece, rest)
         self._masks.put((stage, param), spec, after)
         for group, rest in self._tier.groups(stage, groups, write=all_pages):
             for piece in group.pieces:
-                for name, field in piece.views(rest).items():
-                    field.copy_(whole[name][piece.start : piece.stop])
-        self._stage(stage).flat_views(image)[param].view(spec.shape).masked_fill_(~mask.unpack(), 0)
+                common.give(piece, rest)
 
     def empty(self, stage: int, piece: Piece) -> PieceState:
         """Return a piece with undefined values, into which a piece of another host is received."""

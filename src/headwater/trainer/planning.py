@@ -35,7 +35,7 @@ from headwater.plan.options import (
 from headwater.plan.outlook import RunLength
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.rates import Calibration
-from headwater.plan.step_trace import Trace
+from headwater.plan.step_trace import NO_MASKS, MaskedWeights, Trace
 from headwater.plan.trace import trace_step
 from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
 from headwater.sparsity.sparsifier import Sparsifier
@@ -184,6 +184,7 @@ def plan_run(
                 ranks=ranks or placement.size,
                 share=share,
                 kept=kept_elements(work) if placement.size == 1 and request.device == "cpu" else {},
+                masks=masked_weights(work),
             )
         )
     warn_of_budgets(request.resources, plan.device)
@@ -237,6 +238,17 @@ def kept_elements(work: Workload) -> dict[str, int]:
         return {}
     found = {name: work.sparsifier.capacity(name) for name in work.sparsifier.names}
     return {name: count for name, count in found.items() if count is not None}
+
+
+def masked_weights(work: Workload) -> MaskedWeights:
+    """Return the sizes of the masks of sparse training."""
+    masks = work.sparsifier
+    if masks is None:
+        return NO_MASKS
+    sizes = {name: masks.numel(name) for name in masks.names}
+    changing = (size for name, size in sizes.items() if masks.changes(name))
+    num_bytes = sum(-(-size // 8) for size in sizes.values())
+    return MaskedWeights(num_bytes, max(sizes.values()), max(changing, default=0))
 
 
 def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreShare:

@@ -4,6 +4,6 @@
 - `slabs`: the memory into which weights are copied for the device.
 - `activations` and `gradients`: the tensors that are in memory at each use of a stage.
 - `store`, `device`, `updates`: the weight store on the host and on the device, its buffers and workspaces.
-- `masks`: masks by which the store leaves out elements, and the copies that they make necessary.
+- `masks`: the masks of sparse training, and the copies that they make necessary.
 - `snapshots`: copies of stages for a checkpoint that is written during training.
 """
