@@ -24,7 +24,9 @@ from typing import Any
 FOLDER = "HEADWATER_TEST_TRACES"
 """Environment variable: quickly started processes share the traces in this folder."""
 
-_USERS = frozenset({"appliance", "board", "cli", "evaluation", "run", "scaling", "serving", "trainer"})
+_USERS = frozenset(
+    {"appliance", "board", "cli", "docs", "evaluation", "run", "scaling", "serving", "trainer"}
+)
 """Folders of the tests that share traces: those of commands, which test no dry runs."""
 
 

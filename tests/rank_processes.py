@@ -1,7 +1,10 @@
 """Ranks for a test: forked processes that have joined each other."""
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
+import pickle
 import socket
 import traceback
 
@@ -9,6 +12,7 @@ import torch
 
 from children import let_forks_compute_gradients
 from headwater.fabric.cluster import join_ranks
+from headwater.plan.known_traces import KnownTraces
 
 TIMEOUT_S = 200
 
@@ -81,3 +85,37 @@ def _be_rank(function, rank, count, host, num_memx, timeout_s, port, channel):
         channel.send((f"rank {rank}:\n{traceback.format_exc()}", None))
     finally:
         os._exit(0)
+
+
+class TracesOfRanks(KnownTraces):
+    """Traces in files, so that ranks of one program that are forks of one process make each dry run once.
+
+    Args:
+        folder: the folder of the files. Several runs of the program share it if they differ only in the plan.
+    """
+
+    def __init__(self, folder):
+        super().__init__()
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def get(self, conditions, make):
+        """Return the trace of the next dry run; one rank makes it while the others wait."""
+        # Forks have the same seed of hashes.
+        with (self._folder / f"{self._made}-{hash(conditions)}").open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            if content := file.read():
+                trace = pickle.loads(content)
+            else:
+                trace = make()
+                file.write(pickle.dumps(trace))
+        self._made += 1
+        return trace
+
+
+def traces_of_ranks(folder):
+    """Return a context in which ranks share traces, unless all dry runs are to be made."""
+    if os.environ.get("HEADWATER_ALL_DRY_RUNS"):
+        return contextlib.nullcontext()
+    return TracesOfRanks(folder).in_use()

@@ -40,6 +40,7 @@ EDITS = {
 }
 
 
+@pytest.mark.same_dry_runs("edit")
 @extreme_plans
 @pytest.mark.parametrize("edit", EDITS)
 def test_edited_gradients_equal_plain(edit, plan, tmp_path):
@@ -63,6 +64,7 @@ ZEROING = {
 }
 
 
+@pytest.mark.same_dry_runs("zeroing", "when")
 @extreme_plans
 @pytest.mark.parametrize("zeroing", ZEROING)
 @pytest.mark.parametrize("when", ["before forward", "before backward", "after step"])

@@ -47,6 +47,7 @@ def trained(model):
     return losses, engines
 
 
+@pytest.mark.same_dry_runs("options", "device_seed")
 @pytest.mark.parametrize(
     "options",
     [

@@ -175,6 +175,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.same_dry_runs("change")
 @plans
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_state_is_read_and_changed_between_steps(plan, change, tmp_path):

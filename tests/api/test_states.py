@@ -164,6 +164,7 @@ WRITES = {
 }
 
 
+@pytest.mark.same_dry_runs("write")
 @extreme_plans
 @pytest.mark.parametrize("write", WRITES)
 def test_values_written_to_a_parameter_are_kept(plan, write, tmp_path):

@@ -40,6 +40,7 @@ def train(model, optimizers, steps, **options):
     return losses
 
 
+@pytest.mark.same_dry_runs("name")
 @some_plan
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name, plan, tmp_path):

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch._dynamo  # once, and not by each rank
-from tests.rank_processes import run_ranks
+from tests.rank_processes import run_ranks, traces_of_ranks
 from torch import nn
 from torch.testing import assert_close
 
@@ -215,8 +215,9 @@ def run(fabric, work, folder, options):
         membership.joined.value = fabric
     folder.mkdir(exist_ok=True)
     disk = {} if "tier" not in options else {"disk": str(folder / "disk")}
-    loop = Loop(folder, **disk, **options)
-    work(loop)
+    with traces_of_ranks(folder.parent / "traces"):
+        loop = Loop(folder, **disk, **options)
+        work(loop)
     loop.see(*loop.params.values(), *loop.model.buffers())
     return loop.seen
 
@@ -280,5 +281,5 @@ def test_an_error_on_one_rank_ends_all_ranks(after_update, tmp_path):
     work = functools.partial(fails_alone, after_update=after_update)
     options = ON_DISK["both"] | {"num_slabs": 4}
     with pytest.raises(AssertionError) as failed:
-        run_ranks(functools.partial(run, work=work, folder=tmp_path, options=options))
+        run_ranks(functools.partial(run, work=work, folder=tmp_path / "alone", options=options))
     assert "ValueError: alone" in str(failed.value) and "is gone" in str(failed.value)

@@ -1,5 +1,7 @@
 """A small random model in three forms (run, folder of transformers, the harness's own), and local tasks."""
 
+import sys
+
 import pytest
 import torch
 import yaml
@@ -66,9 +68,13 @@ def run(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _offline(monkeypatch, tmp_path_factory):
+def _offline(monkeypatch):
+    """Work without a network, also if another test has imported the libraries, which read this once."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        if module in sys.modules:
+            monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture(autouse=True, scope="session")

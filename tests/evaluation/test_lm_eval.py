@@ -6,7 +6,7 @@ import pytest
 
 from headwater.cli.main import main
 
-SAMPLES = 200
+SAMPLES = 60
 TASKS = ("arc_easy", "winogrande", "mmlu", "lambada", "rolling", "triviaqa")
 TOLERANCE = 1e-4
 

@@ -87,6 +87,7 @@ def plain_unclipped(micro_batches):
     return train_plain(gpt_job(micro_batches=micro_batches, max_norm=None), steps=3)
 
 
+@pytest.mark.same_dry_runs("micro_batches")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("setting", IN_BACKWARD, ids=str)
 def test_updates_in_backward_equal_plain_pytorch(setting, micro_batches, tmp_path):
