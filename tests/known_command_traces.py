@@ -5,7 +5,7 @@ tests of commands train the same tiny model, each in several processes. The trac
 depends only on its params, the precision, the device, the loss and the shapes of the batch. So the first
 command makes a dry run, and other commands with the same ones read its trace from a file.
 
-Dry runs of user models, library models and other loss functions are not shared.
+Dry runs of user models, of their loss functions, and of the training of library models are not shared.
 HEADWATER_ALL_DRY_RUNS=1 makes every command repeat its dry runs.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import os
 import pickle
 import sys
@@ -57,16 +58,14 @@ def share_traces(folder: Path, set_attribute: Callable[..., None] = setattr) -> 
 
 def _key(init: Any, trainable: Any, options: dict[str, Any]) -> str | None:
     """Return a name for what a trace depends on besides the batch size; None if it is not known."""
-    from headwater.core.loss_function import call_model
-    from headwater.models.registry import FAMILIES
-
     model, config = trainable.model, getattr(init, "model", None)  # a user's model is not in the params
-    family = FAMILIES.get(getattr(config, "name", ""))
-    is_ours = family is not None and type(model) is family.model and config.name != "hf"
-    if not is_ours or trainable.loss is not call_model:
+    settings = _settings(model, config, inference=options.get("inference", False))
+    loss = _loss(trainable.loss)
+    if settings is None or loss is None:
         return None
     parts = (
-        repr(config),
+        settings,
+        loss,
         (init.backend.loss, init.backend.attention, init.backend.matmul),
         init.precision.precision,
         repr(trainable.example(1)),  # shapes and dtypes, since it has no values
@@ -75,6 +74,32 @@ def _key(init: Any, trainable: Any, options: dict[str, Any]) -> str | None:
         sorted(options.items()),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _settings(model: Any, config: Any, *, inference: bool) -> Any:
+    """Return what decides the forward of a model of Headwater, or of a library model in inference."""
+    from headwater.models.registry import FAMILIES
+
+    if getattr(config, "name", "") not in FAMILIES or not type(model).__module__.startswith("headwater."):
+        return None
+    if config.name != "hf":
+        return repr(config)
+    if not inference:
+        return None
+    library = {**model.hf.config.to_dict(), "_name_or_path": ""}  # in any folder
+    attention = model.hf.config._attn_implementation
+    return repr(config.model_copy(update={"hf": ""})), repr(sorted(library.items())), attention
+
+
+def _loss(loss: Any) -> Any:
+    """Return a name and the settings of a loss function of Headwater; None for another one."""
+    if isinstance(loss, functools.partial):
+        name = _loss(loss.func)
+        return None if name is None or loss.args else (name, sorted(loss.keywords.items()))
+    if not inspect.isfunction(loss) or not loss.__module__.startswith("headwater."):
+        return None
+    values = tuple(cell.cell_contents for cell in loss.__closure__ or ())
+    return (loss.__module__, loss.__qualname__, values) if all(type(v) is int for v in values) else None
 
 
 def _known_or_made(file: Path, make: Callable[[], object]) -> object:

@@ -1,14 +1,18 @@
 """Commands of tests share the traces of equal dry runs, and of no others."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
+import transformers
 from test_run_setup import tiny
 from torch import nn
 
 import known_command_traces
+from headwater.config.models.huggingface import HuggingFaceConfig
 from headwater.core.precision import Precision
+from headwater.evaluation.scorer import largest_pass
 from headwater.plan.partition import find_stages
 from headwater.plan.trace import trace_step
 from headwater.trainer import planning
@@ -24,9 +28,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "traces"
 
 
-def dry_run(*overrides, size=2, length=None, **options):
+def dry_run(*overrides, size=2, length=None, loss=None, **options):
     init = tiny(*overrides).init
-    return planning.dry_runs(init, zoo_trainable(init, length), **options)(size)
+    trainable = zoo_trainable(init, length)
+    trainable = trainable if loss is None else dataclasses.replace(trainable, loss=loss)
+    return planning.dry_runs(init, trainable, **options)(size)
+
+
+def largest(generates):
+    return functools.partial(largest_pass, generates=generates)
 
 
 def made(folder):
@@ -54,6 +64,7 @@ def test_runs_that_differ_only_in_the_plan_share_a_trace(folder):
         ([], {"size": 3}),
         ([], {"length": 4}),
         ([], {"inference": True}),
+        ([], {"inference": True, "loss": largest(False)}),
         ([], {"device": "cuda"}),
         ([], {"partition": find_stages(zoo_trainable(tiny().init).model, Precision(), ["blocks.0.*"])}),
     ],
@@ -61,6 +72,30 @@ def test_runs_that_differ_only_in_the_plan_share_a_trace(folder):
 def test_runs_that_differ_in_the_computation_share_nothing(folder, overrides, changes):
     dry_run()
     dry_run(*overrides, **changes)
+    assert made(folder) == 2
+
+
+def test_passes_of_inference_share_a_trace(folder):
+    first, second = (dry_run(loss=largest(False), inference=True) for _ in range(2))
+    assert made(folder) == 1 and first == second
+    other = dry_run(loss=largest(True), inference=True)
+    assert made(folder) == 2 and other != first
+
+
+def test_library_models_share_passes_of_inference_but_no_training(folder, tmp_path):
+    def trace(name, layers, **options):
+        sizes = {"vocab_size": 64, "n_embd": 16, "n_head": 2, "n_positions": 16}
+        more = {"bos_token_id": 0, "eos_token_id": 0, "architectures": ["GPT2LMHeadModel"]}
+        transformers.GPT2Config(n_layer=layers, **sizes, **more).save_pretrained(tmp_path / name)
+        init = tiny().init
+        init = init.model_copy(update={"model": HuggingFaceConfig(name="hf", hf=tmp_path / name)})
+        return planning.dry_runs(init, zoo_trainable(init), **options)(2)
+
+    first, second = (trace(name, 2, inference=True) for name in ("first", "second"))
+    assert made(folder) == 1 and first == second
+    assert trace("third", 3, inference=True) != first
+    assert made(folder) == 2
+    trace("first", 2)
     assert made(folder) == 2
 
 
