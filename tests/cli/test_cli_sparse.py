@@ -1,6 +1,7 @@
 """Sparse training by params: masks by public names, kept in checkpoints, exact after an interruption."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import yaml
 from run_samples import assert_same_checkpoint, history, losses
 from safetensors.torch import load_file
 
+from headwater.core.units import format_count
 from headwater.trainer.pretrained import checkpoint_weights
 from headwater.trainer.sparse import SparseTraining
 
@@ -124,6 +126,32 @@ def test_a_plan_leaves_out_the_state_of_masked_weights_on_one_rank(headwater, sp
     assert "masked weights" not in headwater("plan", sparse_params, "--num_csx=2")[1]
     bf16_state = "--trainer.init.backend.optimizer_state=bf16"
     assert "masked weights" not in headwater("plan", sparse_params, bf16_state)[1]
+
+
+def test_the_plan_of_a_continued_run_counts_the_masks_of_its_checkpoint(headwater, sparse_params, tmp_path):
+    gmp = {
+        "sparsity": {"type": "linear", "init": 0.25, "slope": 0.25},
+        "algorithm": "gmp",
+        "update": {"freq": 1},
+        "param_filter": ["*linear_layer.weight"],
+    }
+    tree = yaml.safe_load(sparse_params.read_text())
+    tree["trainer"]["init"]["sparsity"] = gmp
+    sparse_params.write_text(yaml.safe_dump(tree))
+    weights = 2 * 2 * 32 * 128  # in two layers of two blocks
+
+    def masked(command, *options):
+        code, output, error = headwater(command, sparse_params, *options)
+        assert code == 0, output + error
+        return re.search(r"masked weights: (.*?) without", output)[1]
+
+    last = "--trainer.init.loop.max_steps=2"
+    assert masked("plan") == masked("fit", last) == format_count(weights // 4)
+    other = f"--trainer.init.model_dir={tmp_path / 'other'}"
+    assert masked("plan", other) == format_count(weights // 4), "another run starts with its first masks"
+    three_quarters = format_count(weights * 3 // 4)
+    assert masked("plan", other, f"--checkpoint_path={tmp_path / 'run/checkpoint_2'}") == three_quarters
+    assert masked("plan") == masked("fit", "--trainer.init.loop.max_steps=3") == three_quarters
 
 
 @pytest.mark.parametrize("precision", [(), ("--trainer.init.precision.enabled=true",)], ids=["fp32", "bf16"])

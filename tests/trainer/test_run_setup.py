@@ -9,6 +9,7 @@ from rich.console import Console
 from headwater.config import load_params, shipped_params
 from headwater.core.attention import attention_kernel_available
 from headwater.core.errors import CheckpointError, ConfigError, RunError
+from headwater.core.precision import Precision
 from headwater.core.warn_once import warn_once
 from headwater.fabric.fabric import ALONE
 from headwater.models.registry import build_model
@@ -32,6 +33,7 @@ from headwater.trainer.planning import (
 )
 from headwater.trainer.ranks import check_number
 from headwater.trainer.run_dir import RunDir
+from headwater.trainer.start import Start
 from headwater.trainer.state import RunState
 from headwater.trainer.zoo_job import zoo_trainable
 
@@ -62,7 +64,8 @@ def tiny(*overrides):
 )
 def test_micro_batch_size(overrides, resumed, expected):
     init = tiny(*overrides).init
-    assert training_workload(init, zoo_trainable(init), 16, resumed).micro_batch_size == expected
+    start = Start(state=RunState(0, LossScale.of(Precision()), resumed))
+    assert training_workload(init, zoo_trainable(init), 16, start).micro_batch_size == expected
 
 
 def test_micro_batch_sizes_that_contradict_each_other():

@@ -23,9 +23,11 @@ from headwater.fabric.launch.cores import num_cores
 from headwater.plan.calibrate import calibrate
 from headwater.plan.options import device_of, resources_of
 from headwater.plan.report import draw_plan, render_plan
+from headwater.trainer.checkpoint import CheckpointManager
 from headwater.trainer.compile_choice import block_choice, plan_with_blocks
 from headwater.trainer.machine_file import write_machine
 from headwater.trainer.planning import host_share, plan_run, run_length, training_workload
+from headwater.trainer.start import find_start
 from headwater.trainer.zoo_job import data_workers, zoo_trainable
 
 _PATIENCE_S = 300.0
@@ -36,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater plan`."""
     parser.description = (
         "Show how a run would train on this machine: the stages of the model, where their weights are kept, "
-        "and the predicted memory and time of a step. Nothing is trained, and the data need not exist. The "
-        "speed of this machine is measured the first time, which takes some seconds. "
+        "and the predicted memory and time of a step. Nothing is trained, and the data need not exist. If "
+        "the run has checkpoints, or ckpt_path names one, the plan is that of the continued run. The speed "
+        "of this machine is measured the first time, which takes some seconds. "
         "With --appliance ssh://host the plan is that of a run on that machine."
     )
     parser.usage = (
@@ -87,9 +90,10 @@ def run(args: argparse.Namespace) -> int:
     )
     workers = data_workers(config.fit)
     share_of_batch = equal_share(batch_size, placement.num_csx)
-    work = training_workload(init, trainable, share_of_batch, data_workers=workers)
+    start = find_start(init, config.fit.ckpt_path, CheckpointManager(init.model_dir))
+    work = training_workload(init, trainable, share_of_batch, start, data_workers=workers)
     share = host_share(placement, [rank // ranks for rank in range(placement.size)], 0)
-    run = run_length(trainable, init.loop)
+    run = run_length(trainable, init.loop, start.step)
     work = dataclasses.replace(work, steps=run.steps)
 
     plan_for = functools.partial(

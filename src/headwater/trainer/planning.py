@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -44,6 +44,7 @@ from headwater.stream.engine import Engine
 from headwater.trainer.batches import num_tokens
 from headwater.trainer.job import Trainable
 from headwater.trainer.sparse import make_sparsifier
+from headwater.trainer.start import INITIAL_VALUES, Start
 
 if TYPE_CHECKING:
     from headwater.config.run import CommonInitConfig
@@ -76,10 +77,9 @@ def training_workload(
     init: CommonInitConfig,
     trainable: Trainable,
     batch_size: int,
-    resumed_micro_batch_size: int | None = None,
+    start: Start = INITIAL_VALUES,
     *,
     data_workers: int = 0,
-    masks: Mapping[str, Any] | None = None,
 ) -> Workload:
     """Return the workload of a training step. Raises the errors of `make_sparsifier`.
 
@@ -87,19 +87,26 @@ def training_workload(
         init: the params.
         trainable: the model with its loss.
         batch_size: samples of one step.
-        resumed_micro_batch_size: that of the run that is continued; used if the params do not set one.
+        start: the start of the run. The micro-batch size of a continued run is used if the params do not set
+            one. Its masks are taken from `start`.
         data_workers: processes of a rank that read data.
-        masks: the masks of the run that is continued.
     """
     size = fixed_micro_batch_size(init, batch_size)
     # Such a loss cannot be computed from the losses of micro-batches.
     if size is None and not trainable.divisible:
         size = batch_size
     # With another size gradients would be summed in another order, and the results would differ.
-    if size is None and resumed_micro_batch_size and batch_size % resumed_micro_batch_size == 0:
-        size = resumed_micro_batch_size
-    sparsifier = make_sparsifier(init, trainable, masks)
-    return Workload(batch_size, optimizer_of(init, trainable), size, data_workers, sparsifier=sparsifier)
+    resumed = start.state.micro_batch_size if start.state else None
+    if size is None and resumed and batch_size % resumed == 0:
+        size = resumed
+    return Workload(
+        batch_size,
+        optimizer_of(init, trainable),
+        size,
+        data_workers,
+        compiled=start.state.compiled if start.state else None,
+        sparsifier=make_sparsifier(init, trainable, start.take_masks() if init.sparsity else None),
+    )
 
 
 def run_length(trainable: Trainable, loop: LoopConfig, start: int = 0) -> RunLength:

@@ -189,20 +189,9 @@ def _started(
         if not blank:  # before the plan, which may be refused on a busy machine
             with said_if_long("reading the weights to start with", fabric):
                 trainable.check_initial()
-        resumed = start.state.micro_batch_size if start.state else None
         batch_size = job.batch_size // fabric.num_csx
-        work = dataclasses.replace(
-            training_workload(
-                init,
-                trainable,
-                batch_size,
-                resumed,
-                data_workers=job.data_workers,
-                masks=start.take_masks() if init.sparsity else None,
-            ),
-            steps=max(0, job.end_step(start.step) - start.step),
-            compiled=start.state.compiled if start.state else None,
-        )
+        work = training_workload(init, trainable, batch_size, start, data_workers=job.data_workers)
+        work = dataclasses.replace(work, steps=max(0, job.end_step(start.step) - start.step))
         sparsifier = work.sparsifier
         return open_engine(
             init,

@@ -147,6 +147,9 @@ class Start:
         )
 
 
+INITIAL_VALUES = Start()
+
+
 def find_start(init: CommonInitConfig, named: Path | None, checkpoints: CheckpointManager) -> Start:
     """Decide where a training run starts.
 
