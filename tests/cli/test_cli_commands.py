@@ -42,6 +42,27 @@ def test_every_command_has_help(capsys):
         assert "usage: headwater" in capsys.readouterr().out
 
 
+def test_help_of_a_command_within_a_command_describes_it(capsys):
+    from headwater.cli.main import main
+
+    for words, text in (
+        (("checkpoint", "import"), "Create a run from a folder of weights."),
+        (("scaling", "write"), "Write the params files of a family."),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        assert text in capsys.readouterr().out
+
+
+def test_help_names_values_by_their_type(capsys):
+    from headwater.cli.main import main
+
+    with pytest.raises(SystemExit):
+        main(["data", "--help"])
+    said = capsys.readouterr().out
+    assert "--sequence_length N" in said and "--val_fraction X" in said and "VAL_FRACTION" not in said
+
+
 def test_help_is_printed_without_a_command(headwater):
     code, out, _ = headwater()
     assert code == 0

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write, check, convert, show and list params files."
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     text = "ask questions about a run, and write a params file for it"
-    init = commands.add_parser("init", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    init = commands.add_parser("init", help=text)
     init.set_defaults(parser=init, action=config_init.run)
     config_init.add_arguments(init)
     for name, action, text in (
@@ -34,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("show", run_show, "print all values of a run, and where each of them comes from"),
         ("convert", run_convert, "convert a params file of an older form or release to the newest form"),
     ):
-        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        command = commands.add_parser(name, help=text)
         command.set_defaults(parser=command, action=action)
         if name == "convert":
             command.add_argument("--out", type=Path, required=True, metavar="NEW", help="the file to write")
         add_params_arguments(command, ("model",) if name == "convert" else _SHOWN)
     text = "list the shipped params files: name, family, parameters, data"
-    listing = commands.add_parser("list", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    listing = commands.add_parser("list", help=text)
     listing.add_argument(
         "word", nargs="?", default="", metavar="WORD", help="list only lines that contain WORD"
     )
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing.set_defaults(parser=listing, action=run_list)
 
     text = "write the JSON Schema of params files, with which an editor can complete and check them"
-    schema = commands.add_parser("schema", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    schema = commands.add_parser("schema", help=text)
     schema.add_argument("--output", type=Path, metavar="FILE", help="write it there instead of printing it")
     schema.set_defaults(parser=schema, action=run_schema)
 

@@ -40,7 +40,7 @@ def _run(address: Address | None, words: list[str]) -> int:
     label = _add(commands, "label", jobs.run_label, "set labels: csctl label job JOB NAME=VALUE")
     label.add_argument("resource", metavar="RESOURCE", help="job")
     jobs.add_label_arguments(label)
-    job = commands.add_parser("job", help="csctl job set-priority JOB p1|p2|p3")
+    job = commands.add_parser("job", help="change the priority of a job: csctl job set-priority JOB p1|p2|p3")
     actions = job.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     priority = _add(actions, "set-priority", jobs.run_priority, "set the priority of a waiting job")
     jobs.add_priority_arguments(priority)

@@ -27,11 +27,23 @@ class _Formatter(argparse.HelpFormatter):
         return value_name(action)
 
 
+class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]  # not generic when it runs
+    """Commands whose own help begins with the line that describes them in the list of commands."""
+
+    def add_parser(self, name: str, **kwargs: Any) -> argparse.ArgumentParser:
+        text = kwargs.get("help")
+        if text and text != argparse.SUPPRESS:
+            kwargs.setdefault("description", f"{text[0].upper()}{text[1:]}.")
+        made: argparse.ArgumentParser = super().add_parser(name, **kwargs)
+        return made
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError`."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
+        self.register("action", "parsers", _Commands)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as the base class does, but report an unknown option before a missing argument."""
