@@ -119,7 +119,7 @@ def _and_disk(with_disk: LimitedRequest) -> Setting:
     if used is not None:
         return Setting(f"disk to a folder with {_rounded_up(used['disk_bytes'])} free", with_disk)
     larger = enough(with_disk)[0]
-    return Setting(f"{larger.text} and disk", larger.request)
+    return Setting(f"{larger.text} and disk to a folder", larger.request)
 
 
 def _without_decision(free: LimitedRequest, name: str, plan: Plan) -> Setting:
