@@ -1,6 +1,7 @@
 """Forwards that change state which is not in a module: it is as in plain PyTorch, whatever runs twice."""
 
 import io
+import itertools
 import os
 import queue
 from collections import deque
@@ -13,6 +14,8 @@ import pytest
 import torch
 from any_loop import adamw, check, randn
 from torch import nn
+
+from headwater.core.errors import StreamError
 
 
 class Block(nn.Module):
@@ -145,25 +148,124 @@ def namespace():
     return draw
 
 
+def iterator_over_a_tuple():
+    return iter(tuple(range(1, 200))).__next__
+
+
+def iterator_over_a_list():
+    numbers = iter(list(range(1, 200)))
+    return lambda: next(numbers)
+
+
 MAKERS = [
     class_attribute, function_attribute, list_of_a_class, method_of_python, array, tensor,
     tensor_that_is_an_attribute, context_variable, environment, waiting_numbers, file_in_memory, namespace,
+    iterator_over_a_tuple, iterator_over_a_list,
 ]  # fmt: skip
+
+
+def train(place, make):
+    """Take steps with blocks that draw their numbers from what `make` returns."""
+    model = place.compile(nn.Sequential(*(Block(make()) for _ in range(3)), nn.Linear(6, 2)))
+    optimizer = adamw(model.parameters())
+    losses = []
+    for step in range(3):
+        loss = model(randn(4, 6, seed=step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
 
 
 @pytest.mark.parametrize("plan", ["memory", "recompute"])
 @pytest.mark.parametrize("make", MAKERS)
 def test_what_forwards_change_outside_of_modules_is_as_in_plain_pytorch(plan, make, tmp_path):
+    check(lambda place: train(place, make), plan, tmp_path)
+
+
+def generator():
+    def numbers():
+        number = 1.0
+        while True:
+            yield number
+            number += 1
+
+    return numbers().__next__
+
+
+def iterator_over_a_range():
+    return iter(range(1, 200)).__next__
+
+
+def count():
+    return itertools.count(1).__next__
+
+
+def enumerated():
+    numbers = enumerate("ab" * 100, start=1)
+    return lambda: next(numbers)[0]
+
+
+@pytest.mark.parametrize("make", [generator, iterator_over_a_range, count, enumerated])
+def test_iterators_that_cannot_go_back_are_refused(make, tmp_path):
+    with pytest.raises(StreamError, match="the forward takes the next value of an iterator"):
+        check(lambda place: train(place, make), "memory", tmp_path)
+
+
+def large_tensor():
+    total = torch.zeros(200, 200)
+
+    def draw():
+        total.add_(1)
+        return total[0, 0].clone()
+
+    return draw
+
+
+@pytest.mark.parametrize("plan", ["memory", "recompute"])
+def test_a_change_of_a_large_tensor_is_refused(plan, tmp_path):
+    with pytest.raises(StreamError, match=r"changes a tensor of shape \[200, 200\]"):
+        check(lambda place: train(place, large_tensor), plan, tmp_path)
+
+
+class DrawsFirst(Block):
+    """A block whose second run in backward draws its number too: torch ends this run as soon as it can."""
+
+    def forward(self, x):
+        number = self.draw()
+        return super().forward(x) * number
+
+
+def large_tensor_that_a_later_forward_makes():
+    """Only the second run in backward can change it twice: the dry run finds no tensor."""
+
+    def draw():
+        if draw.total is None:
+            return 1.0
+        draw.total.add_(1)
+        return float(draw.total[0, 0])
+
+    draw.total = None
+    return draw
+
+
+@pytest.mark.parametrize("plan", ["memory", "recompute"])
+def test_a_change_of_a_large_tensor_that_is_new_is_made_once_or_refused(plan, tmp_path):
     def script(place):
-        model = place.compile(nn.Sequential(*(Block(make()) for _ in range(3)), nn.Linear(6, 2)))
-        optimizer = adamw(model.parameters())
+        draw = large_tensor_that_a_later_forward_makes()
+        model = place.compile(nn.Sequential(*(DrawsFirst(draw) for _ in range(2))))
         losses = []
         for step in range(3):
             loss = model(randn(4, 6, seed=step)).square().mean()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
             losses.append(loss.item())
-        return losses, model.state_dict()
+            if step == 0:
+                draw.total = torch.ones(200, 200)
+        return losses, draw.total
 
-    check(script, plan, tmp_path)
+    if plan == "memory":
+        check(script, plan, tmp_path)
+    else:
+        with pytest.raises(StreamError, match=r"changes a tensor of shape \[200, 200\]"):
+            check(script, plan, tmp_path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import os
 import queue
 import threading
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from headwater.core.effects import PythonState, effects_undone, functions_of
+from headwater.core.errors import StreamError
 
 calls = 0
 
@@ -198,9 +200,28 @@ def test_small_tensors_are_restored_and_their_versions_do_not_change():
     small, large = torch.zeros(1), torch.zeros(1 << 15)
     with effects_undone(hooked(lambda: (small, large))):
         small += 1
-        large += 1
         version = small._version
-    assert (small.item(), large[0].item(), small._version) == (0, 1, version)
+    assert (small.item(), small._version) == (0, version)
+    with (
+        pytest.raises(StreamError, match=r"changes a tensor of shape \[32768\]"),
+        effects_undone(hooked(lambda: (small, large))),
+    ):
+        large += 1
+
+
+def test_iterators_go_back_or_are_refused():
+    names, numbers = iter(["a", "b", "c"]), itertools.count()
+    next(names)
+    with effects_undone(hooked(lambda: (names, numbers))):
+        assert list(itertools.islice(names, 1)) == ["b"]
+    assert list(names) == ["b", "c"]
+    with effects_undone(hooked(lambda: (names, numbers))):  # it is at its end
+        pass
+    with (
+        pytest.raises(StreamError, match="a count cannot go back"),
+        effects_undone(hooked(lambda: (names, numbers))),
+    ):
+        next(numbers)
 
 
 def test_objects_of_python_that_hold_state_are_restored():

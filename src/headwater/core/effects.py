@@ -18,6 +18,7 @@ from types import (
     FunctionType,
     MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
     SimpleNamespace,
 )
@@ -31,7 +32,9 @@ from torch.nn import functional as F
 from torch.nn.modules import module as global_hooks
 
 from headwater.core.containers import CONTAINERS, Items, has_items
+from headwater.core.errors import StreamError
 from headwater.core.python_records import (
+    ITERATORS,
     OfArray,
     OfBuffer,
     OfCell,
@@ -40,6 +43,7 @@ from headwater.core.python_records import (
     OfContextVariable,
     OfEnvironment,
     OfGenerator,
+    OfIterator,
     OfRegistry,
     OfSlot,
     OfTensor,
@@ -109,14 +113,38 @@ def functions_of(model: nn.Module) -> list[Any]:
 def effects_undone(model: nn.Module) -> Iterator[None]:
     """Enter a context. At its end, restore all Python objects that a model's forward and hooks can reach.
 
-    Changes of tensors of more than 64 KiB, of numpy arrays of more than 1 MiB, the steps of iterators, files
-    and anything outside of Python's objects stay.
+    Changes of tensors of more than 64 KiB, of numpy arrays of more than 1 MiB, files and anything outside of
+    Python's objects stay.
+
+    Raises:
+        StreamError: if an iterator has advanced that cannot go back, or if a larger tensor was changed.
     """
     before = PythonState.of(model)
+    versions = before.versions_of_large_tensors()
     try:
         yield
     finally:
         before.put_back()
+    before.refuse_advanced_iterators()
+    refuse_changed_tensors(versions)
+
+
+def refuse_changed_tensors(versions: list[tuple[torch.Tensor, int]]) -> None:
+    """Raise if a run of a forward that must leave no trace has changed a tensor.
+
+    Args:
+        versions: tensors with their version counters before the run.
+
+    Raises:
+        StreamError: if one of the versions has changed.
+    """
+    for tensor, version in versions:
+        if tensor._version != version:
+            raise StreamError(
+                f"the forward changes a tensor of shape {list(tensor.shape)} that is not a buffer of its "
+                "module. Headwater runs a forward more than once, which would change the tensor twice",
+                remedy="make the tensor a buffer (register_buffer), or change it outside of the forward",
+            )
 
 
 @final
@@ -129,6 +157,8 @@ class PythonState:
     def __init__(self) -> None:
         self._seen: dict[int, object] = {}  # keeps them alive, so that an identity means one object
         self._records: list[Record] = []
+        self._iterators: list[OfIterator] = []
+        self._large_tensors: list[torch.Tensor] = []
 
     @classmethod
     def of(cls, model: nn.Module) -> PythonState:
@@ -160,12 +190,18 @@ class PythonState:
         if isinstance(value, _WITHOUT_PARTS) or value is os:
             if (record := _record_of(value)) is not None:
                 self._records.append(record)
+            elif isinstance(value, torch.Tensor) and _is_plain(value) and may_change(value):
+                self._large_tensors.append(value)
+        elif isinstance(value, ITERATORS):
+            iterator = OfIterator(value)
+            self._records.append(iterator)
+            self._iterators.append(iterator)
         elif isinstance(value, type):
             self._visit_class(value, depth)
         elif isinstance(value, MethodType):
             self.visit(value.__self__, depth)
             self.visit(value.__func__, depth)
-        elif isinstance(value, BuiltinMethodType):  # such as `append` of a list
+        elif isinstance(value, BuiltinMethodType | MethodWrapperType):  # such as `append` of a list
             self.visit(value.__self__, depth)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
@@ -280,6 +316,25 @@ class PythonState:
             for attribute in record.own.values():
                 self.visit(attribute, depth - 1)
 
+    def refuse_advanced_iterators(self) -> None:
+        """Raise if an iterator has advanced since the state was recorded. Call this after `put_back`.
+
+        Raises:
+            StreamError: if there is such an iterator.
+        """
+        for iterator in self._iterators:
+            if not iterator.is_present():
+                raise StreamError(
+                    "the forward takes the next value of an iterator. Headwater runs a forward more than "
+                    f"once, and a {type(iterator.iterator).__name__} cannot go back",
+                    remedy="call next(...) outside of the forward, and pass its value to the model as an "
+                    "argument; or count the calls in an attribute",
+                )
+
+    def versions_of_large_tensors(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the tensors whose values are not recorded, each with its present version counter."""
+        return [(tensor, tensor._version) for tensor in self._large_tensors if not tensor.is_inference()]
+
     def add_places_of(self, other: PythonState) -> None:
         """Record also the present state of all objects that `other` has recorded."""
         self._records += [record.again() for record in other._records]
@@ -337,9 +392,7 @@ def attributes_of_parameter(attributes: dict[str, Any]) -> dict[str, Any]:
 def _record_of(value: Any) -> Record | None:
     """Return a record of an object without parts; `None` if its state is too large or cannot be restored."""
     if isinstance(value, torch.Tensor):
-        # Not subclasses: fake tensors have no values.
-        plain = type(value) is torch.Tensor and not is_functorch_wrapped_tensor(value) and not value.is_meta
-        small = plain and value.nbytes <= _LARGEST_TENSOR_BYTES
+        small = _is_plain(value) and value.nbytes <= _LARGEST_TENSOR_BYTES
         return OfTensor(value) if small and may_change(value) else None
     if isinstance(value, np.ndarray):
         small = value.nbytes <= _LARGEST_ARRAY_BYTES and value.flags.writeable
@@ -348,6 +401,11 @@ def _record_of(value: Any) -> Record | None:
         small = not value.closed and len(value.getvalue()) <= _LARGEST_ARRAY_BYTES
         return OfBuffer(value) if small else None
     return OfGenerator(value) if isinstance(value, GENERATORS) else OfEnvironment()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True for a tensor with values; false for fake tensors and other subclasses, which may lack them."""
+    return type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor) and not tensor.is_meta
 
 
 def _slots_of(cls: type) -> list[MemberDescriptorType]:

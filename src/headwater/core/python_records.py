@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import abc
 import io
+import itertools
 import os
+import warnings
 from contextvars import ContextVar
-from types import CellType, FunctionType, MemberDescriptorType, ModuleType
+from types import CellType, FunctionType, GeneratorType, MemberDescriptorType, ModuleType
 from typing import Any, final
 
 import numpy as np
@@ -334,6 +336,74 @@ class OfGenerator(Record):
 
     def again(self) -> Record:
         return OfGenerator(self._generator)
+
+
+_REWINDABLE: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter("")))
+
+ITERATORS: tuple[type, ...] = (
+    *_REWINDABLE,
+    type(iter(range(0))),
+    *(GeneratorType, enumerate, filter, map, zip),
+    *(itertools.chain, itertools.count, itertools.cycle, itertools.islice, itertools.repeat),
+)
+"""The classes of Python's own iterators whose position can be read."""
+
+
+@final
+class OfIterator(Record):
+    """The position of an iterator. Only iterators over lists, tuples and strings can go back."""
+
+    __slots__ = ("_position", "iterator")
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator: Any = iterator
+        self._position = _position_of(iterator)
+
+    def is_present(self) -> bool:
+        return bool(_position_of(self.iterator) == self._position)
+
+    def put_back(self) -> None:
+        if type(self.iterator) in _REWINDABLE and not self.is_present():
+            *_, index = self._position
+            if isinstance(index, int):  # else it was at its end
+                self.iterator.__setstate__(index)
+
+    def again(self) -> Record:
+        return OfIterator(self.iterator)
+
+
+def _position_of(value: Any) -> Any:
+    """Return a value that changes when an iterator advances."""
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        return frame and (frame.f_lasti, [_Same(variable) for variable in frame.f_locals.values()])
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, ITERATORS):
+        with warnings.catch_warnings():  # Python 3.12 warns that those of `itertools` will lose this method
+            warnings.simplefilter("ignore", DeprecationWarning)
+            try:
+                return _position_of(value.__reduce__())
+            except TypeError:  # in Python 3.14
+                return None
+    if isinstance(value, tuple):
+        return tuple(map(_position_of, value))
+    is_end = isinstance(value, list) and not value  # an iterator at its end makes a new list
+    return value if isinstance(value, int | range) or is_end else _Same(value)
+
+
+@final
+class _Same:
+    """A reference that equals only references to the same object."""
+
+    __slots__ = ("_value",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
 
 
 _EMPTY = object()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwater.core.effects import PythonState
+from headwater.core.effects import PythonState, refuse_changed_tensors
 from headwater.core.tensor_values import copies_of, may_change, put_back
 from headwater.core.torch_settings import TorchSettings
 
@@ -42,11 +42,18 @@ class ForwardState:
         values = copies_of([*_tensors_of(self._module), *(tensor for tensor, _ in self._values)])
         are_trained = _are_trained(self._params)
         hooks = [set(hooks) for hooks in _hooks_of(self._params)]
-        if python is not self._python:
-            self._python.put_back()
-        put_back(self._values)
-        _set_trained(self._params, self._are_trained)
+        # Tensors of the module are put back, whatever their size.
+        own = {tensor.untyped_storage().data_ptr() for tensor, _ in values}
+        large = [
+            (tensor, version)
+            for tensor, version in python.versions_of_large_tensors()
+            if tensor.untyped_storage().data_ptr() not in own
+        ]
         try:
+            if python is not self._python:
+                self._python.put_back()
+            put_back(self._values)
+            _set_trained(self._params, self._are_trained)
             with self._settings.restored():
                 yield
         finally:
@@ -54,6 +61,9 @@ class ForwardState:
             _set_trained(self._params, are_trained)
             put_back(values)
             python.put_back()
+            # Changes of the second run only: between the runs the user's loop may change these too.
+            python.refuse_advanced_iterators()
+            refuse_changed_tensors(large)
 
     def _present_python(self) -> PythonState:
         if self._python.is_present():
