@@ -12,7 +12,6 @@ from headwater.core.errors import DataError
 from headwater.models.layers.positions import sinusoidal_positions
 from headwater.models.layers.relative_positions import RelativePositionBias, relative_buckets
 from headwater.models.registry import build_model, init_parameter, learning_rate_scale, meta_batch
-from headwater.models.seq2seq import write_greedily
 
 SIZES = {
     "src_vocab_size": 61,
@@ -243,17 +242,6 @@ def test_mup_keeps_logits_and_scales_learning_rates():
     }
     assert {name: learning_rate_scale(name, made) for name in scales} == scales
     assert learning_rate_scale("embedding.weight", config()) == 1.0
-
-
-def test_generation_ends_at_the_first_end_token():
-    made, given = model("transformer"), batch()
-    written = write_greedily(made, given, end=60, max_tokens=12)
-    assert written.shape[0] == 3 and written.shape[1] <= 12
-    start = torch.zeros(3, 1, dtype=torch.int64)
-    with torch.no_grad():
-        logits = made.logits(dict(given, decoder_input_ids=torch.cat((start, written[:, :-1]), 1)))
-    likeliest, ended = logits.argmax(-1), (written == 60).cumsum(1) > 1
-    assert torch.equal(likeliest.masked_fill(ended, 60), written)
 
 
 def test_too_many_tokens_are_refused():

@@ -317,33 +317,6 @@ def _text(batch: Mapping[str, Tensor]) -> Tensor:
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
 
 
-@torch.no_grad()
-def write_greedily(model: Seq2Seq, batch: Mapping[str, Tensor], *, end: int, max_tokens: int) -> Tensor:
-    """Generate a target for each source with greedy decoding.
-
-    The encoder runs once; the decoder runs over the whole target again for each token.
-
-    Args:
-        model: the model, in eval mode.
-        batch: `input_ids` and `attention_mask` [batch, source].
-        end: id of the end token; a text that has ended is padded with it.
-        max_tokens: maximum tokens of a target.
-
-    Returns:
-        Token ids, [batch, up to max_tokens].
-    """
-    memory, text = model.encode(batch), _text(batch)
-    written = batch["input_ids"].new_full((len(memory), 1), model.config.start_token_id)
-    ended = torch.zeros_like(written, dtype=torch.bool)
-    for _ in range(max_tokens):
-        best = model.head(model.decode(written, memory, text)[:, -1:], best=True).masked_fill(ended, end)
-        written = torch.cat((written, best), dim=1)
-        ended = ended | (best == end)
-        if ended.all():
-            break
-    return written[:, 1:]
-
-
 def num_labels(config: Seq2SeqConfig, batch: Mapping[str, Tensor]) -> Tensor | None:
     """Return the number of labels over which the loss of a batch is a mean; `None`: a mean over samples."""
     return _counted(batch).sum() if config.mlm_loss_scaling == "num_masked" else None
