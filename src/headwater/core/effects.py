@@ -52,7 +52,7 @@ from headwater.core.python_records import (
     put_changed,
 )
 from headwater.core.random_states import DEFAULTS, GENERATORS
-from headwater.core.tensor_values import may_change
+from headwater.core.tensor_values import copies_of, may_change, put_back
 
 _DEEPEST = 4
 """Maximum references to follow from a function: to a cell, an object, its dictionary, a list in it."""
@@ -68,6 +68,9 @@ _LARGEST_ARRAY_BYTES = 1 << 20
 
 _LARGEST_TENSOR_BYTES = 1 << 16
 """The values of larger tensors are not recorded: a forward may reach a whole data set."""
+
+_LARGEST_COPIED_ONCE = 1 << 26
+"""A dry run also copies tensors up to this size, since it happens once for each plan."""
 
 _WITHOUT_PARTS = (torch.Tensor, np.ndarray, io.BytesIO, io.StringIO, type(os.environ), *GENERATORS)
 """Classes of objects that are recorded as a whole."""
@@ -113,20 +116,21 @@ def functions_of(model: nn.Module) -> list[Any]:
 def effects_undone(model: nn.Module) -> Iterator[None]:
     """Enter a context. At its end, restore all Python objects that a model's forward and hooks can reach.
 
-    Changes of tensors of more than 64 KiB, of numpy arrays of more than 1 MiB, files and anything outside of
+    Changes of tensors of more than 64 MiB, of numpy arrays of more than 1 MiB, files and anything outside of
     Python's objects stay.
 
     Raises:
-        StreamError: if an iterator has advanced that cannot go back, or if a larger tensor was changed.
+        StreamError: if an iterator has advanced that cannot go back.
     """
     before = PythonState.of(model)
-    versions = before.versions_of_large_tensors()
+    # Not by their versions: a dry run counts changes by fake tensors, which change no values.
+    values = copies_of([tensor for tensor in before.large_tensors if tensor.nbytes <= _LARGEST_COPIED_ONCE])
     try:
         yield
     finally:
         before.put_back()
+        put_back(values)
     before.refuse_advanced_iterators()
-    refuse_changed_tensors(versions)
 
 
 def refuse_changed_tensors(versions: list[tuple[torch.Tensor, int]]) -> None:
@@ -158,7 +162,8 @@ class PythonState:
         self._seen: dict[int, object] = {}  # keeps them alive, so that an identity means one object
         self._records: list[Record] = []
         self._iterators: list[OfIterator] = []
-        self._large_tensors: list[torch.Tensor] = []
+        self.large_tensors: list[torch.Tensor] = []
+        """Tensors that a forward may change in place, and whose values are not recorded."""
 
     @classmethod
     def of(cls, model: nn.Module) -> PythonState:
@@ -191,7 +196,7 @@ class PythonState:
             if (record := _record_of(value)) is not None:
                 self._records.append(record)
             elif isinstance(value, torch.Tensor) and _is_plain(value) and may_change(value):
-                self._large_tensors.append(value)
+                self.large_tensors.append(value)
         elif isinstance(value, ITERATORS):
             iterator = OfIterator(value)
             self._records.append(iterator)
@@ -333,7 +338,7 @@ class PythonState:
 
     def versions_of_large_tensors(self) -> list[tuple[torch.Tensor, int]]:
         """Return the tensors whose values are not recorded, each with its present version counter."""
-        return [(tensor, tensor._version) for tensor in self._large_tensors if not tensor.is_inference()]
+        return [(tensor, tensor._version) for tensor in self.large_tensors]
 
     def add_places_of(self, other: PythonState) -> None:
         """Record also the present state of all objects that `other` has recorded."""
