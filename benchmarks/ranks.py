@@ -43,12 +43,16 @@ class Case:
         threads: threads of each rank.
         batch: global batch of each run.
         runs: number of independent runs.
+        backend: further options of the backend.
+        sparsity: the section `sparsity` of the params; no weight is masked if not given.
     """
 
     ranks: int
     threads: int
     batch: int
     runs: int = 1
+    backend: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    sparsity: Mapping[str, object] | None = None
 
 
 def write_data(folder: Path, workload: Workload) -> None:
@@ -60,8 +64,14 @@ def write_data(folder: Path, workload: Workload) -> None:
         file.attrs["n_examples"] = len(samples)
 
 
-def params(workload: Workload, data: Path, batch: int, backend: Mapping[str, object]) -> dict[str, object]:
-    """Return a params file for the workload."""
+def params(
+    workload: Workload,
+    data: Path,
+    batch: int,
+    backend: Mapping[str, object],
+    sparsity: Mapping[str, object] | None = None,
+) -> dict[str, object]:
+    """Return a params file for the workload, with masks if there is a section `sparsity`."""
     model = {
         "name": "gpt2",
         "hidden_size": workload.width,
@@ -88,6 +98,7 @@ def params(workload: Workload, data: Path, batch: int, backend: Mapping[str, obj
         "checkpoint": {"steps": 0},
         "logging": {"log_steps": 1},
         "seed": 1,
+        **({"sparsity": sparsity} if sparsity else {}),
     }
     return {"trainer": {"init": init, "fit": {"train_dataloader": loader}}}
 
@@ -108,7 +119,7 @@ def run(
         for folder in folders:
             folder.mkdir()
             place = {"disk": {"path": f"{tier}/{folder.name}"}, "tier": "disk"} if disk else {}
-            document = params(workload, data, case.batch, {**backend, **place})
+            document = params(workload, data, case.batch, {**backend, **place, **case.backend}, case.sparsity)
             (folder / "params.yaml").write_text(json.dumps(document))
         processes: list[subprocess.Popen[bytes]] = []
         try:

@@ -2,6 +2,7 @@
 
 import gc
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from run_samples import assert_same_checkpoint, history, losses
 from safetensors.torch import load_file
 
 from headwater.core.units import format_count
+from headwater.sparsity import products
 from headwater.trainer.pretrained import checkpoint_weights
 from headwater.trainer.sparse import SparseTraining
 
@@ -181,3 +183,46 @@ def test_a_run_on_changing_tiers_has_the_checkpoint_of_an_uninterrupted_run(
         if one.suffix == ".safetensors":
             theirs = load_file(other)
             assert all(torch.equal(value, theirs[name]) for name, value in load_file(one).items()), one.name
+
+
+@pytest.mark.parametrize("precision", [(), ("--trainer.init.precision.enabled=true",)], ids=["fp32", "bf16"])
+def test_fast_products_skip_masked_weights_and_rigl_still_sees_their_gradients(
+    precision, headwater, sparse_params, tmp_path, monkeypatch
+):
+    computed, product = Counter(), products._product
+
+    def counted(name, *args, **options):
+        computed[name] += 1
+        return product(name, *args, **options)
+
+    monkeypatch.setattr(products, "_product", counted)
+    monkeypatch.setattr(products, "_is_faster", lambda *_: True)  # these layers are small
+
+    def fit(name, *options):
+        run = (f"--trainer.init.model_dir={tmp_path / name}", *precision, *options)
+        code, output, error = headwater("fit", sparse_params, *run)
+        assert code == 0, output + error
+
+    fit("exact")
+    assert not computed
+    fit("fast", "--trainer.init.backend.matmul=fast")
+    layers, steps, changes = 2 * 3, 6, 3
+    assert computed.pop("masked_forward") >= layers * steps  # evaluations have forwards too
+    assert computed == {
+        "masked_input_gradient": layers * steps,
+        "masked_weight_gradient": layers * (steps - changes),
+    }
+    rel = 1e-5 if not precision else 1e-2
+    assert losses(tmp_path / "fast") == pytest.approx(losses(tmp_path / "exact"), rel=rel)
+    ours, theirs = zeros(tmp_path / "fast", 6), zeros(tmp_path / "exact", 6)
+    for name, masked in ours.items():
+        assert int(masked.sum()) == int(theirs[name].sum()), name
+        # Where gradients are nearly equal, rounding decides which weights `rigl` frees.
+        assert float((masked != theirs[name]).double().mean()) < 0.02, name
+    fit(
+        "disk",
+        "--trainer.init.backend.matmul=fast",
+        "--trainer.init.backend.tier=disk",
+        f"--disk={tmp_path}/d",
+    )
+    assert_same_checkpoint(tmp_path / "fast/checkpoint_6", tmp_path / "disk/checkpoint_6")

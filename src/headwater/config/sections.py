@@ -125,7 +125,8 @@ class BackendConfig(Section):
             rounding. `auto` measures compiled and eager blocks before a 16-bit training, and compiles if that
             saves time.
         matmul: `fast` allows fp32 matrix products that differ from torch's in rounding, and computes products
-            in bf16 and fp16 by fp32 kernels on x86 processors without AVX-512.
+            in bf16 and fp16 by fp32 kernels on x86 processors without AVX-512. In sparse training on a CPU it
+            leaves masked weights out of the products of linear layers.
         loss: `liger` computes the loss of a decoder by the package liger-kernel, on a CUDA device. `chunked`
             needs no package. Neither of them has the logits of the whole batch in memory.
         attention: `torch` computes all attention by torch's kernels. `auto` lets models of params files use

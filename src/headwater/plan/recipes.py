@@ -23,7 +23,8 @@ the order of this stream is enough.
 [Note: memory that kernels write]
 A custom `autograd.Function` may write memory by a kernel that torch does not know, for example one in
 Triton. Nothing sees this. So what such a function saves is kept, and values that are made without gradients,
-as inside its forward, have no recipes. A kernel outside of such a function, or one that changes an input
+as inside its forward, have no recipes. A function of this package says with `saves_unchanged_inputs` that its
+kernels do not write what it saves. A kernel outside of a custom function, or one that changes an input
 without `mark_dirty`, must not write into values of cheap operators.
 """
 
@@ -383,7 +384,7 @@ def _is_saved_by_custom_function() -> bool:
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_HOOKS):
         frame = frame.f_back
-    return frame.f_code is APPLY
+    return frame.f_code is APPLY and not getattr(frame.f_locals["cls"], "saves_unchanged_inputs", False)
 
 
 def _first(out: Any) -> Any:

@@ -217,6 +217,14 @@ class Sparsifier:
         """Return the names of the parameters whose mask changes in this step."""
         return [name for name, own in self._groups.items() if any(group.updates(step) for _, group in own)]
 
+    def needing_gradients(self, step: int) -> list[str]:
+        """Return the names of the parameters whose gradient `change` needs in this step."""
+        return [
+            name
+            for name, own in self._groups.items()
+            if any(group.algorithm == "rigl" and group.updates(step) for _, group in own)
+        ]
+
     def change(self, name: str, weight: Tensor, gradient: Callable[[], Tensor], step: int) -> Tensor:
         """Choose and store a parameter's next mask. The caller then applies `mask_of` to the weight.
 

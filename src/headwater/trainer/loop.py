@@ -117,6 +117,13 @@ class Trainer:
         Raises:
             HeadwaterError: the error of a step, or of the first callback that failed.
         """
+        with ExitStack() as products:
+            skips = self._engine.plan.device == "cpu" and self._job.init.backend.fast_products
+            if self._sparse is not None and skips:
+                products.enter_context(self._sparse.skipping_masked(self._engine.model))
+            self._fit(interrupt)
+
+    def _fit(self, interrupt: Interrupt) -> None:
         try:
             self._callbacks.start(self._start_event())
             batches = shielded(self._job.train) if self._engine.fabric.computes else itertools.repeat(None)
@@ -196,7 +203,10 @@ class Trainer:
         parts: Sequence[Batch] = [None] * count
         if batch is not None:
             parts = list(self._job.trainable.micro_batches(batch, equal_part(batch, count)))
-        return _Step(start_ns, batch, parts, self._update(), self._loss_weights(parts))
+        update = self._update()
+        if self._sparse is not None:
+            self._sparse.begin_step(update.step)
+        return _Step(start_ns, batch, parts, update, self._loss_weights(parts))
 
     def _after_step(self, step: _Step, report: StepReport) -> None:
         """Update the state of the run after a step, and call the callbacks."""

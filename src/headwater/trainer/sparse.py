@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from headwater.models.layers.linear import replace_products
 from headwater.optim.catalog import require_elementwise
+from headwater.sparsity.products import MaskedProducts
 from headwater.sparsity.sparsifier import Part, Sparsifier
 from headwater.store.gathering import Gathering
 from headwater.store.named import keys_by_name
@@ -41,6 +44,7 @@ class SparseTraining:
         self._gathering = Gathering(store)
         keys = keys_by_name(store.stages)
         self._keys = {name: keys[name] for name in sparsifier.names}
+        self._needing_gradients = frozenset(self._keys)
 
     def begin(self) -> None:
         """Make the first masks, and mask the weights; some may have their masks since they were loaded."""
@@ -48,6 +52,28 @@ class SparseTraining:
             mask = self._sparsifier.begin(name, self._weight(name))
             prune(self._store, self._keys[name], self._sparsifier.packed(name), mask)
         self._gathering.release()
+
+    @contextmanager
+    def skipping_masked(self, model: nn.Module) -> Iterator[None]:
+        """Enter a context in which the linear layers of the model do not multiply masked weights."""
+        with ExitStack() as replaced:
+            for name in self._keys:
+                layer, _, parameter = name.rpartition(".")
+                if parameter != "weight":
+                    continue
+                mask = functools.partial(self._sparsifier.packed, name)
+                products = MaskedProducts(mask, functools.partial(self._needs_gradient, name))
+                restore = replace_products(model.get_submodule(layer), products)
+                if restore is not None:
+                    replaced.callback(restore)
+            yield
+
+    def begin_step(self, step: int) -> None:
+        """Note the number of the step whose gradients are computed next, from 1."""
+        self._needing_gradients = frozenset(self._sparsifier.needing_gradients(step))
+
+    def _needs_gradient(self, name: str) -> bool:
+        return name in self._needing_gradients
 
     def before_update(self, step: int) -> None:
         """Mask the gradients of a step. Called when all gradients are computed, before the update.

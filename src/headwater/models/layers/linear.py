@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from headwater.core.buffers import large_zeros
 from headwater.core.modes import autocast_dtype, cast, is_transformed
+from headwater.core.module_calls import replace_forward
+from headwater.models.layers.products import TORCH_PRODUCTS, Products, linear
 from headwater.models.workspace import is_plain
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -23,16 +25,39 @@ class Linear(nn.Linear):
     """`nn.Linear` that draws no random numbers when it is made: its memory is uninitialised.
 
     Attributes:
-        multiply: computes the product; see `models/few_rows.py`.
+        products: compute the product and its backward; see `replace_products`.
+        multiply: computes the product if `products` are torch's; see `models/few_rows.py`.
     """
 
+    products: Products = TORCH_PRODUCTS
     multiply: Multiply = staticmethod(F.linear)
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.products is not TORCH_PRODUCTS:
+            return linear(self.products, input, self.weight, self.bias)
         return self.multiply(input, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
         """Do nothing: `headwater.models.layers.initializers` sets the weights."""
+
+
+def replace_products(module: nn.Module, products: Products) -> Callable[[], None] | None:
+    """Replace the products of a linear layer.
+
+    Args:
+        module: any module.
+        products: the new products.
+
+    Returns:
+        A function that restores the former ones; `None` if the module is not a linear layer, or its class may
+        do more with its weight.
+    """
+    if isinstance(module, Linear):
+        module.products = products
+        return lambda: delattr(module, "products")
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return replace_forward(module, lambda input: linear(products, input, module.weight, module.bias))
+    return None
 
 
 class LinearAfter(Linear):
@@ -63,7 +88,7 @@ class LinearAfter(Linear):
         autocast = autocast_dtype(self.weight.device.type)
         weight = cast(self.weight, autocast)
         bias = None if self.bias is None else cast(self.bias, autocast)
-        return _LinearAfter.apply(self.function, autocast, weight, bias, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+        return _LinearAfter.apply(self.function, self.products, autocast, weight, bias, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _needs_plain(x: Tensor) -> bool:
@@ -83,32 +108,36 @@ class _LinearAfter(torch.autograd.Function):
     def forward(
         ctx: Any,
         function: Callable[..., Tensor],
+        products: Products,
         autocast: torch.dtype | None,
         weight: Tensor,
         bias: Tensor | None,
         *inputs: Tensor,
     ) -> Tensor:
-        ctx.function, ctx.autocast = function, autocast
+        ctx.function, ctx.products, ctx.autocast = function, products, autocast
         # Not the parameter object: while its module does not run, a streamed one reads its master instead.
         ctx.save_for_backward(weight.detach(), *inputs)
-        return F.linear(function(*inputs), weight, bias)
+        return products.forward(cast(function(*inputs), autocast), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, *inputs = ctx.saved_tensors
-        _, _, needs_weight, needs_bias, *needs_inputs = ctx.needs_input_grad
+        _, _, _, needs_weight, needs_bias, *needs_inputs = ctx.needs_input_grad
         leaves = [each.detach().requires_grad_(need) for each, need in zip(inputs, needs_inputs, strict=True)]
         # Autocast ends before backward, and the function may depend on it.
         with torch.enable_grad(), _autocast_again(weight.device.type, ctx.autocast):
             value = cast(ctx.function(*leaves), ctx.autocast)
         rows = gradient.flatten(0, -2)
-        grad_weight = rows.t() @ value.detach().flatten(0, -2) if needs_weight else None
+        grad_weight = (
+            ctx.products.weight_gradient(rows, value.detach().flatten(0, -2)) if needs_weight else None
+        )
         grad_bias = rows.sum(0) if needs_bias else None
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(value, wanted, (rows @ weight).view_as(value)) if wanted else ())
+        inner = ctx.products.input_gradient(rows, weight).view_as(value) if wanted else None
+        found = iter(torch.autograd.grad(value, wanted, inner) if wanted else ())
         given = [next(found) if leaf.requires_grad else None for leaf in leaves]
-        return None, None, grad_weight, grad_bias, *given
+        return None, None, None, grad_weight, grad_bias, *given
 
 
 def _autocast_again(device: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
