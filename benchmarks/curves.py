@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from benchmarks.options import end_on_sigterm
 from benchmarks.runner import Results, Row, System, interleave, is_part, print_table, save, table
 from benchmarks.workload import Dtype, Workload
 
@@ -180,4 +181,5 @@ def _curve(axes: Axes, rows: Sequence[Row], column: str, name: str) -> None:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()  # otherwise a run would go on
     sys.exit(main())

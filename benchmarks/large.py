@@ -11,7 +11,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from benchmarks.options import names_of, positive, size
+from benchmarks.options import end_on_sigterm, names_of, positive, size
 from benchmarks.runner import FailedRunError, Results, Row, System, is_part, print_table, rounded, run, save
 from benchmarks.workload import Measured, Workload
 
@@ -91,4 +91,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()  # otherwise a run would go on
     sys.exit(main())

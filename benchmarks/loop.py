@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from benchmarks.options import end_on_sigterm
 from benchmarks.runner import System, interleave, report
 from benchmarks.workload import add_workload_arguments, workload_of
 
@@ -36,4 +37,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()  # otherwise a run would go on
     sys.exit(main())

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.options import matching
+from benchmarks.options import end_on_sigterm, matching
 from benchmarks.runner import FailedRunError, Results, Row, System, is_part, print_table, run, save
 from benchmarks.workload import Measured, Workload
 
@@ -103,4 +103,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()  # otherwise a run would go on
     sys.exit(main())

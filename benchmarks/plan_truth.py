@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.options import end_on_sigterm
 from benchmarks.runner import FailedRunError, Results, Row, System, is_part, print_table, rounded, run, save
 from benchmarks.workload import Measured, Workload
 
@@ -107,4 +108,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()  # otherwise a run would go on
     sys.exit(main())

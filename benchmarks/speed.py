@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.options import end_on_sigterm
 from benchmarks.runner import System, interleave, is_part, report
 from benchmarks.workload import add_workload_arguments, workload_of
 
@@ -65,4 +66,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()  # otherwise a run would go on
     sys.exit(main())
