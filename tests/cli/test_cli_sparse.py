@@ -219,10 +219,8 @@ def test_fast_products_skip_masked_weights_and_rigl_still_sees_their_gradients(
         assert int(masked.sum()) == int(theirs[name].sum()), name
         # Where gradients are nearly equal, rounding decides which weights `rigl` frees.
         assert float((masked != theirs[name]).double().mean()) < 0.02, name
-    fit(
-        "disk",
-        "--trainer.init.backend.matmul=fast",
-        "--trainer.init.backend.tier=disk",
-        f"--disk={tmp_path}/d",
-    )
-    assert_same_checkpoint(tmp_path / "fast/checkpoint_6", tmp_path / "disk/checkpoint_6")
+    backend = "--trainer.init.backend"
+    for kept in ("recompute", "selective"):
+        on_disk = f"{backend}.tier=disk", f"--disk={tmp_path}/disk"
+        fit(kept, f"{backend}.matmul=fast", f"{backend}.activations={kept}", *on_disk)
+        assert_same_checkpoint(tmp_path / "fast/checkpoint_6", tmp_path / kept / "checkpoint_6")
