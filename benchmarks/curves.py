@@ -181,5 +181,5 @@ def _curve(axes: Axes, rows: Sequence[Row], column: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    end_on_sigterm()  # otherwise a run would go on
+    end_on_sigterm()  # otherwise a run that it has started continues
     sys.exit(main())

@@ -103,5 +103,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_on_sigterm()  # otherwise a run would go on
+    end_on_sigterm()  # otherwise a run that it has started continues
     sys.exit(main())

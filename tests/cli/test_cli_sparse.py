@@ -10,6 +10,7 @@ import yaml
 from run_samples import assert_same_checkpoint, history, losses
 from safetensors.torch import load_file
 
+from headwater.api import engines
 from headwater.core.units import format_count
 from headwater.sparsity import products
 from headwater.trainer.pretrained import checkpoint_weights
@@ -197,6 +198,8 @@ def test_fast_products_skip_masked_weights_and_rigl_still_sees_their_gradients(
 
     monkeypatch.setattr(products, "_product", counted)
     monkeypatch.setattr(products, "_is_faster", lambda *_: True)  # these layers are small
+    # These would replace torch's products in bf16 in all later tests of this process.
+    monkeypatch.setattr(engines, "use_fast_half_products", lambda: None)
 
     def fit(name, *options):
         run = (f"--trainer.init.model_dir={tmp_path / name}", *precision, *options)
@@ -207,8 +210,8 @@ def test_fast_products_skip_masked_weights_and_rigl_still_sees_their_gradients(
     assert not computed
     fit("fast", "--trainer.init.backend.matmul=fast")
     layers, steps, changes = 2 * 3, 6, 3
-    assert computed.pop("masked_forward") >= layers * steps  # evaluations have forwards too
     assert computed == {
+        "masked_forward": layers * steps,
         "masked_input_gradient": layers * steps,
         "masked_weight_gradient": layers * (steps - changes),
     }

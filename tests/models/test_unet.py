@@ -151,7 +151,7 @@ def test_images_of_other_sizes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_classes": 1}, "bce"),
+        ({"num_classes": 1}, "needs num_classes >= 2"),
         ({"image_size": [8, 10]}, "multiples of 4"),
         ({"encoder_filters": [4]}, "at least 2"),
     ],

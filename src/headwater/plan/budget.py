@@ -92,7 +92,7 @@ def _as_stored(asked: PlanRequest) -> PlanRequest:
         def trace(size: int) -> Trace:
             # In this order: a parameter whose state is in bf16 is stored with its masked elements.
             found = trace_for(size).storing(asked.fixed.optimizer_state).keeping(asked.kept)
-            return dataclasses.replace(found, masks=asked.masks)
+            return found if found.masks == asked.masks else dataclasses.replace(found, masks=asked.masks)
 
         return trace
 

@@ -117,13 +117,6 @@ class Trainer:
         Raises:
             HeadwaterError: the error of a step, or of the first callback that failed.
         """
-        with ExitStack() as products:
-            skips = self._engine.plan.device == "cpu" and self._job.init.backend.fast_products
-            if self._sparse is not None and skips:
-                products.enter_context(self._sparse.skipping_masked(self._engine.model))
-            self._fit(interrupt)
-
-    def _fit(self, interrupt: Interrupt) -> None:
         try:
             self._callbacks.start(self._start_event())
             batches = shielded(self._job.train) if self._engine.fabric.computes else itertools.repeat(None)
@@ -131,7 +124,7 @@ class Trainer:
                 _first_step(self._engine.plan), self._engine.fabric
             )
             while self._between_steps(interrupt):
-                with said:
+                with said, self._products():
                     step = self._next_step(batches)
                     report = self._engine.train_step(
                         step.parts, step.update, self._before_commit, step.loss_weights
@@ -157,6 +150,13 @@ class Trainer:
                 logger.warning("%s", later)
             raise
         self._end()
+
+    def _products(self) -> AbstractContextManager[None]:
+        """Return the context of the matrix products of a step."""
+        skips = self._engine.plan.device == "cpu" and self._job.init.backend.fast_products
+        if self._sparse is None or not skips:
+            return nullcontext()
+        return self._sparse.skipping_masked(self._engine.model)
 
     def _start_event(self) -> FitStart:
         engine = self._engine
