@@ -333,6 +333,43 @@ def test_gradients_of_16_bits_return_to_released_parameters_in_the_dtype_of_thes
         assert torch.equal(param.grad, gradient.float())
 
 
+@every_plan
+def test_gradients_that_autograd_returns_for_a_tied_head_equal_plain(plan, tmp_path):
+    """The forward of the head runs again in backward, and reads a weight of another stage."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(10, 8)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+            self.head = nn.Linear(8, 10)
+            self.head.weight = self.words.weight
+
+        def forward(self, x):
+            hidden = self.words(x)
+            for block in self.blocks:
+                hidden = hidden + block(hidden)
+            return self.head(hidden)
+
+    def script(place):
+        model = place.compile(Tied())
+        optimizer = adamw(model.parameters())
+        shown = []
+        for _ in range(3):
+            words = torch.randint(0, 10, (4, 6))
+            loss = nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
+            params = list(model.parameters())
+            gradients = torch.autograd.grad(loss, params)
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient
+            shown.append([gradient.clone() for gradient in gradients])
+            optimizer.step()
+            optimizer.zero_grad()
+        return shown, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
 @extreme_plans
 def test_gradient_penalty_with_second_derivatives_equals_plain(plan, tmp_path):
     """A gradient penalty as in WGAN-GP needs second derivatives of the model."""

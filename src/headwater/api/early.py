@@ -44,6 +44,7 @@ def validate_only(
     optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
     precision: Precision | None = None,
     optimizer_state: OptimizerState = "exact",
+    own_loop: bool = True,
 ) -> ValidateReport:
     """Check that a model, its loss, its optimizer and a batch fit each other, by a step on fake tensors.
 
@@ -56,6 +57,8 @@ def validate_only(
         optimizer: the optimizer of the weights.
         precision: precision of the run; fp32 if not given.
         optimizer_state: how the weight store keeps optimizer state; see `trainer.init.backend`.
+        own_loop: true for a loop that calls the model under autocast, false for a `Trainer`, whose precision
+            holds for all weights except those of norms.
 
     Returns:
         The record of the step, and the bytes of optimizer state.
@@ -69,6 +72,7 @@ def validate_only(
         (args, kwargs or {}),
         precision,
         loss_function=_loss_of(loss_function),
+        own_loop=own_loop,
     )
     spec = _spec(optimizer, model)
     params = [param for stage in record.trace.storing(optimizer_state).stages for param in stage.params]
@@ -88,6 +92,7 @@ def compile_only(
     resources: Resources | None = None,
     fixed: Fixed = NOT_FIXED,
     plan: Plan | DoesNotFitError | None = None,
+    own_loop: bool = True,
 ) -> CompileReport:
     """Write the plan, the graph of each distinct stage and the operators of a training step into a folder.
 
@@ -106,6 +111,7 @@ def compile_only(
         resources: resource limits of the run; the free resources of the machine if not given.
         fixed: decisions that the planner must keep; the micro-batch is always the given batch.
         plan: the plan, or the error that says why no plan fits, if the caller has planned already.
+        own_loop: see `validate_only`.
 
     Returns:
         The plan, the graphs and the written files.
@@ -114,7 +120,13 @@ def compile_only(
         ModelError, ConfigError: see `validate_only`.
     """
     valid = validate_only(
-        model, args, kwargs, loss_function=loss_function, optimizer=optimizer, precision=precision
+        model,
+        args,
+        kwargs,
+        loss_function=loss_function,
+        optimizer=optimizer,
+        precision=precision,
+        own_loop=own_loop,
     )
     record = valid.record
     if plan is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
+import torch
 from torch import nn
 
 from headwater.api.calls import Call, asked_precision
@@ -26,6 +27,7 @@ from headwater.stream.detached import values_of
 
 if TYPE_CHECKING:
     from headwater.api.planner import Planner
+    from headwater.plan.step_trace import Trace
 
 
 class PrecisionWarning(UserWarning):
@@ -88,9 +90,12 @@ class Replanning:
             trace = next(traces)
             refuse_assignments_after_use(trace.assigned_after_use)
             self.knows_training |= now.model.training
-            if only_look and now.engine and trace.written == now.engine.plan.trace.written:
+            same_dtypes = now.engine is None or _dtypes(trace) == _dtypes(now.engine.plan.trace)
+            same_writes = now.engine is not None and trace.written == now.engine.plan.trace.written
+            if only_look and same_writes and same_dtypes:
                 now.structure = Structure(now.model)
                 return
+            target = dataclasses.replace(target, unchanged=target.unchanged and same_dtypes)
             before = self._predecessor(target)
             plan = self._planner.plan(trace, traces, precision, target.updaters, now.fabric, before)
             now.replace(plan, target.updaters, target.kept, unchanged=target.unchanged)
@@ -169,6 +174,12 @@ class _Target:
     kept: dict[str, str]
     trained: frozenset[str]
     unchanged: bool
+
+
+def _dtypes(trace: Trace) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Return for each parameter the dtype in which it is sent to the device, and that of its gradients."""
+    params = [param for stage in trace.stages for param in stage.params]
+    return {param.name: (param.wire_dtype, param.gradient_dtype) for param in params}
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:

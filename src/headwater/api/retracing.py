@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from headwater.core.stage import ParamSpec
 from headwater.plan.division import divisions
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.step_trace import Trace
-from headwater.plan.trace import trace_step
+from headwater.plan.trace import trace_step, widen_uncast
 from headwater.stream.saved_tensors import apart_from_hooks
 
 if TYPE_CHECKING:
@@ -66,15 +66,26 @@ def traces_of(
         device: `cpu` or `cuda`.
     """
     model, engine = current.model, current.engine
-    partition = find_stages(model, precision)
     if engine is not None:
         engine.store.flush()  # a pending update must not run among fake tensors
+    partition = find_stages(model, precision)
+    if engine is not None:
         in_fp32 = precision != engine.plan.precision
         partition = _with_masters_of(engine, partition, old_names, in_fp32=in_fp32)
+    with _not_streamed(engine):
+        partition = widen_uncast(
+            partition,
+            model,
+            call,
+            precision,
+            loss_function=stand_in_loss,
+            inference=inference,
+            device=device,
+        )
     divided = engine is not None and current.structure.is_current and engine.plan.trace.members
     least = len(engine.plan.trace.stages) if engine is not None and divided else 0
     for each in _at_least(least, chain((partition,), divisions(model, partition))):
-        with nullcontext() if engine is None or engine.is_detached else engine.executor.paused():
+        with _not_streamed(engine):
             trace = trace_step(
                 model,
                 call,
@@ -85,6 +96,11 @@ def traces_of(
                 device=device,
             )
         yield trace
+
+
+def _not_streamed(engine: Engine | None) -> AbstractContextManager[None]:
+    """Return a context in which a call of the model streams nothing."""
+    return nullcontext() if engine is None or engine.is_detached else engine.executor.paused()
 
 
 def _at_least(num_stages: int, partitions: Iterator[Partition]) -> Iterator[Partition]:

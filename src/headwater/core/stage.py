@@ -63,6 +63,8 @@ class ParamSpec:
             otherwise `None`.
         kept: the number of elements of a masked parameter for which the store has room beside the wire image;
             see [Note: masked parameters] in `store/kept.py`. `None`: all elements.
+        full_gradient: autograd makes its gradient in `dtype` although it computes in `wire_dtype`, as plain
+            PyTorch does under autocast.
     """
 
     name: str
@@ -75,6 +77,7 @@ class ParamSpec:
     sparse_gradient: bool = False
     strides: tuple[int, ...] | None = None
     kept: int | None = None
+    full_gradient: bool = False
 
     def keeping(self, count: int) -> ParamSpec:
         """Return this parameter with `kept` set, for masks that keep at most `count` of its elements.
@@ -90,6 +93,11 @@ class ParamSpec:
     def stored_numel(self) -> int:
         """The number of elements for which the store has room beside the wire image."""
         return self.numel if self.kept is None else self.kept
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which autograd makes and adds its gradients."""
+        return self.dtype if self.full_gradient else self.wire_dtype
 
     @property
     def row_numel(self) -> int:

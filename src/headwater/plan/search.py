@@ -209,6 +209,7 @@ def _frames(request: LimitedRequest, footprint: Footprint, size: int) -> Iterato
                 on_device=tuple(sorted(on_device)),
                 updates="on_fetch" if trace.inference else fixed.updates,
                 ranges=request.ranges,
+                user_loop=asked.user_loop,
             )
 
 

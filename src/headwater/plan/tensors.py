@@ -105,7 +105,7 @@ class RealTensors:
                 value = value.clone()
             else:
                 self._shared[memory_key(value)] = spec.name
-            return value.requires_grad_(spec.requires_grad)
+            return _trained(value, spec)
 
         return _state(model, partition, own, _host_copy)
 
@@ -166,8 +166,16 @@ def fake_state(model: nn.Module, partition: Partition) -> State:
 
 def _fake_param(spec: ParamSpec) -> torch.Tensor:
     if spec.strides is None:
-        return torch.empty(spec.shape, dtype=spec.wire_dtype, requires_grad=spec.requires_grad)
-    param = torch.empty_strided(spec.shape, spec.strides, dtype=spec.wire_dtype)
+        param = torch.empty(spec.shape, dtype=spec.wire_dtype)
+    else:
+        param = torch.empty_strided(spec.shape, spec.strides, dtype=spec.wire_dtype)
+    return _trained(param, spec)
+
+
+def _trained(param: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    """Return a new tensor that requires gradients as the parameter does, and in the same dtype."""
+    if spec.full_gradient:
+        param.grad_dtype = spec.gradient_dtype
     return param.requires_grad_(spec.requires_grad)
 
 

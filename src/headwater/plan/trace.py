@@ -18,6 +18,7 @@ from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.precision import Precision, autocast
 from headwater.core.trees import tensors_in
 from headwater.core.uncompiled import compiler_off
+from headwater.plan.cast_reads import CastReads
 from headwater.plan.gpu_casts import casts_of_gpu
 from headwater.plan.known_traces import known_or_made
 from headwater.plan.partition import Partition, find_stages
@@ -66,6 +67,45 @@ def trace_step(
     # torch's strided nested tensors have no shape.
     shapes = tuple(None if tensor.is_nested else tensor.shape for tensor in tensors_in(batch))
     return known_or_made((partition, precision, shapes, model.training, inference, device), dry_run.trace)
+
+
+def widen_uncast(
+    partition: Partition,
+    model: nn.Module,
+    batch: Any,
+    precision: Precision,
+    *,
+    loss_function: LossFunction,
+    inference: bool = False,
+    device: str = "cpu",
+) -> Partition:
+    """Return the stages with the dtypes of weights and gradients that a forward under autocast needs.
+
+    See [Note: weights in fp32 under autocast] in `plan/cast_reads.py`.
+
+    Args:
+        partition: the stages.
+        model: see `trace_step`, as for all following arguments.
+        batch: the batch of the forward.
+        precision: the precision of autocast; outside of autocast fp32, which changes nothing.
+        loss_function: returns the scalar loss.
+        inference: run only the forward, without gradients.
+        device: `cpu` or `cuda`, whose autocast decides the casts.
+    """
+    if not precision.mixed:
+        return partition
+    reads = CastReads(partition, loss_function, precision.wire_dtype)
+    trace_step(
+        model,
+        batch,
+        precision,
+        loss_function=reads.loss,
+        partition=reads.observed,
+        observer=reads.observe,
+        inference=inference,
+        device=device,
+    )
+    return reads.result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -194,6 +194,7 @@ class Plan:
             when they are used next.
         ranges: True if tensors have their memory in ranges that grow: see `core/tensor_memory.py` for a CPU,
             and `core/device_memory.py` for a GPU.
+        user_loop: True if the user's own loop calls the model, and may read gradients.
     """
 
     trace: Trace
@@ -215,6 +216,7 @@ class Plan:
     blocks: Blocks = Blocks()
     updates: Updates = "on_fetch"
     ranges: bool = False
+    user_loop: bool = False
 
     @property
     def on_disk(self) -> tuple[int, ...]:
@@ -226,9 +228,11 @@ class Plan:
     def holds_exact_gradients(self) -> bool:
         """True if the store holds the tensors that autograd made, instead of sums in fp32.
 
-        A sum of one gradient is exact in its own dtype, but unscaling of fp16 needs the range of fp32.
+        A sum of one gradient is exact in its own dtype, but unscaling of fp16 needs the range of fp32. A
+        user's loop sees gradients in fp32, as in plain PyTorch: to clip them in 16 bits would round them.
         """
-        return self.num_micro_batches == 1 and self.precision.name != "fp16"
+        is_read = self.user_loop and self.precision.mixed
+        return self.num_micro_batches == 1 and self.precision.name != "fp16" and not is_read
 
     @property
     def updates_free_gradients(self) -> bool:

@@ -30,7 +30,7 @@ class StageOfAllKinds:
         self._layout = stage_layout(StageSpec(0, "probe", params), rule)
         self._tier = MemoryTier([self._layout])
         self._updater = Updater(rule)
-        self._gradients = [torch.full(param.shape, 1e-3, dtype=param.wire_dtype) for param in params]
+        self._gradients = [torch.full(param.shape, 1e-3, dtype=param.gradient_dtype) for param in params]
         self._scalars: list[Scalars | None] = [None] * len(params)
         self.update()  # loads the kernel, and gives the state its first values
 

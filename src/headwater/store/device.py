@@ -94,7 +94,7 @@ def arriving_bytes(layout: StageLayout, sum_dtype: torch.dtype | None) -> int:
         sum_dtype: dtype of the sums; `None` for the dtype of the weights.
     """
     params = (param for param in layout.stage.params if param.requires_grad)
-    sizes = (param.numel * (sum_dtype or param.wire_dtype).itemsize for param in params)
+    sizes = (param.numel * (sum_dtype or param.gradient_dtype).itemsize for param in params)
     return sum(round_up(size, ARRIVAL_ALIGNMENT_BYTES) for size in sizes)
 
 

@@ -182,7 +182,7 @@ def view_like_itself(func: Callable[..., Any], param: Any) -> torch.Tensor:
         found: torch.Tensor = on_values(func, (param, param), {})
         return found
     _note_read(param.home.spec.name)
-    DATA.__set__(view, param.home.read().to(param.home.spec.wire_dtype))
+    DATA.__set__(view, param.home.read())
     view.__class__ = RecordedPart
     view.read = RecordedRead(param, view)  # type: ignore[attr-defined]
     return view
@@ -223,15 +223,12 @@ def _not_shared(home: Home) -> StreamError:
 
 
 class _Read(torch.autograd.Function):
-    """A read from the store that autograd records, so that a gradient reaches the tensor at rest.
-
-    A parameter is read in its wire dtype, a view of a parameter in the dtype of the master.
-    """
+    """A read from the store that autograd records, so that a gradient reaches the tensor at rest."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Any) -> torch.Tensor:
         values: torch.Tensor = leaf.selection(leaf.home.read())
-        return values if isinstance(leaf, PartAtRest) else values.to(leaf.home.spec.wire_dtype)
+        return values
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

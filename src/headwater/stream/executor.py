@@ -329,15 +329,14 @@ class Executor:
 def _recomputed_modules(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Stages]]:
     """Return the modules whose forwards run again in backward, each with the stages to bind meanwhile.
 
-    The parts of a divided block are recomputed with the whole block. Its forward may read weights of its
-    parts, and of other stages, directly.
+    The parts of a divided block are recomputed with the whole block. A forward may also read weights of other
+    stages directly: a head whose weight is that of the embedding.
     """
-    trace = plan.trace
     return [
         (
             model.get_submodule(stage.name),
-            trace.sites[stage.name] if stage.index in trace.members else (stage.index,),
+            tuple(sorted({stage.index, *plan.trace.sites.get(stage.name, ())})),
         )
-        for stage, policy in zip(trace.stages, plan.activations, strict=True)
+        for stage, policy in zip(plan.trace.stages, plan.activations, strict=True)
         if policy.is_recomputed and not plan.is_recomputed_inside(stage.index)
     ]

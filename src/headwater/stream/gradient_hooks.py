@@ -59,6 +59,7 @@ class GradientHooks:
         with ExitStack() as hooks:  # a hook that cannot be registered must not leave the others behind
             for key, param in binder.parameters():
                 if param.requires_grad:
+                    _make_gradients_in(store.spec(key).gradient_dtype, param)
                     hooks.callback(_register_first(param, self._hook(key, store.spec(key))).remove)
             self._registered = hooks.pop_all()
 
@@ -143,6 +144,13 @@ def _register_first(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
         del hooks[key]
         hooks[key] = others
     return handle
+
+
+def _make_gradients_in(dtype: torch.dtype, param: torch.Tensor) -> None:
+    """Make autograd convert the gradients of a parameter to a dtype, before it adds them and calls hooks."""
+    with torch._C.DisableTorchFunctionSubclass():  # the parameter is at rest
+        if param.grad_dtype != dtype:
+            param.grad_dtype = dtype
 
 
 def _taken_gradient(param: torch.Tensor) -> torch.Tensor | None:

@@ -37,6 +37,7 @@ def validate_run(init: CommonInitConfig, trainable: Trainable, batch_size: int) 
         optimizer=work.optimizer,
         precision=init.precision.precision,
         optimizer_state=init.backend.optimizer_state,
+        own_loop=False,
     )
 
 
@@ -71,4 +72,5 @@ def compile_run(init: CommonInitConfig, trainable: Trainable, batch_size: int) -
         compile_dir=init.backend.compile_dir or init.model_dir / "compile",
         device=device_of(init.backend),
         plan=plan,
+        own_loop=False,
     )

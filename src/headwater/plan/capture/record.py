@@ -25,7 +25,7 @@ from headwater.plan.capture.misfit import RefusedCall, check_loss, misfit
 from headwater.plan.capture.place import Locator, tensor_text
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.step_trace import Trace
-from headwater.plan.trace import trace_step
+from headwater.plan.trace import trace_step, widen_uncast
 from headwater.plan.trace_recorder import OperatorCall
 
 
@@ -105,6 +105,7 @@ def record_step(
     precision: Precision | None = None,
     *,
     loss_function: LossFunction = call_model,
+    own_loop: bool = False,
 ) -> StepRecord:
     """Run forward, loss and backward of one micro-batch on fake tensors, and record the operators.
 
@@ -113,6 +114,8 @@ def record_step(
         batch: tensors in any nesting (real, fake or meta; only shapes and dtypes matter).
         precision: precision of the run; fp32 if not given.
         loss_function: returns the scalar loss.
+        own_loop: send weights in the dtypes that a user's loop needs; see [Note: weights in fp32 under
+            autocast] in `plan/cast_reads.py`.
 
     Returns:
         The record.
@@ -123,11 +126,13 @@ def record_step(
     """
     precision = precision or Precision()
     partition = find_stages(model, precision)
-    recorder = _Recorder(model, partition, loss_function)
     with warnings.catch_warnings(record=True) as caught:
         # By default a warning that this process has shown before would be missing.
         warnings.simplefilter("always")
-        try:
+        if own_loop:
+            with _Recorder(model, partition, loss_function).explaining() as first:
+                partition = widen_uncast(partition, model, batch, precision, loss_function=first.loss)
+        with _Recorder(model, partition, loss_function).explaining() as recorder:
             trace = trace_step(
                 model,
                 batch,
@@ -136,13 +141,6 @@ def record_step(
                 partition=partition,
                 observer=recorder.observe,
             )
-        except HeadwaterError:
-            raise
-        except Exception as error:
-            problem = misfit(error, model, recorder.locator)
-            if problem is None:
-                raise
-            raise problem from error
     readers = _readers(trace, partition, {call.path for call in recorder.calls})
     return StepRecord(
         trace=trace,
@@ -195,6 +193,19 @@ class _Recorder:
             loss = self._loss_function(model, batch)
         check_loss(loss)
         return loss
+
+    @contextmanager
+    def explaining(self) -> Iterator[_Recorder]:
+        """Enter a context in which an error of the dry run becomes one that names module and source line."""
+        try:
+            yield self
+        except HeadwaterError:
+            raise
+        except Exception as error:
+            problem = misfit(error, self._model, self.locator)
+            if problem is None:
+                raise
+            raise problem from error
 
     @property
     def unused(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from headwater.core.stage import StageSpec
+from headwater.core.stage import ParamSpec, StageSpec
 from headwater.plan.step_trace import Trace
 from headwater.plan.types import StoreShare
 from headwater.store.layout import Encoding, encoding_of
@@ -60,17 +60,21 @@ def _bytes_of(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) ->
     updated = [param for param in stage.params if trained and param.requires_grad]
     elements = sum(param.stored_numel for param in updated)
     masters = sum(param.stored_numel * _MASTER_BYTES[encoding_of(param)] for param in stage.params)
-    state, gradient = elements * optimizer_state_bytes + masters, sum(param.wire_bytes for param in updated)
+    state, gradient = elements * optimizer_state_bytes + masters, sum(map(_gradient_bytes, updated))
     return StageBytes(
         slab=stage.slab_bytes,
         state=state,
         gradient=gradient,
         moved=2 * (stage.slab_bytes + state) + gradient if updated else 0,
         # Sums have at least fp32, but fp64 gradients are not rounded.
-        gradient_sum=sum(param.numel * max(FP32_BYTES, param.wire_dtype.itemsize) for param in updated),
+        gradient_sum=sum(max(param.numel * FP32_BYTES, _gradient_bytes(param)) for param in updated),
         trained=sum(param.numel for param in updated),
         elements=elements,
     )
+
+
+def _gradient_bytes(param: ParamSpec) -> int:
+    return param.numel * param.gradient_dtype.itemsize
 
 
 def counted_bytes(stages: Iterable[StageBytes], share: StoreShare) -> int:

@@ -141,7 +141,7 @@ class DiskBuffer(GradientBuffer):
         """Return a view of each parameter's gradient in `buffer`, which holds the bytes of the file."""
         views, offset = [], 0
         for param in stage.params:
-            dtype = self._dtype_of(param.wire_dtype)
+            dtype = self._dtype_of(param.gradient_dtype)
             count = param.numel * dtype.itemsize
             views.append(param.arranged(buffer[offset : offset + count].view(dtype)))
             offset += round_up(count, 64)
@@ -149,7 +149,7 @@ class DiskBuffer(GradientBuffer):
 
     def _span(self, stage: StageSpec) -> int:
         """Return the size in bytes of the gradient file of a stage."""
-        sizes = (param.numel * self._dtype_of(param.wire_dtype).itemsize for param in stage.params)
+        sizes = (param.numel * self._dtype_of(param.gradient_dtype).itemsize for param in stage.params)
         return round_up(sum(round_up(size, 64) for size in sizes))
 
     def put(self, stage: int, gradients: Gradients) -> None:

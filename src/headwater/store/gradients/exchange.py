@@ -36,7 +36,7 @@ class Exchange:
         self._link = link
         self._storage = storage
         self._dtypes = storage.sizes.dtypes
-        self._wire_dtypes = {key: stages[key[0]].params[key[1]].wire_dtype for key in self._dtypes}
+        self._made_dtypes = {key: stages[key[0]].params[key[1]].gradient_dtype for key in self._dtypes}
 
     def reduce(self, runs: Sequence[Runs]) -> None:
         """Replace the sums in this host's ranges by the totals over all hosts.
@@ -44,7 +44,7 @@ class Exchange:
         Args:
             runs: the ranges of each host, the same on every host.
         """
-        parts = self._pieces(runs, self._wire_dtypes)
+        parts = self._pieces(runs, self._made_dtypes)
         started = [self._start_reducing(part) for part in parts[:1]]
         for part, following in itertools.zip_longest(parts, parts[1:]):
             if following is not None:  # it is sent while this one is summed
@@ -72,8 +72,8 @@ class Exchange:
 
     def _start_reducing(self, runs: Sequence[Runs]) -> Callable[[], list[torch.Tensor]]:
         """Start to send each host its ranges. Return a function that waits for this host's values."""
-        num_bytes = _num_bytes(runs[self._link.host], self._wire_dtypes)
-        sent = [self._packed(its, self._wire_dtypes) for its in runs]
+        num_bytes = _num_bytes(runs[self._link.host], self._made_dtypes)
+        sent = [self._packed(its, self._made_dtypes) for its in runs]
         received = [torch.empty(num_bytes, dtype=torch.uint8) for _ in runs]
         finish = self._link.start_exchange(sent, received)
 
@@ -89,7 +89,7 @@ class Exchange:
         """Add the values that other hosts have sent to the sums in this host's ranges."""
         position = 0
         for key, start, stop in runs:
-            own, dtype = self._storage.read(key, start, stop), self._wire_dtypes[key]
+            own, dtype = self._storage.read(key, start, stop), self._made_dtypes[key]
             span = slice(position, position + own.numel() * dtype.itemsize)
             position = span.stop
             total = torch.zeros(own.numel(), dtype=torch.promote_types(own.dtype, torch.float32))

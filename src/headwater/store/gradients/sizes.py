@@ -32,10 +32,10 @@ class SumSizes:
             if param.requires_grad
         }
         self._numel = {key: spec.numel for key, spec in specs.items()}
-        self.dtypes = {key: dtype or spec.wire_dtype for key, spec in specs.items()}
+        self.dtypes = {key: dtype or spec.gradient_dtype for key, spec in specs.items()}
         arriving = Counter[int]()
         for (stage_index, _), spec in specs.items():
-            arriving[stage_index] += spec.numel * spec.wire_dtype.itemsize
+            arriving[stage_index] += spec.numel * spec.gradient_dtype.itemsize
         self.largest_gradient_bytes = max(arriving.values(), default=0)
 
     def numel(self, key: ParamKey) -> int:

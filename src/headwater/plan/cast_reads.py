@@ -1,0 +1,122 @@
+"""Which weights a forward under autocast reads only through a cast to 16 bits.
+
+[Note: weights in fp32 under autocast]
+Autocast casts fp32 weights to 16 bits where a matrix product or a convolution reads them. All other operators
+read them in fp32: an embedding, a product with a scale, a part of the forward that has left autocast. If each
+read of a weight is such a cast, the store can cast it once and send 16 bits, and all results have the bits of
+plain PyTorch. Any other weight must be sent in fp32. A dry run with fp32 weights tells them apart: below
+autocast, a cast is the operator `_to_copy`.
+
+The gradient of a cast weight is in 16 bits, and the backward of the cast converts it to fp32. Autocast casts
+a weight once in a forward, so gradients of several operators that read this copy are added in 16 bits first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from headwater.core.loss_function import LossFunction
+from headwater.core.stage import ParamSpec
+from headwater.plan.alive import memory_key
+from headwater.plan.partition import Partition
+from headwater.plan.stage_costs import operands
+
+if TYPE_CHECKING:
+    from headwater.plan.trace_recorder import OperatorCall
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+@final
+class CastReads:
+    """Observes the reads of weights in a dry run under autocast; see [Note: weights in fp32 under autocast].
+
+    `trace_step` gets its methods `loss` and `observe` as arguments.
+
+    Args:
+        partition: the stages.
+        loss_function: returns the scalar loss.
+        dtype: the dtype of autocast.
+    """
+
+    def __init__(self, partition: Partition, loss_function: LossFunction, dtype: torch.dtype) -> None:
+        self._partition = partition
+        self._loss_function = loss_function
+        self._dtype = dtype
+        self._cast: set[str] = set()  # parameters that an operator casts to 16 bits
+        self._as_they_are: set[str] = set()  # parameters that any other operator reads
+        self._shared: set[str] = set()  # parameters with a cast copy that several operators of a forward read
+        self._name_of_memory: dict[int, str] = {}
+        self._copies: dict[int, _Copy] = {}
+
+    @property
+    def observed(self) -> Partition:
+        """The stages for the dry run that is observed: it sends each weight in its own dtype."""
+        return _with_params(self._partition, _in_own_dtype)
+
+    @property
+    def result(self) -> Partition:
+        """The stages with the dtypes that weights and gradients need, after the dry run.
+
+        Wire dtypes of 16 bits stay only where the forward reads the weight through casts to this dtype alone.
+        """
+        return _with_params(self._partition, self._needed)
+
+    def _needed(self, param: ParamSpec) -> ParamSpec:
+        if param.name not in self._cast or param.name in self._as_they_are:
+            return _in_own_dtype(param)
+        return dataclasses.replace(param, full_gradient=param.name not in self._shared)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the loss. The parameters of the model are those of the dry run now."""
+        self._name_of_memory = {memory_key(param): name for name, param in model.named_parameters()}
+        return self._loss_function(model, batch)
+
+    def observe(self, call: OperatorCall) -> None:
+        """Note the weights that an operator reads. A view of a weight has the memory of the weight."""
+        if call.func.is_view:
+            return
+        casts = call.func is _CAST and call.out.dtype == self._dtype
+        for tensor in operands(call.args):
+            key = memory_key(tensor)
+            name, copy = self._name_of_memory.get(key), self._copies.get(key)
+            if name is not None:
+                (self._cast if casts else self._as_they_are).add(name)
+                if casts:
+                    self._copies[memory_key(call.out)] = _Copy(name, call.out)
+            elif copy is not None and not call.backward:
+                copy.num_reads += 1
+                if copy.num_reads > 1:
+                    self._shared.add(copy.name)
+
+
+@dataclasses.dataclass
+class _Copy:
+    """A copy of a weight in 16 bits.
+
+    Attributes:
+        name: the name of the parameter.
+        tensor: the copy, which is kept so that no other tensor gets its memory.
+        num_reads: operators of the forward that have read it.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    num_reads: int = 0
+
+
+def _in_own_dtype(param: ParamSpec) -> ParamSpec:
+    return dataclasses.replace(param, wire_dtype=param.dtype, full_gradient=False)
+
+
+def _with_params(partition: Partition, changed: Callable[[ParamSpec], ParamSpec]) -> Partition:
+    """Return the same stages with changed parameters."""
+    stages = (
+        dataclasses.replace(stage, params=tuple(map(changed, stage.params))) for stage in partition.stages
+    )
+    return dataclasses.replace(partition, stages=tuple(stages))

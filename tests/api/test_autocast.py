@@ -1,0 +1,236 @@
+"""Loops under autocast to bf16 compute the bits of plain PyTorch, whatever reads weights and gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import headwater as hw
+
+WIDTH, WORDS = 16, 50
+PLANS = {
+    "memory": {"tier": "memory"},
+    "disk": {"tier": "disk", "num_slabs": 2},
+    "recomputed": {"tier": "disk", "num_slabs": 2, "activations": "recompute"},
+}
+
+
+class Net(nn.Module):
+    """Embedding, three residual blocks, and a head. Embedding and norms read their weights in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def block(self):
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        hidden = self.words(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+class Tied(Net):
+    """The weight of the head, which autocast casts, is that of the embedding, which reads it in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.words.weight
+
+
+class LeavesAutocast(Net):
+    """Each block has a router that computes in fp32."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router = nn.Linear(WIDTH, 2)
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                shares = self.router(x.float()).softmax(-1)
+            return sum(shares[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+    def block(self):
+        return self.Block()
+
+
+class Scaled(Net):
+    """Each block has weights that are read by products of elements, by `cat`, and by products of matrices."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+            self.halves = nn.ParameterList(torch.randn(WIDTH // 2, WIDTH) / WIDTH for _ in range(2))
+            self.low, self.high = (nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH) for _ in range(2))
+
+        def forward(self, x):
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.scale
+            return F.linear(x, torch.cat(list(self.halves))) + x @ self.low @ self.high[:, :WIDTH]
+
+    def block(self):
+        return self.Block()
+
+
+class Shared(Net):
+    """Each block runs twice, so that autograd adds two gradients of a copy in bf16."""
+
+    def forward(self, x):
+        hidden = self.words(x)
+        for block in [*self.blocks, *self.blocks]:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        hidden = self.words(x)
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
+        return self.head(hidden)
+
+
+class Attention(Net):
+    def block(self):
+        return nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+
+
+def batch(step):
+    return torch.randint(0, WORDS, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten())
+
+
+def built(kind, plan, tmp_path):
+    """Return the model: plain PyTorch's if there is no plan."""
+    torch.manual_seed(0)
+    model = kind()
+    if plan is None:
+        return model
+    disk = {"disk": tmp_path} if PLANS[plan]["tier"] == "disk" else {}
+    return hw.compile(model, hw.backend("CSX", **PLANS[plan], **disk))
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def trained(model, step, optimizer=adamw):
+    """Train with `step(model, optimizer, number)`; return the numbers that it returns, and the weights."""
+    optimizer = optimizer(model.parameters())
+    seen = []
+    for number in range(4):
+        seen.append(step(model, optimizer, number))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(step, kind, plan, tmp_path, **options):
+    expected = trained(built(kind, None, tmp_path), step, **options)
+    model = built(kind, plan, tmp_path)
+    found = trained(model, step, **options)
+    assert found[0] == expected[0]
+    assert [name for name, value in expected[1].items() if not torch.equal(value, found[1][name])] == []
+    hw.release(model)
+
+
+def plain_step(model, optimizer, number):
+    loss = loss_of(model, batch(number))
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "kind",
+    [Net, Tied, LeavesAutocast, Scaled, Shared, Checkpointed, Attention],
+    ids=lambda kind: kind.__name__,
+)
+def test_each_weight_is_read_as_in_plain_pytorch(kind, plan, tmp_path):
+    assert_equal(plain_step, kind, plan, tmp_path)
+
+
+def clipped_norm(model, optimizer, number):
+    plain_step(model, optimizer, number)
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
+def changed_gradients(model, optimizer, number):
+    plain_step(model, optimizer, number)
+    for param in model.parameters():
+        param.grad.mul_(0.3).add_(param.detach(), alpha=1e-2)
+    return [str(param.grad.dtype) for param in model.parameters()]
+
+
+def accumulated(model, optimizer, number):
+    losses = [plain_step(model, optimizer, 3 * number + part) for part in range(3)]
+    return losses, nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def gradients_of_inputs(model, optimizer, number):
+    params = list(model.parameters())
+    gradients = torch.autograd.grad(loss_of(model, batch(number)), params)
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
+    return [str(gradient.dtype) for gradient in gradients]
+
+
+def penalized(model, optimizer, number):
+    loss = loss_of(model, batch(number))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss + 1e-2 * (model.head.weight.square().sum() + model.blocks[1][1].weight.abs().sum())
+    loss.backward()
+    return loss.item()
+
+
+def hooked(model, optimizer, number):
+    if number == 0:
+        for param in model.parameters():
+            param.register_hook(lambda gradient: gradient / gradient.norm())
+    return plain_step(model, optimizer, number)
+
+
+def evaluated(model, optimizer, number):
+    with torch.no_grad():
+        before = loss_of(model.eval(), batch(10 + number)).item()
+    model.train()
+    return before, plain_step(model, optimizer, number)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "step",
+    [clipped_norm, changed_gradients, accumulated, gradients_of_inputs, penalized, hooked, evaluated],
+    ids=lambda step: step.__name__,
+)
+def test_gradients_have_the_dtype_and_the_bits_of_plain_pytorch(step, plan, tmp_path):
+    assert_equal(step, Tied, plan, tmp_path)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["Adafactor", "SGD", "RMSprop"])
+def test_optimizers_compute_outside_of_autocast(name, plan, tmp_path):
+    # Adafactor has a matrix product, which autocast would round.
+    def optimizer(params):
+        return getattr(torch.optim, name)(params, lr=1e-2)
+
+    assert_equal(plain_step, Net, plan, tmp_path, optimizer=optimizer)
+
+
+def test_weights_that_are_only_cast_are_sent_in_bf16(tmp_path):
+    model = built(Tied, "memory", tmp_path)
+    plain_step(model, None, 0)
+    assert model.words.weight.dtype == torch.float32
+    assert model.blocks[0][0].weight.dtype == torch.float32
+    assert model.blocks[0][1].weight.dtype == torch.bfloat16
