@@ -34,7 +34,7 @@ int team(void) {
 }
 """
 FLAGS = ("-DNUMBER=7",)
-KERNELS = ("adam", "attention", "few_rows")
+KERNELS = ("adam", "attention", "few_rows", "masked_products")
 
 
 @pytest.fixture
@@ -86,6 +86,18 @@ def test_another_source_or_flag_is_another_library(source, folder):
     source.write_text(SOURCE.replace("return NUMBER", "return NUMBER + 1"))
     assert load(source, FLAGS, folder).number() == 8
     assert first.number() == 7 and len(list(folder.iterdir())) == 3
+
+
+def test_another_header_is_another_library(source, folder):
+    source.with_name("inner.h").write_text("#define INNER 1\n")
+    source.with_name("outer.h").write_text('#include "inner.h"\n')
+    source.write_text('#include "outer.h"\nint inner(void) { return INNER; }\n')
+    assert load(source, (), folder).inner() == 1
+    source.with_name("inner.h").write_text("#define INNER 2\n")
+    assert load(source, (), folder).inner() == 2
+    source.with_name("inner.h").unlink()
+    with pytest.raises(RunError, match=r"inner\.h: No such file"):
+        load(source, (), folder)
 
 
 def test_a_stored_library_needs_no_compiler(source, folder, monkeypatch):

@@ -31,6 +31,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -56,6 +57,8 @@ _FLAGS = (
     # An unknown function is an error of the linker here, and not a crash of the process that calls it.
     "-Wl,-z,defs",
 )
+_HEADER = re.compile(rb'^#include "(.+)"', re.MULTILINE)
+"""An included header of the package, which is beside the source. Other headers are in angle brackets."""
 _MOST_COMPILE_S = 120.0
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 # Names of lines in /proc/cpuinfo, on x86 and on ARM. With -march=native the code depends on the model too.
@@ -217,10 +220,10 @@ class _Build:
             RunError: if the source cannot be read.
         """
         try:
-            code = self.source.read_bytes()
+            code = _with_headers(self.source)
         except OSError as error:
             remedy = "install headwater again, so that this user can read its files"
-            raise RunError(f"{self.source}: {error.strerror}", remedy=remedy) from error
+            raise RunError(f"{error.filename}: {error.strerror}", remedy=remedy) from error
         command = "\0".join((os.environ.get(self.language.variable, ""), *self.flags, str(self.openmp)))
         whole = hashlib.sha256()
         for part in (code, command.encode(), _processor()):
@@ -243,6 +246,17 @@ class _Build:
             files = (str(self.source), *self.flags, str(self.openmp), "-lm", "-o", str(library))
             _run((*compiler, *files), _MOST_COMPILE_S)
             return library.read_bytes()
+
+
+def _with_headers(source: Path) -> bytes:
+    """Return the text of a source, and of the package's headers that it includes.
+
+    Raises:
+        OSError: if a file cannot be read.
+    """
+    code = source.read_bytes()
+    headers = (source.with_name(os.fsdecode(name)) for name in _HEADER.findall(code))
+    return b"".join((code, *map(_with_headers, headers)))
 
 
 def _run(command: Sequence[str], most_s: float) -> bytes:
@@ -345,12 +359,12 @@ def _processor_facts() -> Iterator[tuple[str, str]]:
 
 
 def source_digest(name: str) -> str:
-    """Return a short hash of a source of this package.
+    """Return a short hash of a source of this package, and of its headers.
 
     Args:
         name: name of the source in `headwater/native`, without `.c` or `.cpp`.
     """
-    return hashlib.sha256(_source(name).read_bytes()).hexdigest()[:12]
+    return hashlib.sha256(_with_headers(_source(name))).hexdigest()[:12]
 
 
 def processor_flags() -> frozenset[str]:

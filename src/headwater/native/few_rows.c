@@ -5,29 +5,12 @@
  *
  * Numbers are fp32 or bf16; sums are fp32. A number of the result is a sum in a fixed order: lane i of a vector
  * adds the products of k = i, i + LANES, ...; the lanes are added in pairs. So it depends neither on the number
- * of threads nor on the number of rows. A product and its sum are rounded once, if the processor can. The source
- * says so, and the compiler may not decide it (-ffp-contract=off): GCC decides differently for each number of rows
- * on processors where it avoids chains of such sums, such as a Zen 3.
+ * of threads nor on the number of rows.
  */
 
-#include <stdbool.h>
-#include <stdint.h>
-#include <string.h>
-#ifdef __FMA__
-#include <immintrin.h>
-#endif
-
-/* See `attention.c`: every copy of OpenMP has these functions. */
-void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
-int omp_get_num_threads(void);
-int omp_get_thread_num(void);
+#include "vectors.h"
 
 enum {
-#ifdef __AVX512F__
-    LANES = 16,
-#else
-    LANES = 8,
-#endif
     MOST_ROWS = 8,
     MOST_HALF_ROWS = 4,
     COLUMNS = 4,                 /* most columns of the weight that are read side by side */
@@ -37,12 +20,6 @@ enum {
     NUMBERS_OF_THREAD = 1 << 18, /* least numbers of the weight for a thread: it takes long to wake one */
 };
 
-#define INLINE static inline __attribute__((always_inline))
-
-typedef uint16_t bf16;
-typedef float vector __attribute__((vector_size(4 * LANES)));
-typedef float octet __attribute__((vector_size(32)));
-typedef float quartet __attribute__((vector_size(16)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef bf16 halves __attribute__((vector_size(2 * LANES)));
 
@@ -54,29 +31,8 @@ typedef struct {
     int32_t is_half; /* all numbers are bf16, of at most MOST_HALF_ROWS rows; if not, all are fp32 */
 } Product;
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-INLINE int64_t number_bytes(bool half) { return (int64_t)(half ? sizeof(bf16) : sizeof(float)); }
-
 INLINE const char *at(const void *numbers, int64_t place, bool half) {
     return (const char *)numbers + place * number_bytes(half);
-}
-
-/* Return left * right + sum. */
-INLINE vector fused(vector left, vector right, vector sum) {
-#if defined(__AVX512F__)
-    return (vector)_mm512_fmadd_ps((__m512)left, (__m512)right, (__m512)sum);
-#elif defined(__FMA__)
-    return (vector)_mm256_fmadd_ps((__m256)left, (__m256)right, (__m256)sum);
-#elif defined(__FP_FAST_FMAF)
-    for (int lane = 0; lane < LANES; lane++) {
-        sum[lane] = __builtin_fmaf(left[lane], right[lane], sum[lane]);
-    }
-    return sum;
-#else
-    return left * right + sum;
-#endif
 }
 
 INLINE vector widened(halves numbers) {
@@ -99,26 +55,8 @@ INLINE vector loaded(const void *numbers, int64_t place, int64_t count, bool hal
     return wide;
 }
 
-/* Write a number, rounded to the nearest, of two equally near ones to the even one. */
-INLINE void write_number(void *numbers, int64_t place, float number, bool half) {
-    if (!half) {
-        ((float *)numbers)[place] = number;
-        return;
-    }
-    uint32_t bits;
-    memcpy(&bits, &number, sizeof bits);
-    const bool is_nan = number != number;
-    ((bf16 *)numbers)[place] = is_nan ? 0x7fc0 : (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 INLINE float total(vector sums) {
-    octet eight;
-    memcpy(&eight, &sums, sizeof eight);
-    if (LANES == 16) {
-        octet upper;
-        memcpy(&upper, (const char *)&sums + sizeof sums - sizeof upper, sizeof upper);
-        eight += upper;
-    }
+    const octet eight = folded(sums);
     quartet four, upper;
     memcpy(&four, &eight, sizeof four);
     memcpy(&upper, (const char *)&eight + sizeof four, sizeof upper);
@@ -235,10 +173,8 @@ static void multiply(const Product *self, int64_t first, int64_t end) {
 /* Compute the part of one thread. */
 static void multiply_task(void *product) {
     const Product *self = product;
-    const int64_t blocks = (self->columns + COLUMNS - 1) / COLUMNS;
-    const int64_t number = omp_get_thread_num(), count = omp_get_num_threads();
-    multiply(self, blocks * number / count * COLUMNS,
-             least(blocks * (number + 1) / count * COLUMNS, self->columns));
+    const Part blocks = part_of_thread((self->columns + COLUMNS - 1) / COLUMNS);
+    multiply(self, blocks.first * COLUMNS, least(blocks.end * COLUMNS, self->columns));
 }
 
 /* Compute a product of few rows. */

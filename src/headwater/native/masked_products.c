@@ -13,35 +13,18 @@
  *            place. The list is made anew for each product, because that is cheap and masks change.
  *
  * Numbers are fp32 or bf16; sums are fp32. A number of a result is a sum in a fixed order, which does not depend on the
- * number of threads. A product and its sum are rounded once, if the processor can (see `few_rows.c`).
+ * number of threads.
  */
 
-#include <stdbool.h>
-#include <stdint.h>
-#include <string.h>
-#ifdef __FMA__
-#include <immintrin.h>
-#endif
-
-/* See `attention.c`: every copy of OpenMP has these functions. */
-void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
-int omp_get_num_threads(void);
-int omp_get_thread_num(void);
+#include "vectors.h"
 
 enum {
-#ifdef __AVX512F__
-    LANES = 16,
-#else
-    LANES = 8,
-#endif
     OCTET = 8,
     VECTORS = 8, /* of a tile's column: as many sums as it takes to keep the processor's adders busy */
     TILE_ROWS = VECTORS * LANES,
     PANEL = 32768 / (4 * TILE_ROWS),
     TOGETHER = 4, /* entries of a weight gradient whose lanes are added at once */
 };
-
-#define INLINE static inline __attribute__((always_inline))
 
 /* The chosen numbers of two octets, which are counted from 0 to 15. */
 #ifdef __clang__
@@ -50,10 +33,6 @@ enum {
 #define CHOSEN(left, right, ...) __builtin_shuffle(left, right, (octet_words){__VA_ARGS__})
 #endif
 
-typedef uint16_t bf16;
-typedef float vector __attribute__((vector_size(4 * LANES)));
-typedef float octet __attribute__((vector_size(32)));
-typedef float quartet __attribute__((vector_size(16)));
 typedef uint32_t octet_words __attribute__((vector_size(32)));
 typedef bf16 octet_halves __attribute__((vector_size(16)));
 
@@ -78,23 +57,10 @@ typedef struct {
     bool by_column; /* true: results are columns, panels divide `inner`; false: the opposite */
 } Call;
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 INLINE int64_t results(const Call *call) { return call->by_column ? call->product->columns : call->product->inner; }
 INLINE int64_t depth(const Call *call) { return call->by_column ? call->product->inner : call->product->columns; }
 INLINE int64_t panels(const Call *call) { return (depth(call) + PANEL - 1) / PANEL; }
 INLINE int64_t width_of(const Call *call, int64_t panel) { return least(PANEL, depth(call) - panel * PANEL); }
-
-/* The part of a thread: from the first number up to the second one. */
-typedef struct {
-    int64_t first, end;
-} Part;
-
-INLINE Part part_of_thread(int64_t count) {
-    const int64_t number = omp_get_thread_num(), threads = omp_get_num_threads();
-    return (Part){count * number / threads, count * (number + 1) / threads};
-}
 
 /* Numbers. */
 
@@ -133,22 +99,6 @@ INLINE void write_octet(void *numbers, int64_t place, octet wide, bool half) {
     const octet_words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     const octet_halves narrow = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), octet_halves);
     memcpy((bf16 *)numbers + place, &narrow, sizeof narrow);
-}
-
-/* Return left * right + sum. */
-INLINE vector fused(vector left, vector right, vector sum) {
-#if defined(__AVX512F__)
-    return (vector)_mm512_fmadd_ps((__m512)left, (__m512)right, (__m512)sum);
-#elif defined(__FMA__)
-    return (vector)_mm256_fmadd_ps((__m256)left, (__m256)right, (__m256)sum);
-#elif defined(__FP_FAST_FMAF)
-    for (int lane = 0; lane < LANES; lane++) {
-        sum[lane] = __builtin_fmaf(left[lane], right[lane], sum[lane]);
-    }
-    return sum;
-#else
-    return left * right + sum;
-#endif
 }
 
 INLINE vector vector_at(const float *numbers) {
@@ -405,16 +355,6 @@ static void multiply(const Product *self, bool by_column) {
 
 /* Weight gradient. */
 
-INLINE octet folded(vector sums) {
-    octet low, high = {0};
-    memcpy(&low, &sums, sizeof low);
-    if (LANES == 16) {
-        memcpy(&high, (const char *)&sums + sizeof sums - sizeof high, sizeof high);
-        low += high;
-    }
-    return low;
-}
-
 INLINE octet added_in_pairs(octet left, octet right) {
     return CHOSEN(left, right, 0, 2, 8, 10, 4, 6, 12, 14) +
            CHOSEN(left, right, 1, 3, 9, 11, 5, 7, 13, 15);
@@ -477,21 +417,10 @@ INLINE void add_columns(const Call *call, Part part, bool half) {
     }
 }
 
-INLINE void write_number(void *numbers, int64_t place, float number, bool half) {
-    if (!half) {
-        ((float *)numbers)[place] = number;
-        return;
-    }
-    bf16 narrow[OCTET];
-    write_octet(narrow, 0, number - (octet){0}, true);
-    ((bf16 *)numbers)[place] = narrow[0];
-}
-
 INLINE void write_columns(const Call *call, Part part, bool half) {
     const Product *self = call->product;
-    const int64_t bytes = half ? (int64_t)sizeof(bf16) : (int64_t)sizeof(float);
-    memset((char *)self->out + part.first * self->inner * bytes, 0,
-           (size_t)((part.end - part.first) * self->inner * bytes));
+    const int64_t column_bytes = self->inner * number_bytes(half);
+    memset((char *)self->out + part.first * column_bytes, 0, (size_t)((part.end - part.first) * column_bytes));
     for (int64_t panel = 0; panel < panels(call); panel++) {
         for (int64_t column = part.first; column < part.end; column++) {
             const int32_t *starts = self->starts + panel * self->columns + column;
