@@ -16,6 +16,9 @@ from headwater.core import attention, few_rows, native
 from headwater.core.attention import attention_kernel_available
 from headwater.core.few_rows import few_row_linear
 from headwater.core.native import load
+from headwater.sparsity import products
+from headwater.sparsity.masks import PackedMask
+from headwater.sparsity.products import MaskedProducts
 from headwater.store.native_adam import AdamKernel, AdamPiece, AdamSettings
 
 FLAGS = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
@@ -44,7 +47,7 @@ class Fences:
         self.maps = []
 
     def empty(self, shape, dtype):
-        count = torch.Size(shape).numel()
+        count = torch.Size(shape if isinstance(shape, tuple) else (shape,)).numel()
         num_bytes = count * dtype.itemsize
         pages = -(-num_bytes // mmap.PAGESIZE)
         memory = mmap.mmap(-1, (pages + 2) * mmap.PAGESIZE)
@@ -122,6 +125,35 @@ def multiply(rows, inner, columns, dtype, fences):
 @pytest.mark.parametrize("side", ["low", "high"])
 def test_a_product_of_few_rows_stays_inside_of_its_tensors(shape, dtype, side):
     assert exit_code_of_child(multiply, *shape, dtype, Fences(side)) == 0
+
+
+def multiply_masked(rows, inputs, outputs, share, dtype, fences):
+    """Compute the products of a masked layer between fences. Compare them with the usual ones."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)
+    x, weight, bias, gradient = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    mask = PackedMask(torch.rand(outputs, inputs, generator=generator) < share)
+    products._is_faster = lambda *_: True
+
+    def computed(mask, x, weight, bias, gradient):
+        ours = MaskedProducts(lambda: mask, lambda: False)
+        forward = ours.forward(x, weight, bias)
+        return forward, ours.input_gradient(gradient, weight), ours.weight_gradient(gradient, x)
+
+    usual = computed(mask, x, weight, bias, gradient)
+    products._library.cache_clear()
+    products.native_library = lambda name: load(native._SOURCES / f"{name}.c", FLAGS)
+    mask = PackedMask.of_bits(fences.copy(mask.bits), mask.shape)
+    arguments = list(map(fences.copy, (x, weight, bias, gradient)))
+    torch.empty = lambda shape, dtype, device: fences.empty(shape, dtype)  # the kernel's own memory
+    assert all(map(torch.equal, computed(mask, *arguments), usual))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8, 0.9), (65, 264, 24, 0.2), (130, 24, 264, 0.1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("side", ["low", "high"])
+def test_products_of_a_masked_layer_stay_inside_of_their_tensors(shape, dtype, side):
+    assert exit_code_of_child(multiply_masked, *shape, dtype, Fences(side)) == 0
 
 
 def write_past_the_end(fences):

@@ -1,5 +1,6 @@
 """Products of layers with a mask: the kernel compared with fp64 and with torch's products."""
 
+import functools
 from collections import Counter
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from headwater.models.layers.linear import Linear, LinearAfter, replace_products
+from headwater.models.layers.linear import Linear, LinearAfter, replaced_products
 from headwater.models.layers.products import linear
+from headwater.models.layers.replaced import replaced
 from headwater.sparsity import products
 from headwater.sparsity.masks import PackedMask
 from headwater.sparsity.products import MaskedProducts, largest_kept_share
@@ -118,11 +120,20 @@ def test_layers_use_the_products_until_they_are_restored(computed):
     mask, x, weight, bias, _ = drawn(100, 128, 64, 0.25)
     for layer in (nn.Linear(128, 64), Linear(128, 64)):
         layer.weight.data, layer.bias.data = weight, bias
-        restore = replace_products(layer, masked(mask))
-        torch.testing.assert_close(layer(x), F.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
-        assert computed.pop("masked_forward") == 1
-        restore()
+        with replaced([replaced_products(layer, masked(mask))]):
+            torch.testing.assert_close(layer(x), F.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+            assert computed.pop("masked_forward") == 1
         assert torch.equal(layer(x), F.linear(x, weight, bias)) and not computed
+
+
+def test_a_forward_that_the_user_has_replaced_is_left_alone():
+    mask, x, weight, _, _ = drawn(64, 128, 64, 0.25)
+    layer = nn.Linear(128, 64, bias=False)
+    layer.weight.data = weight
+    layer.forward = doubled = lambda input: F.linear(input, layer.weight) * 2
+    with replaced([replaced_products(layer, masked(mask))]):
+        assert torch.equal(layer(x), 2 * F.linear(x, weight))
+    assert layer.forward is doubled
 
 
 def test_a_layer_that_does_more_with_its_weight_is_left_alone():
@@ -131,8 +142,8 @@ def test_a_layer_that_does_more_with_its_weight_is_left_alone():
             return super().forward(input) * 2
 
     ours = masked(torch.ones(8, 8, dtype=torch.bool))
-    assert replace_products(Scaled(8, 8), ours) is None
-    assert replace_products(nn.LayerNorm(8), ours) is None
+    assert replaced_products(Scaled(8, 8), ours) is None
+    assert replaced_products(nn.LayerNorm(8), ours) is None
 
 
 @pytest.mark.parametrize("all_gradients", [False, True])
@@ -148,8 +159,8 @@ def test_gradients_are_those_of_the_plain_layer(after, all_gradients, computed):
         return torch.autograd.grad(loss, [inputs, layer.weight, layer.bias])
 
     theirs = gradients()
-    replace_products(layer, masked(mask, all_gradients=all_gradients))
-    ours = gradients()
+    with replaced([replaced_products(layer, masked(mask, all_gradients=all_gradients))]):
+        ours = gradients()
     names = ["masked_forward", "masked_input_gradient", "masked_weight_gradient"]
     assert computed == dict.fromkeys(names[: 2 if all_gradients else 3], 1)
     if not all_gradients:
@@ -157,6 +168,64 @@ def test_gradients_are_those_of_the_plain_layer(after, all_gradients, computed):
         theirs = (theirs[0], theirs[1] * mask, theirs[2])
     for found, right in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+
+
+def test_outputs_may_be_changed_in_place():
+    mask, x, weight, bias, _ = drawn(96, 128, 64, 0.25)
+    inputs, weight, found = x.view(4, 24, 128), weight.requires_grad_(), []
+    for multiply in (functools.partial(linear, masked(mask)), F.linear):
+        loss = multiply(inputs, weight, bias).relu_().square().sum()
+        found.append(torch.autograd.grad(loss, weight)[0] * mask)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)], ids=str)
+def test_a_batch_without_rows_has_zero_gradients(shape):
+    mask, _, weight, bias, _ = drawn(64, 64, 32, 0.25)
+    x, leaves = torch.empty(shape, requires_grad=True), [weight.requires_grad_(), bias.requires_grad_()]
+    output = linear(masked(mask), x, *leaves)
+    gradients = torch.autograd.grad(output.sum(), [x, *leaves])
+    assert output.shape == (*shape[:-1], 32) and [each.shape for each in gradients[1:]] == [(32, 64), (32,)]
+    assert not any(each.any() for each in gradients)
+
+
+def test_arguments_that_do_not_fit_get_torchs_errors():
+    mask, x, weight, bias, _ = drawn(64, 128, 64, 0.25)
+    ours = masked(mask)
+    for arguments in [
+        (x[:, :120], weight, bias),
+        (torch.cat([x, x], -1), weight, None),
+        (x[0, 0], weight, None),
+        (x, weight, bias[:32]),
+        (x, weight, bias.double()),
+    ]:
+        with pytest.raises(RuntimeError) as torchs:
+            F.linear(*arguments)
+        with pytest.raises(RuntimeError) as found:
+            ours.forward(*arguments)
+        assert str(found.value) == str(torchs.value)
+
+
+def test_a_bias_of_one_number_is_added_to_all_outputs():
+    mask, x, weight, bias, _ = drawn(64, 128, 64, 0.25)
+    assert torch.equal(masked(mask).forward(x, weight, bias[:1]), F.linear(x, weight, bias[:1]))
+
+
+def test_defaults_of_the_user_do_not_matter():
+    mask, x, weight, bias, gradient = drawn(300, 264, 520, 0.2)
+    ours, found = masked(mask), []
+    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.float64, "meta")):
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                forward = ours.forward(x, weight, bias)
+                found.append(
+                    (forward, ours.input_gradient(gradient, weight), ours.weight_gradient(gradient, x))
+                )
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
 
 
 def test_compilers_and_transforms_of_functions_see_torchs_product():
@@ -183,6 +252,15 @@ def test_small_and_unusual_products_are_torchs(monkeypatch):
     assert products._is_faster(PackedMask(mask), x, weight)
     assert not products._is_faster(PackedMask(mask), x, weight.double())
     assert not products._is_faster(PackedMask(mask), x.to("meta"), weight)
+    assert not products._is_faster(PackedMask(mask), torch._neg_view(x), weight)
+
+
+def test_without_the_kernel_a_mask_that_keeps_nothing_is_torchs_too(monkeypatch):
+    monkeypatch.undo()  # the real `_is_faster`
+    mask, x, weight, bias, _ = drawn(2048, 512, 512, 0.0)
+    monkeypatch.setattr(products, "_library", lambda: None)
+    monkeypatch.setattr(products, "largest_kept_share", products.largest_kept_share.__wrapped__)
+    assert torch.equal(masked(mask).forward(x, weight, bias), F.linear(x, weight, bias))
 
 
 def test_the_share_is_measured():

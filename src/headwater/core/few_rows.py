@@ -13,11 +13,12 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from headwater.core.modes import autocast_dtype, cast, is_transformed
 from headwater.core.native import native_library
+from headwater.core.plain import is_plain
 
 MOST_ROWS = 8
 """Largest number of rows of a product that the kernel computes."""
@@ -80,8 +81,8 @@ def _sees_operators() -> bool:
 def _is_supported(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None) -> bool:
     """True if the kernel can compute this call, whose input and bias are cast already."""
     return (
-        _is_plain(x)
-        and _is_plain(weight)
+        is_plain(x)
+        and is_plain(weight)
         and x.dtype == weight.dtype == (autocast or x.dtype)
         and x.dim() > 0
         and weight.dim() == 2
@@ -89,19 +90,9 @@ def _is_supported(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torc
         and 0 < x.numel() <= MOST_ROWS_OF_DTYPE.get(x.dtype, 0) * x.shape[-1]
         and weight.stride(1) == 1
         and x.is_contiguous()
-        and (bias is None or (_is_plain(bias) and bias.dtype == x.dtype and bias.is_contiguous()))
+        and (bias is None or (is_plain(bias) and bias.dtype == x.dtype and bias.is_contiguous()))
         # torch also accepts a bias of one number.
         and (bias is None or bias.shape == weight.shape[:1])
-    )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """True if the memory of a tensor holds its numbers: it is dense, and its sign is not changed lazily."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.is_cpu  # the name of its device takes ten times as long
-        and tensor.layout is torch.strided
-        and not tensor.is_neg()
     )
 
 

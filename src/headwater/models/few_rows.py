@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast, final
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headwater.core.few_rows import MOST_ROWS, few_row_linear, few_row_product_available
 from headwater.models.layers.experts import StackedLinear
 from headwater.models.layers.linear import Linear
+from headwater.models.layers.replaced import Replacement, replaced, replaced_forward
 
 
 @final
@@ -30,35 +29,14 @@ class FewRows:
     def __init__(self, model: object, device: torch.device) -> None:
         has_layers = isinstance(model, nn.Module) and device.type == "cpu" and few_row_product_available()
         modules = cast(nn.Module, model).modules() if has_layers else ()
-        self._replaced = [place for module in modules if (place := _replacement(module)) is not None]
+        self._replacements = list(filter(None, map(_replacement, modules)))
 
     def of(self, count: int) -> AbstractContextManager[None]:
         """Return a context for a pass that reads `count` tokens."""
-        return self._pass() if self._replaced and count <= MOST_ROWS else nullcontext()
-
-    @contextmanager
-    def _pass(self) -> Iterator[None]:
-        # Attributes of the object, without `nn.Module.__setattr__`, which takes ten times as long.
-        before = [(vars(module), name, function) for module, name, function in self._replaced]
-        before = [(own, name, function) for own, name, function in before if name not in own]
-        for own, name, function in before:
-            own[name] = function
-        try:
-            yield
-        finally:
-            for own, name, _ in before:
-                own.pop(name, None)
+        return replaced(self._replacements) if self._replacements and count <= MOST_ROWS else nullcontext()
 
 
-def _replacement(module: nn.Module) -> tuple[nn.Module, str, Any] | None:
-    """Return a layer, the attribute that computes its product, and the function to use there."""
+def _replacement(module: nn.Module) -> Replacement | None:
     if isinstance(module, Linear | StackedLinear):
-        return module, "multiply", few_row_linear
-    # A subclass of another library may do more in its forward.
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return module, "forward", functools.partial(_linear, module)
-    return None
-
-
-def _linear(module: nn.Linear, input: Tensor) -> Tensor:
-    return few_row_linear(input, module.weight, module.bias)
+        return Replacement(module, "multiply", few_row_linear)
+    return replaced_forward(module, few_row_linear)

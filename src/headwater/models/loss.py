@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 from headwater.core.buffers import large_empty, large_zeros
 from headwater.core.dry_run import counts_costs
 from headwater.core.half_products import add_product, multiply_into
-from headwater.models.workspace import WorkspacePool, is_plain
+from headwater.core.plain import is_plain
+from headwater.models.workspace import WorkspacePool
 
 WORKSPACES = WorkspacePool()
 """Pool that keeps the memory of the logits of one chunk between calls."""

@@ -7,14 +7,10 @@ import threading
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwater.core.buffers import large_empty, pools_keep
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """True if a tensor is in CPU memory and is neither a fake tensor nor another subclass."""
-    return tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
+from headwater.core.plain import is_plain
 
 
 class WorkspacePool:

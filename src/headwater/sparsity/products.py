@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from headwater.core.native import native_library
+from headwater.core.plain import is_plain
 from headwater.sparsity.masks import PackedMask
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _OCTET = 8  # inputs and outputs of a layer are multiples of this
+_MOST_KEPT = 2**31 - 1  # the kernel counts kept weights in 32 bits
 _FEWEST_ROWS = 64  # with fewer rows, listing the kept weights takes longer than their products
 _SMALLEST_FLOPS = 1 << 24  # of the dense product; below, the overhead of a call exceeds the gain
 _PROBE = (512, 512)  # rows of the timed products, and both sizes of their weight
@@ -52,10 +55,10 @@ class MaskedProducts:
         Returns:
             [..., outputs].
         """
-        mask, rows = self._mask(), x.reshape(-1, x.shape[-1])
-        if not _is_faster(mask, rows, weight) or (bias is not None and bias.dtype != x.dtype):
+        mask = self._mask()
+        if not _fits(mask, x, weight, bias) or not _is_faster(mask, x, weight):
             return F.linear(x, weight, bias)
-        return multiplied(mask, rows, weight, bias).view(*x.shape[:-1], mask.shape[0])
+        return multiplied(mask, x, weight, bias)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         """Return gradient · weight.
@@ -90,31 +93,44 @@ class MaskedProducts:
         return _product("masked_weight_gradient", mask, gradient, tuple(mask.shape), right=x)
 
 
-def multiplied(mask: PackedMask, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return rows · weight^T + bias by the kernel, which must be available.
+def multiplied(mask: PackedMask, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x · weight^T + bias by the kernel, which must be available.
 
     Args:
         mask: of the weight.
-        rows: [rows, inputs].
+        x: [..., inputs].
         weight: [outputs, inputs]; both sizes are multiples of 8.
         bias: [outputs]; nothing is added if it is not given.
 
     Returns:
-        [rows, outputs].
+        [..., outputs].
     """
-    return _product("masked_forward", mask, rows, (len(rows), mask.shape[0]), weight=weight, bias=bias)
+    # In the final shape: autograd refuses to change a view of a matrix that one of its functions returns.
+    return _product("masked_forward", mask, x, (*x.shape[:-1], mask.shape[0]), weight=weight, bias=bias)
+
+
+def _fits(mask: PackedMask, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """True if a mask and the arguments of a linear layer fit each other. For the others torch has errors."""
+    return (
+        weight.shape == mask.shape
+        and x.shape[-1:] == mask.shape[1:]
+        and (bias is None or (is_plain(bias) and bias.dtype == x.dtype and bias.shape == mask.shape[:1]))
+    )
 
 
 def _is_faster(mask: PackedMask, left: Tensor, right: Tensor) -> bool:
     """True if the kernel can compute a product of these factors, and is faster than torch."""
+    rows = math.prod(left.shape[:-1])
     return (
-        len(left) >= _FEWEST_ROWS
-        and 2 * len(left) * mask.shape.numel() >= _SMALLEST_FLOPS
+        rows >= _FEWEST_ROWS
+        and 2 * rows * mask.shape.numel() >= _SMALLEST_FLOPS
         and all(size % _OCTET == 0 for size in mask.shape)
         and left.dtype == right.dtype
         and left.dtype in _DTYPES
-        and all(type(each) in (Tensor, nn.Parameter) and each.is_cpu for each in (left, right))
-        and mask.count <= largest_kept_share(left.dtype) * mask.shape.numel()
+        and is_plain(left)
+        and is_plain(right)
+        and mask.count <= _MOST_KEPT
+        and mask.count < largest_kept_share(left.dtype) * mask.shape.numel()
     )
 
 
@@ -128,9 +144,9 @@ def largest_kept_share(dtype: torch.dtype) -> float:
     if _library() is None:
         return 0.0
     rows, size = _PROBE
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, size), (size, size)))
-    mask = PackedMask(torch.rand(size, size, generator=generator) < _PROBED_SHARE)
+    drawn = functools.partial(torch.rand, generator=torch.Generator().manual_seed(0), device="cpu")
+    x, weight = drawn(rows, size).to(dtype), drawn(size, size).to(dtype)
+    mask = PackedMask(drawn(size, size) < _PROBED_SHARE)
     # In turn: a change of the clock rate then affects both.
     times = [(_seconds(F.linear, x, weight), _seconds(multiplied, mask, x, weight)) for _ in range(6)]
     gain = min(torchs for torchs, _ in times) / min(ours for _, ours in times)
@@ -157,13 +173,14 @@ def _product(
     library, (outputs, inputs), threads = _library(), mask.shape, torch.get_num_threads()
     # Variables, because the kernel reads their memory: each may be a new tensor.
     factors = [None if each is None else each.contiguous() for each in (left, right, weight, bias)]
-    out = torch.empty(size, dtype=left.dtype)
-    starts = torch.empty(library.masked_starts(inputs, outputs), dtype=torch.int32)
-    places, values = torch.empty(mask.count, dtype=torch.uint8), torch.empty(mask.count)
-    scratch = torch.empty(threads * library.masked_scratch(inputs, outputs))
+    empty = functools.partial(torch.empty, device="cpu")  # the user may have set another default
+    out = empty(size, dtype=left.dtype)
+    starts = empty(library.masked_starts(inputs, outputs), dtype=torch.int32)
+    places, values = empty(mask.count, dtype=torch.uint8), empty(mask.count, dtype=torch.float32)
+    scratch = empty(threads * library.masked_scratch(inputs, outputs), dtype=torch.float32)
     product = _Product(
         *(None if each is None else each.data_ptr() for each in (*factors, mask.bits, out)),
-        *(len(left), inputs, outputs),
+        *(math.prod(left.shape[:-1]), inputs, outputs),
         *(each.data_ptr() for each in (starts, places, values, scratch)),
         threads,
         left.dtype == torch.bfloat16,

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -31,7 +31,7 @@ from headwater.trainer.evaluate import evaluate
 from headwater.trainer.interrupt import Interrupt, shielded
 from headwater.trainer.job import Batch, Job
 from headwater.trainer.options import options_by_name
-from headwater.trainer.sparse import start_sparse
+from headwater.trainer.sparse import SkippedWeights, start_sparse
 from headwater.trainer.state import RunState
 from headwater.trainer.waits import said_if_long
 
@@ -101,6 +101,9 @@ class Trainer:
         self._options = options_by_name(job)
         self._averages = MovingAverages(engine.store, job.trainable.averages)
         self._sparse = None if sparsifier is None else start_sparse(engine, sparsifier)
+        self._skipped: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
+        if sparsifier is not None and engine.plan.device == "cpu" and job.init.backend.fast_products:
+            self._skipped = SkippedWeights(engine.model, sparsifier).skipped
         self._note_masks()
 
     @property
@@ -124,11 +127,12 @@ class Trainer:
                 _first_step(self._engine.plan), self._engine.fabric
             )
             while self._between_steps(interrupt):
-                with said, self._products():
+                with said:
                     step = self._next_step(batches)
-                    report = self._engine.train_step(
-                        step.parts, step.update, self._before_commit, step.loss_weights
-                    )
+                    with self._skipped(step.update.step):
+                        report = self._engine.train_step(
+                            step.parts, step.update, self._before_commit, step.loss_weights
+                        )
                 said = nullcontext()
                 self._after_step(step, report)
             if self._callbacks.failure is not None:
@@ -150,13 +154,6 @@ class Trainer:
                 logger.warning("%s", later)
             raise
         self._end()
-
-    def _products(self) -> AbstractContextManager[None]:
-        """Return the context of the matrix products of a step."""
-        skips = self._engine.plan.device == "cpu" and self._job.init.backend.fast_products
-        if self._sparse is None or not skips:
-            return nullcontext()
-        return self._sparse.skipping_masked(self._engine.model)
 
     def _start_event(self) -> FitStart:
         engine = self._engine
@@ -203,10 +200,7 @@ class Trainer:
         parts: Sequence[Batch] = [None] * count
         if batch is not None:
             parts = list(self._job.trainable.micro_batches(batch, equal_part(batch, count)))
-        update = self._update()
-        if self._sparse is not None:
-            self._sparse.begin_step(update.step)
-        return _Step(start_ns, batch, parts, update, self._loss_weights(parts))
+        return _Step(start_ns, batch, parts, self._update(), self._loss_weights(parts))
 
     def _after_step(self, step: _Step, report: StepReport) -> None:
         """Update the state of the run after a step, and call the callbacks."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from headwater.models.layers.linear import replace_products
+from headwater.models.layers.linear import replaced_products
+from headwater.models.layers.replaced import Replacement, replaced
 from headwater.optim.catalog import require_elementwise
 from headwater.sparsity.products import MaskedProducts
 from headwater.sparsity.sparsifier import Part, Sparsifier
@@ -44,7 +45,6 @@ class SparseTraining:
         self._gathering = Gathering(store)
         keys = keys_by_name(store.stages)
         self._keys = {name: keys[name] for name in sparsifier.names}
-        self._needing_gradients = frozenset(self._keys)
 
     def begin(self) -> None:
         """Make the first masks, and mask the weights; some may have their masks since they were loaded."""
@@ -52,28 +52,6 @@ class SparseTraining:
             mask = self._sparsifier.begin(name, self._weight(name))
             prune(self._store, self._keys[name], self._sparsifier.packed(name), mask)
         self._gathering.release()
-
-    @contextmanager
-    def skipping_masked(self, model: nn.Module) -> Iterator[None]:
-        """Enter a context in which the linear layers of the model do not multiply masked weights."""
-        with ExitStack() as replaced:
-            for name in self._keys:
-                layer, _, parameter = name.rpartition(".")
-                if parameter != "weight":
-                    continue
-                mask = functools.partial(self._sparsifier.packed, name)
-                products = MaskedProducts(mask, functools.partial(self._needs_gradient, name))
-                restore = replace_products(model.get_submodule(layer), products)
-                if restore is not None:
-                    replaced.callback(restore)
-            yield
-
-    def begin_step(self, step: int) -> None:
-        """Note the number of the step whose gradients are computed next, from 1."""
-        self._needing_gradients = frozenset(self._sparsifier.needing_gradients(step))
-
-    def _needs_gradient(self, name: str) -> bool:
-        return name in self._needing_gradients
 
     def before_update(self, step: int) -> None:
         """Mask the gradients of a step. Called when all gradients are computed, before the update.
@@ -115,6 +93,39 @@ class SparseTraining:
     def state_dict(self) -> dict[str, Any]:
         """Return the masks as plain data and tensors."""
         return self._sparsifier.state_dict()
+
+
+@final
+class SkippedWeights:
+    """The linear layers of a model whose masked weights need not be multiplied in training steps.
+
+    Args:
+        model: the model.
+        sparsifier: the masks of its weights.
+    """
+
+    def __init__(self, model: nn.Module, sparsifier: Sparsifier) -> None:
+        self._sparsifier = sparsifier
+        self._needing_gradients = frozenset(sparsifier.names)
+        # Made once: other objects in each step would be other code for a compiler.
+        self._replacements = list(filter(None, (self._replacement(model, name) for name in sparsifier.names)))
+
+    def _replacement(self, model: nn.Module, name: str) -> Replacement | None:
+        layer, _, parameter = name.rpartition(".")
+        if parameter != "weight":
+            return None
+        products = MaskedProducts(
+            functools.partial(self._sparsifier.packed, name), lambda: name in self._needing_gradients
+        )
+        return replaced_products(model.get_submodule(layer), products)
+
+    def skipped(self, step: int) -> AbstractContextManager[None]:
+        """Return a context for a training step, from 1, in which the layers do not multiply masked weights.
+
+        A step that changes masks may need the gradients of masked weights. It computes these too.
+        """
+        self._needing_gradients = frozenset(self._sparsifier.needing_gradients(step))
+        return replaced(self._replacements)
 
 
 def start_sparse(engine: Engine, sparsifier: Sparsifier) -> SparseTraining:

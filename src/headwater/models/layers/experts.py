@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from headwater.config.models.common import Nonlinearity
 from headwater.models.layers.feed_forward import GATED, NONLINEARITIES, FeedForward
-from headwater.models.layers.linear import Linear, Multiply
+from headwater.models.layers.linear import Linear
+from headwater.models.layers.replaced import Multiply
 
 
 class StackedLinear(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,19 +14,16 @@ from torch.nn import functional as F
 
 from headwater.core.buffers import large_zeros
 from headwater.core.modes import autocast_dtype, cast, is_transformed
-from headwater.core.module_calls import replace_forward
+from headwater.core.plain import is_plain
 from headwater.models.layers.products import TORCH_PRODUCTS, Products, linear
-from headwater.models.workspace import is_plain
-
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Function of an input, a weight and a bias, as `torch.nn.functional.linear`."""
+from headwater.models.layers.replaced import Multiply, Replacement, replaced_forward
 
 
 class Linear(nn.Linear):
     """`nn.Linear` that draws no random numbers when it is made: its memory is uninitialised.
 
     Attributes:
-        products: compute the product and its backward; see `replace_products`.
+        products: compute the product and its backward; see `replaced_products`.
         multiply: computes the product if `products` are torch's; see `models/few_rows.py`.
     """
 
@@ -41,23 +39,19 @@ class Linear(nn.Linear):
         """Do nothing: `headwater.models.layers.initializers` sets the weights."""
 
 
-def replace_products(module: nn.Module, products: Products) -> Callable[[], None] | None:
-    """Replace the products of a linear layer.
+def replaced_products(module: nn.Module, products: Products) -> Replacement | None:
+    """Return the replacement of the products of a linear layer.
 
     Args:
         module: any module.
         products: the new products.
 
     Returns:
-        A function that restores the former ones; `None` if the module is not a linear layer, or its class may
-        do more with its weight.
+        The replacement; `None` if the module is not a linear layer, or its class may do more with its weight.
     """
     if isinstance(module, Linear):
-        module.products = products
-        return lambda: delattr(module, "products")
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return replace_forward(module, lambda input: linear(products, input, module.weight, module.bias))
-    return None
+        return Replacement(module, "products", products)
+    return replaced_forward(module, functools.partial(linear, products))
 
 
 class LinearAfter(Linear):

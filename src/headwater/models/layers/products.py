@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol, final
 
 import torch
@@ -45,6 +46,11 @@ class TorchProducts:
 TORCH_PRODUCTS = TorchProducts()
 
 
+def as_matrix(x: Tensor) -> Tensor:
+    """Return the rows of a tensor [..., columns] as a matrix, also if it has no elements."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def linear(products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `torch.nn.functional.linear` of the arguments, computed by other products.
 
@@ -79,7 +85,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows = as_matrix(gradient)
         grad_x = ctx.products.input_gradient(rows, weight).view_as(x) if needs_x else None
-        grad_weight = ctx.products.weight_gradient(rows, x.reshape(-1, x.shape[-1])) if needs_weight else None
+        grad_weight = ctx.products.weight_gradient(rows, as_matrix(x)) if needs_weight else None
         return None, grad_x, grad_weight, rows.sum(0) if needs_bias else None
