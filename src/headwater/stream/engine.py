@@ -101,7 +101,7 @@ class Engine:
             made.callback(self._restore_forwards)
             self._binder = _make_binder(model, plan, self.store, self._device, weights)
             self._adopt_all(initial)
-            share = 1 / fabric.size if options.user_loop else 1.0  # `train_step` divides the loss itself
+            factor = 1 / fabric.size if options.user_loop else 1.0  # `train_step` divides the loss itself
             self.executor = Executor(
                 model,
                 plan,
@@ -109,7 +109,7 @@ class Engine:
                 self._binder,
                 weights,
                 self._device,
-                share,
+                factor,
                 compiled=options.compile_blocks,
             )
             made.callback(self.executor.close)
@@ -166,7 +166,7 @@ class Engine:
         micro_batches: Sequence[Any],
         update: Update,
         before_commit: Callable[[Update], None] = lambda update: None,
-        shares: Sequence[float] | None = None,
+        loss_weights: Sequence[float] | None = None,
     ) -> StepReport:
         """Run one optimizer step. Its loss is the weighted mean of the losses of the micro-batches.
 
@@ -176,8 +176,8 @@ class Engine:
             update: step number, learning rate, clipping.
             before_commit: called after all gradients are computed, and before their norm is computed. It may
                 change gradients and weights in the store.
-            shares: the weight of each micro-batch in the loss; the sum over all ranks is 1. Equal weights if
-                not given.
+            loss_weights: the weight of each micro-batch in the loss; the sum over all ranks is 1. Equal
+                weights if not given.
 
         Returns:
             The report of the step.
@@ -199,7 +199,7 @@ class Engine:
             self.store.begin_step()
         # Outermost, so that errors of a GPU reach it as errors of this package.
         with nullcontext() if early is None else early.step(update), _errors(self.plan.device):
-            return self._step.run(micro_batches, update, before_commit, shares)
+            return self._step.run(micro_batches, update, before_commit, loss_weights)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Return the loss of a batch, computed without gradients. The caller sets train or eval mode."""

@@ -43,7 +43,7 @@ class Executor:
         binder: owns the model's parameters.
         weights: provides stages on the device.
         device: the device that computes.
-        share: every gradient is multiplied by this factor before it is added to the store.
+        gradient_factor: every gradient is multiplied by this factor before it is added to the store.
         compiled: true if blocks of the model are compiled.
     """
 
@@ -55,7 +55,7 @@ class Executor:
         binder: Binder,
         weights: Weights,
         device: Device,
-        share: float = 1.0,
+        gradient_factor: float = 1.0,
         *,
         compiled: bool = False,
     ) -> None:
@@ -93,7 +93,7 @@ class Executor:
             copies = None if device.reads_host else GradientCopies(store, device, self._arena)
             if copies is not None:
                 made.callback(copies.close)
-            self._gradients = GradientHooks(binder, store, weights, self._backward, copies, share)
+            self._gradients = GradientHooks(binder, store, weights, self._backward, copies, gradient_factor)
             made.callback(self._gradients.remove)
             self._recomputed = RecomputedForwards(
                 _recomputed_modules(model, plan),

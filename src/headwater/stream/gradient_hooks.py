@@ -38,7 +38,7 @@ class GradientHooks:
         weights: has the statistics, which count the bytes of gradients.
         copies: brings gradients to the place of their sums; `None` if they are computed there.
         backward: is notified that a backward runs.
-        share: every gradient is multiplied by this factor; 1 / ranks makes the sum over ranks a mean.
+        factor: every gradient is multiplied by it; 1 / ranks makes the sum over ranks a mean.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class GradientHooks:
         weights: Weights,
         backward: BackwardWatch,
         copies: GradientCopies | None,
-        share: float,
+        factor: float,
     ) -> None:
         self._store = store
         self._copies = copies
         self._weights = weights
         self._backward = backward
-        self._share = share
+        self._factor = factor
         self.last_micro_batch = store.in_backward is None
         with ExitStack() as hooks:  # a hook that cannot be registered must not leave the others behind
             for key, param in binder.parameters():
@@ -99,8 +99,8 @@ class GradientHooks:
             # autograd gave the gradient the strides of the placeholder. A norm adds in the order of memory,
             # so other strides would change its last bits.
             gradient = spec.like_the_parameter(gradient)
-        if self._share != 1.0:
-            gradient *= self._share
+        if self._factor != 1.0:
+            gradient *= self._factor
         if self._copies is not None and not gradient.is_sparse:
             self._copies.send(key, gradient, last=self.last_micro_batch)
             return

@@ -75,7 +75,7 @@ class MicroBatches:
             self._part = functools.partial(part_of_batch, self._gather_parts, fabric.rank)
         self._asks_for_whole = False  # true once the model has asked for values of all ranks' parts
 
-    def train(self, batch: Any, update: Update, index: int, count: int, share: float | None) -> float:
+    def train(self, batch: Any, update: Update, index: int, count: int, weight: float | None) -> float:
         """Run forward and backward of a micro-batch. Its gradients are added in the store.
 
         Args:
@@ -83,7 +83,7 @@ class MicroBatches:
             update: the step.
             index: number of the micro-batch in the step.
             count: number of micro-batches of the step on each rank.
-            share: weight of this loss in the loss of the step; 1 / (micro-batches of all ranks) if `None`.
+            weight: of this loss in the loss of the step; 1 / (micro-batches of all ranks) if `None`.
 
         Returns:
             The loss.
@@ -99,8 +99,8 @@ class MicroBatches:
             if update.loss_scale != 1.0:
                 loss = loss * update.loss_scale
             parts = count * self._fabric.num_csx
-            if share is not None:
-                loss = loss * share
+            if weight is not None:
+                loss = loss * weight
             elif parts > 1:
                 loss = loss / parts
             with self._part():

@@ -77,12 +77,12 @@ class TrainStep:
         batches: Sequence[Any],
         update: Update,
         before_commit: Callable[[Update], None],
-        shares: Sequence[float] | None,
+        loss_weights: Sequence[float] | None,
     ) -> StepReport:
         """Run one step, after `WeightStore.begin_step`; see `Engine.train_step`."""
         begin = time.perf_counter_ns()
         with RECORDER.span(COMPUTE):
-            report = self._run(batches, update, before_commit, shares)
+            report = self._run(batches, update, before_commit, loss_weights)
         end = time.perf_counter_ns()
         thread = RECORDER.lane().thread
         times = busy_times(RECORDER.events(begin, end), begin, end, thread, self._fetches)
@@ -93,13 +93,13 @@ class TrainStep:
         batches: Sequence[Any],
         update: Update,
         before_commit: Callable[[Update], None],
-        shares: Sequence[float] | None,
+        loss_weights: Sequence[float] | None,
     ) -> StepReport:
         statistics = self._executor.begin(len(batches))
         with ExitStack() as unless_applied:
             # The forward may put values into BatchNorm statistics that are not finite.
             unless_applied.callback(self._buffers.remember())
-            loss, refusal = self._accumulate(batches, update, shares)
+            loss, refusal = self._accumulate(batches, update, loss_weights)
             # Before any other collective: all ranks raise here, or none does, so none waits for another.
             losses = self._agree(loss, refusal, update)
             before_commit(update)
@@ -116,7 +116,7 @@ class TrainStep:
         )
 
     def _accumulate(
-        self, batches: Sequence[Any], update: Update, shares: Sequence[float] | None
+        self, batches: Sequence[Any], update: Update, loss_weights: Sequence[float] | None
     ) -> tuple[float, NonFiniteError | None]:
         """Run forward and backward of every micro-batch on this rank.
 
@@ -129,20 +129,20 @@ class TrainStep:
         total, count = 0.0, len(batches)
         refusal: NonFiniteError | None = None
         for index, batch in enumerate(batches):
-            share = None if shares is None else shares[index]
+            weight = None if loss_weights is None else loss_weights[index]
             if not self._fabric.computes:
                 self._store.end_micro_batch()
                 continue
             if refusal is None:
                 try:
-                    loss = self._micro_batches.train(batch, update, index, count, share)
+                    loss = self._micro_batches.train(batch, update, index, count, weight)
                 except NonFiniteError as error:
                     # A single rank keeps no other rank waiting.
                     if self._fabric.size == 1:
                         raise
                     refusal = error
                 else:  # the end of its backward has called `end_micro_batch`
-                    total += loss if share is None else loss * share * count * self._fabric.num_csx
+                    total += loss if weight is None else loss * weight * count * self._fabric.num_csx
                     continue
             else:
                 # Other ranks may wait for this rank's rows of the whole batch.
