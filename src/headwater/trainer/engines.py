@@ -32,7 +32,6 @@ def open_engine(
     init: CommonInitConfig,
     trainable: Trainable,
     work: Workload,
-    disk: Path | None,
     *,
     blank: bool,
     show: Callable[[Plan], None] = lambda plan: None,
@@ -45,7 +44,6 @@ def open_engine(
         init: the params.
         trainable: the model with its loss.
         work: the batch and the optimizer.
-        disk: folder of the disk tier.
         blank: initialize with zeros, since a checkpoint will replace the parameters.
         show: called with the plan before anything is allocated.
         fabric: the ranks that train together.
@@ -54,7 +52,7 @@ def open_engine(
     Yields:
         The engine.
     """
-    device = device_of(init.backend)
+    device, disk = device_of(init.backend), disk_folder(init.backend)
 
     def rates() -> Calibration | None:
         return calibrate(
@@ -173,7 +171,7 @@ def trained_model(
     checkpoints = CheckpointManager(init.model_dir)
     with open_loaded(
         lambda: fabric.agree(lambda: find_trained(checkpoint, checkpoints, init.model_dir), Start),
-        lambda _: open_engine(init, trainable, work, disk_folder(init.backend), blank=True, fabric=fabric),
+        lambda _: open_engine(init, trainable, work, blank=True, fabric=fabric),
         lambda engine, start: start.load(engine, names=names or (lambda name: (name,))),
         checkpoints,
         fabric,

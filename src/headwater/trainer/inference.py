@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from headwater.api.engines import disk_folder
 from headwater.config.models.decoder import DecoderConfig
 from headwater.config.models.encoder import BertConfig
 from headwater.config.models.huggingface import HuggingFaceConfig
@@ -198,7 +197,7 @@ def _opened(
     if _has_library_weights(config, inference.checkpoint):
         # This comes before the plan, because an error about the weights says more than one about the plan.
         trainable.check_initial()
-        opened = open_engine(init, trainable, work, disk_folder(init.backend), blank=False, fabric=fabric)
+        opened = open_engine(init, trainable, work, blank=False, fabric=fabric)
     else:
         names = policy_names if isinstance(config.init.model, DPOConfig) else None
         opened = trained_model(init, trainable, work, inference.checkpoint, names=names, fabric=fabric)

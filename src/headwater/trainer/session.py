@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 
-from headwater.api.engines import disk_folder
 from headwater.config.data import DataConfig
 from headwater.config.run import CommonInitConfig, RunConfig
 from headwater.core.errors import ConfigError
@@ -197,7 +196,6 @@ def _started(
             init,
             trainable,
             work,
-            disk_folder(init.backend),
             blank=blank,
             show=lambda plan: check_and_show(plan, start),
             fabric=fabric,
