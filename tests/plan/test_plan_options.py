@@ -66,7 +66,6 @@ def test_a_plan_for_the_allocator_of_the_system_needs_no_ranges(monkeypatch):
 def test_a_given_folder_replaces_that_of_the_disk_tier():
     backend = BackendConfig.model_validate({"disk": {"path": "/tier"}})
     assert resources_of(backend).disk == Path("/tier")
-    assert resources_of(backend, Path("/other")).disk == Path("/other")
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class Planner:
                 precision=precision,
                 optimizer_state_bytes=updaters.state_bytes(config.optimizer_state),
                 update_kind=updaters.update_kind_on(self.device),
-                resources=resources_of(config, disk),
+                resources=resources_of(config),
                 device=self.device,
                 calibration=calibrate(self.device, disk, fast_products=config.fast_products),
                 fixed=fixed_by(config, trace.micro_batch_size),

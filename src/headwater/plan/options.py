@@ -238,18 +238,13 @@ def check_gpu(backend: BackendOptions, *, where: str) -> None:
         )
 
 
-def resources_of(backend: BackendOptions, disk: Path | None = None) -> Resources:
-    """Return the resource limits of a backend.
-
-    Args:
-        backend: the options.
-        disk: replaces the folder of the disk tier.
-    """
+def resources_of(backend: BackendOptions) -> Resources:
+    """Return the resource limits of a backend."""
     given = backend.disk
     return Resources(
         device_memory=backend.device_memory,
         host_memory=backend.host_memory,
-        disk=disk or (given.path if given else None),
+        disk=given.path if given else None,
         disk_bytes=given.size if given else None,
     )
 

@@ -68,7 +68,6 @@ def open_engine(
             plan_run,
             init,
             trainable,
-            disk=disk,
             calibration=rates() if measured else None,
             placement=fabric.placement,
             ranks=fabric.local_size,

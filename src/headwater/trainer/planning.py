@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -147,7 +146,6 @@ def plan_run(
     trainable: Trainable,
     work: Workload,
     *,
-    disk: Path | None = None,
     calibration: Calibration | None = None,
     placement: Placement = ONE_RANK,
     ranks: int | None = None,
@@ -159,7 +157,6 @@ def plan_run(
         init: the params.
         trainable: the model with its loss.
         work: the step to plan.
-        disk: folder of the disk tier; that of the params if not given.
         calibration: rates of the machine.
         placement: the ranks that train together.
         ranks: number of ranks that share this machine's budgets; all if not given.
@@ -169,7 +166,7 @@ def plan_run(
         ConfigError: if the params request resources that do not exist.
         DoesNotFitError: if a budget is too small.
     """
-    request = plan_request(init, trainable, work, device_of(init.backend), disk)
+    request = plan_request(init, trainable, work, device_of(init.backend))
     with noticed("planning") as activity:
 
         def told(trace_for: TraceFor) -> TraceFor:
@@ -199,9 +196,7 @@ def plan_run(
     return dataclasses.replace(plan, placement=placement)
 
 
-def plan_request(
-    init: CommonInitConfig, trainable: Trainable, work: Workload, device: str, disk: Path | None = None
-) -> PlanRequest:
+def plan_request(init: CommonInitConfig, trainable: Trainable, work: Workload, device: str) -> PlanRequest:
     """Return the request for a plan of `work`, for one rank.
 
     Args:
@@ -209,7 +204,6 @@ def plan_request(
         trainable: the model with its loss.
         work: the step to plan.
         device: `cpu` or `cuda`.
-        disk: folder of the disk tier; that of the params if not given.
 
     Returns:
         The request.
@@ -225,7 +219,7 @@ def plan_request(
         precision=usable_precision(init.precision.precision, device),
         optimizer_state_bytes=optimizer_state_bytes(work.optimizer, stored=init.backend.optimizer_state),
         update_kind=work.optimizer.update_kind_on(device),
-        resources=resources_of(init.backend, disk),
+        resources=resources_of(init.backend),
         device=device,
         fixed=fixed,
         data_workers=work.data_workers,
