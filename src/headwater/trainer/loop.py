@@ -61,7 +61,7 @@ class Trainer:
     """Trains a run from its current step to its last one.
 
     Attributes:
-        state: current state of the run.
+        state: current state of the run, without the masks of sparse training.
         validation: the last evaluation of this process, by data set.
         end_step: its last step.
         leads: True on the rank that writes checkpoints and logs.
@@ -104,7 +104,6 @@ class Trainer:
         self._skipped: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
         if sparsifier is not None and engine.plan.device == "cpu" and job.init.backend.fast_products:
             self._skipped = SkippedWeights(engine.model, sparsifier).skipped
-        self._note_masks()
 
     @property
     def plan(self) -> Plan:
@@ -259,11 +258,6 @@ class Trainer:
     def _before_commit(self, update: Update) -> None:
         if self._sparse is not None:
             self._sparse.before_update(update.step)
-            self._note_masks()
-
-    def _note_masks(self) -> None:
-        if self._sparse is not None:
-            self.state = dataclasses.replace(self.state, masks=self._sparse.state_dict())
 
     def _update(self) -> Update:
         """Return the update of the next step. Steps count from 1, schedules from 0."""
@@ -325,9 +319,13 @@ class Trainer:
             self._checkpoints.save_elsewhere(self._engine.store)
             self._saved_step = self.state.step
             return
-        buffers = persistent_buffers(self._engine.model)
+        # The masks are not kept in `self.state`, where an older one would stay in memory.
+        masks = self.state.masks if self._sparse is None else self._sparse.state_dict()
         path = self._checkpoints.save(
-            self._engine.store, self.state.step, self.state.to_dict(), buffers=buffers
+            self._engine.store,
+            self.state.step,
+            dataclasses.replace(self.state, masks=masks).to_dict(),
+            buffers=persistent_buffers(self._engine.model),
         )
         self._saved_step = self.state.step
         self._callbacks.tell(lambda callback: callback.on_checkpoint(self.state.step, path))
