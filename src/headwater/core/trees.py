@@ -71,6 +71,17 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return list(_tensors_in(tree))
 
 
+def operands(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among an operator's arguments or results, which are nested only in sequences."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += operands(value)
+    return found
+
+
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in `tree`. Unlike `map_tensors`, this makes no new containers."""
     for leaf in tree_leaves(tree):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -16,7 +17,13 @@ def has_storage(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_nested or tensor.layout is not torch.strided or tensor._is_zerotensor():
         return False
-    return not is_traceable_wrapper_subclass(tensor)
+    return not _is_wrapper(type(tensor))
+
+
+@functools.lru_cache(maxsize=256)  # limited, because a program may make classes without end
+def _is_wrapper(kind: type[torch.Tensor]) -> bool:
+    """True for a class whose tensors only hold others."""
+    return is_traceable_wrapper_subclass_type(kind)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:

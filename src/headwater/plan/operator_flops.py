@@ -32,30 +32,64 @@ class OperatorFlops(NamedTuple):
     kernel_attention: int = 0
 
 
+Counter = Callable[[tuple[Any, ...], dict[str, Any], Any], OperatorFlops]
+"""A function (args, kwargs, out) -> operations of one call of an operator."""
+
+_NONE = OperatorFlops(0)
+
+
 def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorFlops:
     """Return the operations of a call; none if neither torch nor this module can count them."""
+    counter = _counter(func)
+    return _NONE if counter is None else counter(args, kwargs, out)
+
+
+@functools.cache
+def _counter(func: Any) -> Counter | None:
+    """Return the function that counts the operations of an operator; `None` if they cannot be counted."""
     packet = func._overloadpacket
     if func.name() == _KERNEL:
-        query, key, value, is_causal = args[:4]
-        count = _attention(query, key, value, is_causal=is_causal, products=(1, 1))
-        return OperatorFlops(count, kernel_attention=count)
+        return _of_kernel
     if func.name() == _KERNEL_BACKWARD:
-        # Over the size of keys: the scores again, and the gradients of query and key. Over that of values:
-        # the gradients of value and of the weights.
-        _, query, key, value, _, _, is_causal = args[:7]
-        count = _attention(query, key, value, is_causal=is_causal, products=(3, 2))
-        return OperatorFlops(count, kernel_attention=count)
+        return _of_kernel_backward
     if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
-        count = _attention(*args, products=(1, 1), **kwargs)
-        return OperatorFlops(count, count)
+        return _of_attention
     if packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        _, query, key, value, _, _, dropout_p, is_causal = args[:8]
-        count = _attention(query, key, value, dropout_p, is_causal, products=(3, 2))
-        return OperatorFlops(count, count)
-    counter = _torch_counter(packet)
-    count = 0 if counter is None else counter(*args, **kwargs, out_val=out)
-    is_attention = "attention" in packet.__name__
-    return OperatorFlops(count, count if is_attention else 0)
+        return _of_attention_backward
+    count = _torch_counter(packet)
+    if count is None:
+        return None
+
+    def of_torch(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorFlops:
+        flops = count(*args, **kwargs, out_val=out)
+        return OperatorFlops(flops, flops if "attention" in packet.__name__ else 0)
+
+    return of_torch
+
+
+def _of_kernel(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorFlops:
+    query, key, value, is_causal = args[:4]
+    count = _attention(query, key, value, is_causal=is_causal, products=(1, 1))
+    return OperatorFlops(count, kernel_attention=count)
+
+
+def _of_kernel_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorFlops:
+    # Over the size of keys: the scores again, and the gradients of query and key. Over that of values:
+    # the gradients of value and of the weights.
+    _, query, key, value, _, _, is_causal = args[:7]
+    count = _attention(query, key, value, is_causal=is_causal, products=(3, 2))
+    return OperatorFlops(count, kernel_attention=count)
+
+
+def _of_attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorFlops:
+    count = _attention(*args, products=(1, 1), **kwargs)
+    return OperatorFlops(count, count)
+
+
+def _of_attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorFlops:
+    _, query, key, value, _, _, dropout_p, is_causal = args[:8]
+    count = _attention(query, key, value, dropout_p, is_causal, products=(3, 2))
+    return OperatorFlops(count, count)
 
 
 def temporary_bytes(func: Any, args: tuple[Any, ...]) -> int:
@@ -102,7 +136,6 @@ def _attention(
     return 2 * batch * heads * pairs * (products[0] * size + products[1] * value.shape[-1])
 
 
-@functools.cache
 def _torch_counter(operator: Any) -> Callable[..., int] | None:
     """Return torch's function that counts an operator's operations; `None` if torch cannot.
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from headwater.core.buffers import LARGE_BLOCK_BYTES
+from headwater.core.trees import operands
 from headwater.plan.alive import AliveTensors, held_bytes, memory_key, num_bytes
 from headwater.plan.operator_flops import operator_flops, temporary_bytes
 from headwater.plan.recipes import Recipes
@@ -105,7 +105,8 @@ class StageCosts:
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
         """Count an operator; return its floating-point operations."""
         cost = self._costs[self.current]
-        cost.transient_bytes = max(cost.transient_bytes, self._bytes_beside(func, args, out))
+        made = operands((out,))
+        cost.transient_bytes = max(cost.transient_bytes, self._bytes_beside(func, args, made))
         flops = operator_flops(func, args, kwargs, out)
         if self._depth and not self.in_backward:
             self._recipes.note(func, args, kwargs, out)
@@ -113,7 +114,7 @@ class StageCosts:
         phase.flops += flops.whole
         phase.attention_flops += flops.attention
         phase.kernel_attention_flops += flops.kernel_attention
-        phase.new_bytes += _new_bytes(func, (args, kwargs), out)
+        phase.new_bytes += _new_bytes(func, args, kwargs, made)
         phase.operators += 1
         return flops.whole
 
@@ -130,39 +131,29 @@ class StageCosts:
         """
         return dataclasses.replace(self._costs[stage], recomputable=recomputable)
 
-    def _bytes_beside(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+    def _bytes_beside(self, func: Any, args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> int:
         """Return the bytes of temporary tensors while this operator runs.
 
         In inference these are the bytes of all living tensors. In training they are the bytes of the
         operator's results and temporary tensors only, because most living tensors are saved by autograd and
         counted in `save`.
         """
-        tensors = operands(out)
         if not self._inference:
-            return 0 if func.is_view else sum(map(num_bytes, tensors)) + temporary_bytes(func, args)
-        for tensor in tensors:
+            return 0 if func.is_view else sum(map(num_bytes, made)) + temporary_bytes(func, args)
+        for tensor in made:
             self._alive.add(tensor)
         return self._alive.num_bytes
 
 
-def operands(tree: Any) -> Sequence[torch.Tensor]:
-    """Return the tensors among an operator's arguments or results."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _new_bytes(func: Any, given: Any, out: Any) -> int:
+def _new_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[torch.Tensor]) -> int:
     """Return the bytes of the storages that an operator allocates for its results, small ones not counted."""
     if func.is_view:
         return 0
-    made = {
-        memory_key(tensor): size
-        for tensor in operands(out)
-        if (size := held_bytes(tensor)) >= LARGE_BLOCK_BYTES
-    }
+    large = {memory_key(tensor): size for tensor in made if (size := held_bytes(tensor)) >= LARGE_BLOCK_BYTES}
     # Only for large results: a dry run has many operators.
-    for tensor in operands(given) if made else ():
-        made.pop(memory_key(tensor), None)  # the operator has written to one of its arguments
-    return sum(made.values())
+    for tensor in operands((*args, *kwargs.values())) if large else ():
+        large.pop(memory_key(tensor), None)  # the operator has written to one of its arguments
+    return sum(large.values())
 
 
 def _set_current(reference: weakref.ref[StageCosts], stage: int, gradient: torch.Tensor) -> None:

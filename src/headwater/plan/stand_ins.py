@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from headwater.core.trees import operands
+from headwater.plan.known_results import call_known
 from headwater.plan.writes import changed_by
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
@@ -49,7 +51,7 @@ def call_operator(
     if func is _GROUPED_MM and args[0].dtype == torch.float32:
         return _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
     try:
-        return func(*args, **kwargs)
+        return call_known(func, args, kwargs)
     except DataDependentOutputException:
         dtype = args[0].dtype
         return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
@@ -79,7 +81,7 @@ class Operators:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `func(*args, **kwargs)` on fake tensors."""
         written = changed_by(func, args, kwargs)
-        values = self._values(_tensors((args, kwargs))) if _computable(func, written) else None
+        values = self._values(operands((*args, *kwargs.values()))) if _computable(func, written) else None
         if values is None:
             for tensor in written:
                 self._known.remove(tensor)
@@ -117,14 +119,14 @@ class Operators:
         A result that is too large to be kept is not computed: a mask of a long text can take a gigabyte.
         """
         try:
-            out = func(*args, **kwargs)
+            out = call_known(func, args, kwargs)
         except DataDependentOutputException:
             return real()  # a number
         except DynamicOutputShapeException:
             values = real()
             out = tree_map_only(torch.Tensor, torch.empty_like, values)
         else:
-            made = _tensors(out)
+            made = operands((out,))
             if may_skip and made and not any(map(_is_small, made)):
                 return out
             values = real()
@@ -155,10 +157,6 @@ class _NumbersFromTensors(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple)):
             args = (tree_map_only(torch.Tensor, lambda tensor: tensor.tolist(), args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _computable(func: Any, written: list[torch.Tensor]) -> bool:
@@ -200,8 +198,10 @@ class _KnownValues:
             with no_dispatch():
                 return tensor.detach().clone() if small and not tensor.is_meta else None
         known = self._storages.get(tensor.untyped_storage()._cdata)
+        if known is None:
+            return None
         with no_dispatch():
-            return None if known is None else _view(tensor, known[1])
+            return _view(tensor, known[1])
 
     def remove(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, FakeTensor):

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_flatten
 from headwater.core.errors import StreamError
 from headwater.core.loss_function import LossFunction
 from headwater.core.module_calls import Layer, surround
-from headwater.core.trees import tensors_in
+from headwater.core.trees import operands, tensors_in
 from headwater.plan.alive import memory_key
 from headwater.plan.outside import OwnGraph
 from headwater.plan.partition import Partition, Unit
 from headwater.plan.reads import WeightReads
 from headwater.plan.repeats import Call, Repeats
-from headwater.plan.stage_costs import StageCosts, operands
+from headwater.plan.stage_costs import StageCosts
 from headwater.plan.step_trace import Trace
 from headwater.plan.tensors import Tensors
 from headwater.plan.writes import ParameterWrites, changed_by
@@ -86,6 +86,11 @@ class Recorder(TorchDispatchMode):
         self._reads = WeightReads(partition)
         self._calls = _StageCalls(self._costs, self._reads)
         self._writes = ParameterWrites({}, self._reads.running)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out torch's wrapper of `__torch_dispatch__`: the compiler is off during a dry run."""
+        return False
 
     def run(self, batch: Any, loss_function: LossFunction) -> None:
         """Run one step and record it."""
@@ -216,7 +221,7 @@ class Recorder(TorchDispatchMode):
         out = self._computes_on.call(func, args, kwargs)
         if not self._costs.in_backward:
             self._writes.note_operator(changed_by(func, args, kwargs))
-            for tensor in operands((args, kwargs)):
+            for tensor in operands((*args, *kwargs.values())):
                 stage = self._stage_of_memory.get(memory_key(tensor))
                 if stage is not None and self._reads.read(stage) and not self._reads.running:
                     self._costs.current = stage

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from headwater.core.errors import StreamError
+from headwater.core.trees import operands
 from headwater.plan.alive import has_storage
 
 _DATA: Any = torch.Tensor.data
@@ -38,8 +38,7 @@ def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
         return []
     # Not strict: arguments at the end may be left out, or given by name.
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-    leaves = tree_leaves([given.get(name) for name in changed])
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return operands(given.get(name) for name in changed)
 
 
 @functools.cache
