@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -16,11 +16,15 @@ from headwater.core.lazy import StoredTensor
 from headwater.core.stage import ParamSpec
 from headwater.core.trees import map_tensors, tensors_in
 from headwater.plan.alive import memory_key
+from headwater.plan.known_results import call_known
 from headwater.plan.partition import Partition
 from headwater.plan.stand_ins import Operators, python_stand_ins
 from headwater.plan.writes import changed_by
 
 T = TypeVar("T")
+
+_EMPTY: Any = torch.ops.aten.empty.memory_format
+_EMPTY_STRIDED: Any = torch.ops.aten.empty_strided.default
 
 State = dict[str, torch.Tensor]
 """Name -> parameter (in wire precision) or buffer of a model. A shared tensor has several names."""
@@ -165,11 +169,7 @@ def fake_state(model: nn.Module, partition: Partition) -> State:
 
 
 def _fake_param(spec: ParamSpec) -> torch.Tensor:
-    if spec.strides is None:
-        param = torch.empty(spec.shape, dtype=spec.wire_dtype)
-    else:
-        param = torch.empty_strided(spec.shape, spec.strides, dtype=spec.wire_dtype)
-    return _trained(param, spec)
+    return _trained(_empty(spec.wire_dtype, spec.shape, spec.strides), spec)
 
 
 def _trained(param: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
@@ -180,7 +180,18 @@ def _trained(param: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return _empty(tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _empty(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None) -> torch.Tensor:
+    """Return a fake tensor; it is contiguous if no strides are given. Needs a fake mode."""
+    options = {"dtype": dtype, "device": torch.device("cpu")}
+    made: torch.Tensor
+    if strides is None:
+        made = call_known(_EMPTY, (tuple(shape),), options)
+    else:
+        made = call_known(_EMPTY_STRIDED, (tuple(shape), tuple(strides)), options)
+    return made
 
 
 def _state(
@@ -195,7 +206,8 @@ def _state(
         for spec in stage.params:
             param = make_param(spec)
             # The forward may read attributes of a parameter, such as the widths that mup keeps there.
-            vars(param).update(map_tensors(make_buffer, attributes_of_parameter(vars(originals[spec.name]))))
+            if attributes := attributes_of_parameter(vars(originals[spec.name])):
+                vars(param).update(map_tensors(make_buffer, attributes))
             state |= dict.fromkeys((spec.name, *spec.aliases), param)
     buffers: dict[int, torch.Tensor] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):

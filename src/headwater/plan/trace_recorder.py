@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import GeneratorType
 from typing import Any, final
 
@@ -27,7 +27,7 @@ from headwater.plan.reads import WeightReads
 from headwater.plan.repeats import Call, Repeats
 from headwater.plan.stage_costs import StageCosts
 from headwater.plan.step_trace import Trace
-from headwater.plan.tensors import Tensors
+from headwater.plan.tensors import State, Tensors
 from headwater.plan.writes import ParameterWrites, changed_by
 
 
@@ -94,6 +94,18 @@ class Recorder(TorchDispatchMode):
 
     def run(self, batch: Any, loss_function: LossFunction) -> None:
         """Run one step and record it."""
+        with _without_functions():
+            state = self._state()
+            # Just before the forward: all nodes that autograd has recorded so far come from outside.
+            graph = OwnGraph(state.values())
+        torch.func.functional_call(
+            _Step(self._model, lambda batch: self._step(batch, loss_function, graph)),
+            {f"model.{name}": tensor for name, tensor in state.items()},
+            (self._computes_on.batch(batch),),
+        )
+
+    def _state(self) -> State:
+        """Return the tensors that replace those of the model, and note which they are."""
         state = self._computes_on.state(self._model, self._partition)
         for stage in self._partition.stages:
             for param in stage.params:
@@ -101,13 +113,7 @@ class Recorder(TorchDispatchMode):
         params = {param.name: state[param.name] for stage in self._partition.stages for param in stage.params}
         self._writes = ParameterWrites(params, self._reads.running)
         self._costs.leave_out(params.values(), state.values())
-        # Just before the forward: all nodes that autograd has recorded so far come from outside.
-        graph = OwnGraph(state.values())
-        torch.func.functional_call(
-            _Step(self._model, lambda batch: self._step(batch, loss_function, graph)),
-            {f"model.{name}": tensor for name, tensor in state.items()},
-            (self._computes_on.batch(batch),),
-        )
+        return state
 
     def _step(self, batch: Any, loss_function: LossFunction, graph: OwnGraph) -> None:
         with self._recording(), torch.set_grad_enabled(not self._inference):
@@ -188,14 +194,16 @@ class Recorder(TorchDispatchMode):
     def _run(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run and record a call of the module at `path`."""
         stage = self._unit_of.get(path)
-        self._calls.enter(path, stage, (args, kwargs))
+        with _without_functions():
+            self._calls.enter(path, stage, (args, kwargs))
         outputs: list[torch.Tensor] = []
         try:
             output = call(*args, **kwargs)
             _check_output(output, path or type(self._model).__name__)
             outputs = tensors_in(output)
         finally:
-            self._calls.leave(stage, outputs)
+            with _without_functions():
+                self._calls.leave(stage, outputs)
         return output
 
     def _repeat(self, members: Sequence[int], original: Call, inputs: Sequence[Any]) -> Any:
@@ -334,6 +342,12 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.forward = step
+
+
+def _without_functions() -> AbstractContextManager[None]:
+    """Return a context in which torch asks no mode and no class about each attribute of a tensor."""
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return guard
 
 
 def _check_output(output: object, where: str) -> None:
