@@ -3,10 +3,8 @@
 import pytest
 import torch
 from any_loop import Net, adamw, batches, check, extreme_plans, loss_of, some_plan
-from torch import nn
 
 import headwater as cstorch
-from headwater.core.errors import ConfigError
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
@@ -168,21 +166,3 @@ def test_an_optimizer_class_of_the_user_equals_plain(plan, tmp_path):
         return train(model, [optimizer], batches(4)), model, optimizer
 
     check(script, plan, tmp_path)
-
-
-def test_an_optimizer_that_calls_the_model_again_is_refused(tmp_path):
-    from any_loop import Place
-
-    place = Place("memory", tmp_path)
-    model = place.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
-    optimizer = torch.optim.LBFGS(model.parameters())
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.randn(3, 4)).square().mean()
-        loss.backward()
-        return loss
-
-    with pytest.raises(ConfigError, match="LBFGS"):
-        optimizer.step(closure)
-    place.release()

@@ -77,6 +77,66 @@ class CountsInGroup(Plain):
                     param.sub_(param.grad / group["count"])
 
 
+class CountsAlone(Plain):
+    """Keeps a count that changes results only in the hundredth step."""
+
+    count = 0
+
+    def step(self):
+        self.count += 1
+        super().step()
+
+
+class NumbersGroups(Plain):
+    """Updates the first group only."""
+
+    @torch.no_grad()
+    def step(self):
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param.grad is not None and number == 0:
+                    param.sub_(param.grad)
+
+
+class ScalesByAttribute(Plain):
+    """Looks for a factor at each parameter."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * getattr(param, "lr_scale", 1.0))
+
+
+class Draws(Plain):
+    """Draws random numbers."""
+
+    def step(self):
+        torch.rand(1)
+        super().step()
+
+
+class KeepsArgument(Plain):
+    """Keeps an argument on the object alone."""
+
+    def __init__(self, params, lr=0.1, clip=1.0):
+        super().__init__(params, lr)
+        self.clip = clip
+
+
+class ScalesByLoss(Plain):
+    """Multiplies gradients by the loss of its closure."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = 1.0 if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * loss)
+
+
 class StateAtBirth(Plain):
     """Makes its state in the constructor."""
 
@@ -165,6 +225,11 @@ class MyAdamW(torch.optim.AdamW):
         (ClipsTogether, "depends on other parameters"),
         (CountsItself, "depends on other parameters, or on data outside `optimizer.state`"),
         (CountsInGroup, "depends on other parameters, or on data outside `optimizer.state`"),
+        (CountsAlone, "depends on other parameters, or on data outside `optimizer.state`"),
+        (NumbersGroups, "depends on other parameters, or on data outside `optimizer.state`"),
+        (ScalesByAttribute, "its step reads the attribute 'lr_scale' of parameters"),
+        (Draws, "its step draws random numbers"),
+        (lambda p: KeepsArgument(p, clip=0.5), "its attribute 'clip' is not determined by its defaults"),
         (StateAtBirth, "fails .KeyError"),
         (OddState, "expected its state 'history' to be a tensor or a number, got list"),
         (lambda p: Wrapping(p, Plain(p)), "its argument 'base' is not among its defaults"),
@@ -229,6 +294,30 @@ def test_streamable_foreign_classes_are_accepted(make):
             )
         optimizer.step()
         assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_trial_leaves_the_random_generators_as_they_were():
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError, match="draws random numbers"):
+        OptimizerSpec.of(Draws(params()))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_attribute_with_its_default_value_is_accepted():
+    assert OptimizerSpec.of(KeepsArgument(params())).foreign_class is KeepsArgument
+
+
+def test_only_a_step_with_a_closure_may_use_its_loss():
+    OptimizerSpec.of(MyAdamW(params())).check_closure()
+    spec = OptimizerSpec.of(ScalesByLoss(params()))
+    with pytest.raises(ConfigError, match="uses the loss of its closure"):
+        spec.check_closure()
+
+
+def test_group_options_of_a_user_class_contain_all_entries_of_the_group():
+    (group,) = Plain([{"params": params(), "lr_scale": 0.5, "initial_lr": 1.0}]).param_groups
+    options = group_options(Plain(params()), group)
+    assert options == {"lr": 0.1, "momentum": 0.9, "lr_scale": 0.5}
 
 
 def test_a_class_object_may_be_given():

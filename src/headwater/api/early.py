@@ -13,6 +13,7 @@ from torch import nn
 
 from headwater.api.compile_dir import write_compile_dir
 from headwater.api.early_reports import CompileReport, ValidateReport
+from headwater.api.loop_steps import runs_in_loop
 from headwater.core.errors import DoesNotFitError, ModelError
 from headwater.core.loss_function import LossFunction
 from headwater.core.precision import Precision
@@ -193,7 +194,8 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
             where=type(optimizer).__name__,
             remedy="build the optimizer with model.parameters() of this model",
         )
-    return OptimizerSpec.of(optimizer)
+    # A step in the loop keeps its state outside of the store.
+    return None if runs_in_loop(optimizer) else OptimizerSpec.of(optimizer)
 
 
 @final

@@ -61,6 +61,17 @@ class OptimizerBook:
             self._update_by(updaters, fresh, rebuild=has_changed or not has_states)
         self._follow_options(optimizer, names)
 
+    def give_up(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the state of an optimizer, which steps in the loop from now on, to host memory."""
+        updaters = self._current.updaters
+        names = {name for name in updaters.specs if updaters.updater_of(name) is optimizer}
+        if not names:
+            return
+        self._settle()
+        self._current.give_states_back(names)
+        others = updaters.without(names)
+        self._update_by(others, names, rebuild=not self._current.has_states_for(others, names))
+
     def _settle(self) -> None:
         """Apply all pending updates, and copy all optimizer scalars to this rank."""
         self._current.present.store.flush()

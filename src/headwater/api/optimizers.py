@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from headwater.api.gradients import are_finite, gradients_of, unscale
+from headwater.api.loop_steps import leaves_store, runs_in_loop
 from headwater.api.optimizer_files import add_stored_state, take_stored_state
 from headwater.api.optimizer_state import install, reinstall
 from headwater.api.references import warn_of_kept_views
@@ -19,6 +20,7 @@ from headwater.api.registry import find_model, model_of
 from headwater.api.step_checks import check_between_forwards, check_kinds, check_not_consumed, check_ranks
 from headwater.api.stored_state import Optimizer, params_of
 from headwater.api.transaction import is_open
+from headwater.core.modes import present_autocast
 from headwater.core.process_value import ProcessValue
 from headwater.core.stage import ParamKey
 from headwater.optim.spec import group_options
@@ -97,7 +99,7 @@ def step(
     stores = {id(home.store) for home in _homes(optimizer)}
     has_plain = any(not isinstance(param, ParameterAtRest) for param in params_of(optimizer))
     # Clipping needs the norm of all gradients. A store knows only the norm of the gradients that it holds.
-    if len(stores) == 1 and not has_plain:
+    if len(stores) == 1 and not has_plain and not runs_in_loop(optimizer):
         with _options.replaced(asked):
             optimizer.step()
         return asked.applied
@@ -152,23 +154,35 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         The new arguments of `step`, or `None` to leave them as they are.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        _commit(optimizer)
+    if not callable(closure):
+        _commit(optimizer, args[1:], kwargs)
         return None
 
     def closure_and_commit() -> Any:
         loss = closure()
-        _commit(optimizer)
+        _commit(optimizer, args[1:], kwargs)
         return loss
 
-    return args[:1], {**kwargs, "closure": closure_and_commit}
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure_and_commit}
+    return (args[0], closure_and_commit, *args[2:]), kwargs
 
 
-def _commit(optimizer: Optimizer) -> None:
-    """Commit the optimizer's step to the stores of its streamed parameters, if it has any."""
+def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Commit the optimizer's step to the stores of its streamed parameters, if it has any.
+
+    Args:
+        optimizer: the optimizer.
+        args: the arguments of its `step`.
+        kwargs: its keyword arguments.
+    """
     check_between_forwards(optimizer)
     _amend(optimizer)  # before the return: masks apply to plain parameters too
-    if next(_homes(optimizer), None) is None:
+    if next(_homes(optimizer), None) is None or runs_in_loop(optimizer):
+        return
+    if leaves_store(optimizer, args, kwargs):
+        for model in {model_of(home.store) for home in _homes(optimizer)}:
+            model.optimizers.give_up(optimizer)
         return
     check_ranks(optimizer, _options.value.arguments())
     adopt(optimizer)  # before any store is read: it may replace stores
@@ -231,6 +245,7 @@ def _update(optimizer: Optimizer, step: int) -> Update:
         max_value=options.max_value,
         loss_scale=options.loss_scale * _scale_left_by_scaler(optimizer),
         skip_non_finite=options.skip_non_finite,
+        autocast=present_autocast(),
     )
 
 

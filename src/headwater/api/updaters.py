@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from headwater.api.loop_steps import runs_in_loop
 from headwater.api.registry import is_state_replaced
 from headwater.core.errors import ConfigError
 from headwater.core.stage import OptimizerState, ParamSpec
@@ -69,8 +70,8 @@ class Updaters:
         own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
         fresh = {name for name in own if self.updater_of(name) is not optimizer}
         # The usual case: this function runs in every step.
-        if not fresh:
-            return fresh
+        if not fresh or runs_in_loop(optimizer):
+            return set()
         spec = OptimizerSpec.of(optimizer, self._device())
         fitting = _Fitting(spec)
         for options, params in _groups(optimizer):
@@ -159,6 +160,10 @@ class Updaters:
         """
         entries = self._entries
         return Updaters(self._device, {new: entries[old] for new, old in old_names.items() if old in entries})
+
+    def without(self, names: Collection[str]) -> Updaters:
+        """Return a copy without the optimizers of these parameters."""
+        return Updaters(self._device, {n: each for n, each in self._entries.items() if n not in names})
 
     def copy(self) -> Updaters:
         """Return an independent copy."""

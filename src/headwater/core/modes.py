@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch as dispatch
+
+_DEVICES = ("cpu", "cuda")
 
 
 def is_transformed() -> bool:
@@ -27,3 +34,40 @@ def cast(tensor: Tensor, autocast: torch.dtype | None) -> Tensor:
     """Return a tensor as autocast passes it to a matrix product. It leaves fp64 and integers as they are."""
     stays = autocast is None or tensor.dtype == torch.float64 or not tensor.is_floating_point()
     return tensor if stays else tensor.to(autocast)
+
+
+def present_autocast() -> dict[str, torch.dtype]:
+    """Return the types of devices for which autocast is on, each with its dtype."""
+    found = {device: autocast_dtype(device) for device in _DEVICES}
+    return {device: dtype for device, dtype in found.items() if dtype is not None}
+
+
+@contextmanager
+def only_autocast(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Enter a context with this autocast, whatever autocast is on now.
+
+    Args:
+        dtypes: type of a device -> the dtype of its autocast; it is off for other devices.
+    """
+    with ExitStack() as stack:
+        for device in dtypes.keys() | present_autocast().keys():
+            dtype = dtypes.get(device)
+            stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False))
+        yield
+
+
+@contextmanager
+def apart_from_modes() -> Iterator[None]:
+    """Enter a context without the caller's autocast, modes, transforms of `torch.func` and inference mode.
+
+    A forward that needs a stage makes the store update it first. The context around this forward must not
+    change what the optimizer computes.
+    """
+    with (
+        temporarily_clear_interpreter_stack(),
+        dispatch._disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+        only_autocast({}),
+    ):
+        yield

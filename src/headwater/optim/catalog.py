@@ -89,6 +89,12 @@ def optimizers() -> dict[str, OptimizerClass]:
     return {**found, "Lamb": Lamb, "Lion": Lion}
 
 
+def is_known(kind: OptimizerClass) -> bool:
+    """True for a class of torch or Headwater that can stream; false for a class of the user."""
+    # By identity: a user's class may have the name of one of torch's.
+    return optimizers().get(kind.__name__) is kind
+
+
 def find_optimizer(name: str, *, exact_case: bool = True) -> OptimizerClass:
     """Return the optimizer class called `name`.
 

@@ -1,4 +1,11 @@
-"""A trial of an optimizer: are the results the same if it updates one parameter at a time?"""
+"""A trial of an optimizer: are the results the same if it updates one parameter at a time?
+
+[Note: what an update may depend on]
+The weight store runs a step with an object that was built from the arguments of the user's optimizer. It has
+one parameter group, and bare tensors instead of the user's parameters. So a step may depend on the gradient,
+the state and the options of one parameter, and on nothing else. The trial also refuses what does not change
+the results of a few steps: attributes of parameters, random numbers, counts on the object and in its groups.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +16,11 @@ from typing import Any
 import torch
 
 from headwater.core.errors import ConfigError
+from headwater.core.random_states import DEFAULTS, set_state, state_of
+from headwater.optim.attributes import copied, is_same, own_attributes
 from headwater.optim.catalog import refusal
 
-_SHAPES = ((3, 4), (5, 2))
+_SHAPES = ((3, 4), (5, 2), (4, 4))
 _GRADIENT_SCALES = (10.0, 0.1, 1.0)  # large first: clipping by a global norm must change the result
 _STEPS = 12
 """Number of trial steps. Some optimizers do something else in every fifth or tenth step."""
@@ -28,33 +37,106 @@ Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 def check_streamable(name: str, build: Build) -> None:
     """Raise unless the optimizer's results stay bit-identical when it updates one parameter at a time.
 
-    Two small parameters are trained in two ways. First together, by one optimizer. Then one at a time, as the
+    Small parameters are trained in two ways. First together, by one optimizer. Then one at a time, as the
     weight store does it: each update uses new tensors and parameter groups, and only the content of
-    `optimizer.state` for the parameter is kept between updates.
+    `optimizer.state` for the parameter is kept between updates. See [Note: what an update may depend on].
 
     Args:
         name: name of the optimizer, for errors.
         build: constructs the optimizer for a list of parameters.
 
     Raises:
-        ConfigError: if the results differ, the update fails, or its state cannot be saved.
+        ConfigError: if the results differ, the update fails, its state cannot be saved, or the step uses
+            anything else.
     """
-    params = [torch.nn.Parameter(value) for value in _values()]
-    joint, single = build(params), build([torch.nn.Parameter(torch.zeros(_SHAPES[0]))])
+    generators = (torch.default_generator, *DEFAULTS)
+    random_states = [state_of(generator) for generator in generators]
+    watched: list[torch.nn.Parameter] = [_WatchedParameter(value) for value in _values()]
     try:
-        _train_jointly(joint, params)
+        joint, single = build(watched), build([torch.nn.Parameter(torch.zeros(_SHAPES[0]))])
+        _divide_group(joint)
+        fixed = _fixed_values(joint)
+        _train_jointly(joint, watched)
         values, states, shapes = _train_singly(single)
-    except Exception as error:  # the step of the user's class can raise any exception
+    except Exception as error:  # the user's class can raise any exception
+        if isinstance(error, ConfigError):
+            raise
         why = f"the update of a single parameter fails ({type(error).__name__}: {error})"
         raise refusal(name, why) from error
+    finally:
+        drew = [state_of(generator) for generator in generators] != random_states
+        for generator, state in zip(generators, random_states, strict=True):
+            set_state(generator, state)
+    if drew:
+        raise refusal(name, "its step draws random numbers")
     _refuse_growth(name, shapes)
     odd = [key for key, value in states[0].items() if not _can_be_saved(value)]
     if odd:
         kind = type(states[0][odd[0]]).__name__
         raise refusal(name, f"expected its state {odd[0]!r} to be a tensor or a number, got {kind}")
-    if not all(map(torch.equal, params, values)):
+    if not all(map(torch.equal, watched, values)) or not is_same(_fixed_values(joint), fixed):
         why = "the update of a parameter depends on other parameters, or on data outside `optimizer.state`"
         raise refusal(name, why)
+    asked = sorted({name for param in watched for name in getattr(param, "asked_for", ())})
+    if asked:
+        raise refusal(name, f"its step reads the attribute {asked[0]!r} of parameters")
+
+
+class _WatchedParameter(torch.nn.Parameter):
+    """A parameter that records the names of missing attributes that the optimizer asks for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and name != "asked_for":
+            self.__dict__.setdefault("asked_for", set()).add(name)
+        raise AttributeError(name)
+
+
+def _divide_group(optimizer: torch.optim.Optimizer) -> None:
+    """Move the last parameter to a second group: a step may depend on the number of the group."""
+    if len(optimizer.param_groups) == 1:
+        (group,) = optimizer.param_groups
+        *first, last = group["params"]
+        optimizer.param_groups = [{**group, "params": first}, {**group, "params": [last]}]
+
+
+def _fixed_values(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """Return copies of the values that a step must not change: attributes, and options of groups."""
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    return copied(own_attributes(optimizer)), copied(groups)
+
+
+def check_closure(name: str, build: Build) -> None:
+    """Raise unless a step with a closure equals the call of the closure, followed by a step without it.
+
+    Args:
+        name: name of the optimizer, for errors.
+        build: constructs the optimizer, which `check_streamable` has accepted, for a list of parameters.
+
+    Raises:
+        ConfigError: if the step calls the closure several times, or uses old gradients or the loss.
+    """
+    one, other = ([torch.nn.Parameter(value) for value in _values()] for _ in range(2))
+    with_closure, without = build(one), build(other)
+    calls = []
+    for gradients in _gradients():
+
+        def closure(gradients: list[torch.Tensor] = gradients) -> torch.Tensor:
+            calls.append(1)
+            for param, gradient in zip(one, gradients, strict=True):
+                param.grad = gradient.clone()
+            return torch.tensor(2.5)
+
+        for param, gradient in zip(other, gradients, strict=True):
+            param.grad = gradient
+        try:
+            _step_of(with_closure)(with_closure, closure)
+        except Exception as error:  # the user's class can raise any exception
+            raise refusal(name, f"its step with a closure fails ({type(error).__name__}: {error})") from error
+        step_without_hooks(without)
+    if len(calls) != _STEPS or not all(map(torch.equal, one, other)):
+        raise refusal(
+            name, "its step uses the loss of its closure, or calls the closure late or several times"
+        )
 
 
 def _refuse_growth(name: str, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
@@ -81,8 +163,13 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     The wrapper calls the hooks that the user has registered for all optimizers. They are for the steps of the
     user's optimizers, not for each batch of pieces. The wrapper also takes a tenth of the time of an update.
     """
+    _step_of(optimizer)(optimizer)
+
+
+def _step_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the function `step` of an optimizer's class without torch's wrapper."""
     step: Any = type(optimizer).step
-    (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)
+    return step.__wrapped__ if hasattr(step, "hooked") else step
 
 
 def _train_jointly(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> None:

@@ -10,20 +10,25 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from headwater.core.errors import ConfigError
+from headwater.core.modes import apart_from_modes
+from headwater.optim.attributes import is_same, own_attributes
 from headwater.optim.catalog import (
     FUSED,
     OptimizerClass,
     constructor_of,
     find_optimizer,
     is_elementwise,
-    optimizers,
+    is_known,
     refusal,
 )
 from headwater.optim.eager import eager
-from headwater.optim.probe import check_streamable
+from headwater.optim.probe import check_closure, check_streamable
 
 _IMPLEMENTATION_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
 """Arguments of torch's optimizers that select an implementation of the same formula."""
+
+_NO_OPTIONS = frozenset({"params", "param_names", "initial_lr"})
+"""Entries of a parameter group that torch itself adds."""
 
 
 def is_bias_or_norm(name: str, shape: tuple[int, ...]) -> bool:
@@ -87,15 +92,20 @@ class OptimizerSpec:
         kind = type(optimizer)
         if kind.__module__.startswith("torch.optim."):
             find_optimizer(kind.__name__)  # raises if it cannot stream
-        # By identity: a user's class may have the name of one of torch's.
-        known = optimizers().get(kind.__name__) is kind
+        known = is_known(kind)
         name = kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
         kwargs = _arguments(optimizer)
         if known and device == "cpu" and name in FUSED["cpu"] and not kwargs.keys() & {"foreach", "fused"}:
             kwargs |= {"foreach": False, "fused": False}
-        spec = cls(name, kwargs, foreign_class=None if known else kind)
-        spec._check_same_defaults(optimizer)
+        with apart_from_modes():  # the caller may be in a forward under autocast
+            spec = cls(name, kwargs, foreign_class=None if known else kind)
+            spec._check_same_object(optimizer)
         return spec
+
+    def check_closure(self) -> None:
+        """Raise `ConfigError` if a step with a closure needs more than the gradients that it computes."""
+        if self.foreign_class is not None:
+            check_closure(self.name, self.build)
 
     def with_numbers(self) -> OptimizerSpec:
         """Return the spec with numbers instead of tensors, which cannot be compared during a dry run."""
@@ -173,8 +183,8 @@ class OptimizerSpec:
                 f"{self.name} cannot be built: {error}", remedy="correct the optimizer's arguments"
             ) from error
 
-    def _check_same_defaults(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer from `build` would not have the same defaults as `optimizer`."""
+    def _check_same_object(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer from `build` would not have the defaults and attributes of `optimizer`."""
         wanted = _formula_options(optimizer.defaults)
         # A matrix: Muon refuses parameters of other dimensions.
         trial = self.build([torch.nn.Parameter(torch.zeros(2, 2))], to_compile=False)
@@ -182,6 +192,13 @@ class OptimizerSpec:
         for key, value in wanted.items():
             if rebuilt.get(key) != value:
                 why = f"its option {key!r} is not an argument of its constructor, so it cannot be built again"
+                raise refusal(self.name, why)
+        if self.foreign_class is None:
+            return
+        built = own_attributes(trial)
+        for key, value in own_attributes(optimizer).items():
+            if key not in built or not is_same(value, built[key]):
+                why = f"its attribute {key!r} is not determined by its defaults, so it cannot be built again"
                 raise refusal(self.name, why)
 
 
@@ -192,10 +209,13 @@ NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
 def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of an optimizer's parameter group, as `UpdateRule.apply` expects them.
 
-    Entries that the optimizer does not read (tags, names, factors) are dropped. Tensors are copied, because a
-    scheduler changes them in place. They stay tensors, because optimizers compute with them in their dtype.
+    Entries that the optimizer does not read (tags, names, factors) are dropped. A user's class may read any
+    entry. Tensors are copied, because a scheduler changes them in place. They stay tensors, because
+    optimizers compute with them in their dtype.
     """
-    return _formula_options({key: group[key] for key in optimizer.defaults if key in group})
+    if is_known(type(optimizer)):
+        return _formula_options({key: group[key] for key in optimizer.defaults if key in group})
+    return _formula_options({key: value for key, value in group.items() if key not in _NO_OPTIONS})
 
 
 def numbers(value: Any) -> Any:

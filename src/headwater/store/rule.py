@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 
 from headwater.core.errors import StreamError
+from headwater.core.modes import apart_from_modes
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.catalog import takes_dense_gradients, takes_sparse_gradients
 from headwater.optim.probe import STATE_REMEDY, state_tensors, step_without_hooks
@@ -51,7 +52,8 @@ class UpdateRule(UpdateRules):
         shape = (_PROBE_ELEMENTS,) if self.elementwise else param.shape
         key = (shape, param.dtype, param.sparse_gradient)
         if key not in self._layouts:
-            self._layouts[key] = self._probe(*key)
+            with apart_from_modes():
+                self._layouts[key] = self._probe(*key)
         return self._layouts[key]
 
     def _probe(self, shape: tuple[int, ...], dtype: torch.dtype, sparse: bool) -> StateLayout:

@@ -11,6 +11,7 @@ import torch
 
 from headwater.core.buffers import aligned_empty
 from headwater.core.errors import DeviceFullError
+from headwater.core.modes import apart_from_modes
 from headwater.core.streams import IMMEDIATE, REACHED, Event, Stream
 from headwater.fabric.fabric import Fabric
 from headwater.store.ledger import Ledger, Undone
@@ -18,7 +19,7 @@ from headwater.store.locks import StageLocks
 from headwater.store.ownership import Ownership
 from headwater.store.propagation import Propagation
 from headwater.store.tier import Tier
-from headwater.store.update import Part
+from headwater.store.update import Part, Pending
 
 if TYPE_CHECKING:
     from headwater.store.stage_update import StageUpdate
@@ -294,6 +295,11 @@ class StageAccess:
         pending = self._ledger.due(stage)
         if pending is None:
             return False
+        with apart_from_modes():
+            return self._update_apart(stage, pending, buffer)
+
+    def _update_apart(self, stage: int, pending: Pending, buffer: torch.Tensor | None) -> bool:
+        """Apply this update, unless it is undone before it begins. Called in `apart_from_modes`."""
         if buffer is None and self._tier.on_device(stage) is None:
             buffer = self._buffer(stage)
         # Before the stage counts as torn: a snapshot reads it here.
@@ -303,17 +309,17 @@ class StageAccess:
         self._copies.wait(stage)
         with self.locks.changing(stage):
             # Before the change: from here on the commit cannot be undone.
-            pending = self._ledger.apply(stage)
-            if pending is None:
+            applied = self._ledger.apply(stage)
+            if applied is None:
                 return False
             try:
-                self._stage_update.apply(stage, pending, buffer)
+                self._stage_update.apply(stage, applied, buffer)
             except DeviceFullError:
                 # The next use of the stage continues the update. It cannot be undone, as after `apply`.
-                self._ledger.postpone(stage, pending)
+                self._ledger.postpone(stage, applied)
                 raise
             # After the change: other ranks read the stage as soon as they see the number.
-            self._propagation.updated(stage, pending.number)
+            self._propagation.updated(stage, applied.number)
         return True
 
     def _wait_for_owners(self, stage: int, up_to: int | None = None) -> None:

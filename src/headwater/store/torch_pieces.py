@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from headwater.core.modes import only_autocast
 from headwater.core.stage import ParamSpec
 from headwater.store.kept import Operands
 from headwater.store.layout import MASTER_FIELDS, Piece, Scalars, stored_dtype
@@ -77,6 +78,7 @@ class TorchPieces(PieceUpdate):
                     each,
                     spec,
                     part.update.step,
+                    part.update.autocast,
                     rule,
                     job.options(piece.param),
                     fields,
@@ -104,14 +106,15 @@ class TorchPieces(PieceUpdate):
             for each in todo:
                 (alike if each.is_like(first) else others).append(each)
             todo = others
-            new = first.rule.apply(
-                [each.master for each in alike],
-                [each.gradient for each in alike],
-                [each.states for each in alike],
-                [self._job.scalars[each.operands.piece.param] for each in alike],
-                first.options,
-                undoable=progress.undoable,
-            )
+            with only_autocast(first.autocast):
+                new = first.rule.apply(
+                    [each.master for each in alike],
+                    [each.gradient for each in alike],
+                    [each.states for each in alike],
+                    [self._job.scalars[each.operands.piece.param] for each in alike],
+                    first.options,
+                    undoable=progress.undoable,
+                )
             for each, its_scalars in zip(alike, new, strict=True):
                 # Before the next batch overwrites the workspace that holds the masters.
                 operands = each.operands
@@ -129,6 +132,7 @@ class _Loaded:
         operands: the piece, its wire values and its gradient.
         spec: its parameter.
         step: number of the update.
+        autocast: see `Update`.
         rule: its optimizer.
         options: arguments of the optimizer.
         fields: its tensors beside the wire image.
@@ -142,6 +146,7 @@ class _Loaded:
     operands: Operands
     spec: ParamSpec
     step: int
+    autocast: Mapping[str, torch.dtype]
     rule: UpdateRule
     options: dict[str, Any]
     fields: Mapping[str, torch.Tensor]
@@ -155,6 +160,7 @@ class _Loaded:
         """True if one call of the optimizer can update this piece and `other`."""
         mine, its = self.gradient, other.gradient
         same_kind = mine.dtype == its.dtype and mine.is_sparse == its.is_sparse
+        same_kind = same_kind and self.autocast == other.autocast
         return same_kind and self.rule is other.rule and self.options == other.options
 
 

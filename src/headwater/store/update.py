@@ -26,6 +26,7 @@ class Update:
         loss_scale: the factor by which the loss was multiplied.
         skip_non_finite: drop a step whose gradient is not finite, instead of raising.
         by_name: returns further options of a parameter from its name; they override `options`.
+        autocast: the autocast around the step: type of device -> dtype. Some optimizers multiply matrices.
     """
 
     step: int
@@ -35,6 +36,7 @@ class Update:
     loss_scale: float = 1.0
     skip_non_finite: bool = False
     by_name: Callable[[str], Mapping[str, Any]] | None = None
+    autocast: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)
 
     def options_of(self, name: str) -> Mapping[str, Any]:
         """Return the optimizer options of one parameter in this step."""

@@ -73,7 +73,8 @@ def give_state_back(
             name: store.parameters.read_param(key, name).to(device)
             for name in store.rule.state_layout(store.spec(key))
         }
-        _give_state(optimizer, param, {**scalars, **tensors})
+        if scalars or tensors:  # torch lists no parameters without state
+            _give_state(optimizer, param, {**scalars, **tensors})
 
 
 def move_to_host(param: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> None:

@@ -1,0 +1,101 @@
+"""Optimizers whose steps run in the user's loop, because a weight store cannot run them.
+
+[Note: steps in the loop]
+A weight store updates one parameter at a time, with an object that was built from the options of the user's
+optimizer. Some classes need more: a norm over all parameters, a count on the object, the value of the loss.
+Their `step` runs as the user wrote it. It reads and writes each parameter in the store, as any other code of
+the loop does, and `optimizer.state` is an ordinary dictionary in host memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from headwater.api.stored_state import Optimizer
+from headwater.core.errors import ConfigError
+from headwater.fabric.membership import current
+from headwater.optim.attributes import copied, is_same, own_attributes
+from headwater.optim.catalog import is_known, refusal
+from headwater.optim.spec import OptimizerSpec
+
+
+class LoopStepWarning(UserWarning):
+    """Warns that an optimizer steps in the user's loop, with its state in host memory."""
+
+
+_attributes: weakref.WeakKeyDictionary[Optimizer, Mapping[str, Any] | None] = weakref.WeakKeyDictionary()
+"""Optimizer of a user's class -> its attributes when its class was tested; `None` if it steps in the loop."""
+_takes_closures: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers of a user's class that a store can run although their step gets a closure."""
+
+
+def runs_in_loop(optimizer: Optimizer) -> bool:
+    """True if the step of an optimizer must run in the user's loop; see [Note: steps in the loop].
+
+    Raises:
+        ConfigError: if it must, and there are several ranks.
+    """
+    if is_known(type(optimizer)):
+        return False
+    if optimizer not in _attributes:
+        try:
+            OptimizerSpec.of(optimizer)
+        except ConfigError as error:
+            _run_in_loop(optimizer, error)
+        else:
+            _attributes[optimizer] = copied(own_attributes(optimizer))
+    return _attributes[optimizer] is None
+
+
+def leaves_store(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """True if an optimizer that a store could run so far must step in the loop from this step on.
+
+    Args:
+        optimizer: an optimizer for which `runs_in_loop` is false.
+        args: the arguments of its `step`, without the optimizer itself.
+        kwargs: its keyword arguments.
+
+    Raises:
+        ConfigError: if it must, and there are several ranks.
+    """
+    if is_known(type(optimizer)):
+        return False
+    try:
+        _check_attributes(optimizer)
+        _check_arguments(optimizer, {**dict(zip(("closure",), args, strict=False)), **kwargs}, len(args))
+    except ConfigError as error:
+        _run_in_loop(optimizer, error)
+    return _attributes[optimizer] is None
+
+
+def _check_attributes(optimizer: Optimizer) -> None:
+    before, now = _attributes[optimizer] or {}, own_attributes(optimizer)
+    for name in sorted(before.keys() | now.keys()):
+        if name not in before or name not in now or not is_same(before[name], now[name]):
+            raise refusal(type(optimizer).__qualname__, f"its attribute {name!r} has changed")
+
+
+def _check_arguments(optimizer: Optimizer, given: Mapping[str, Any], count: int) -> None:
+    closure = given.get("closure")
+    if given.keys() - {"closure"} or count > 1 or not (closure is None or callable(closure)):
+        raise refusal(type(optimizer).__qualname__, "its step gets other arguments than a closure")
+    if closure is not None and optimizer not in _takes_closures:
+        OptimizerSpec.of(optimizer).check_closure()
+        _takes_closures.add(optimizer)
+
+
+def _run_in_loop(optimizer: Optimizer, reason: ConfigError) -> None:
+    if current().size > 1:
+        raise reason
+    _attributes[optimizer] = None
+    what = reason.what.partition(" cannot be used here: ")[2] or reason.what
+    warnings.warn(
+        f"{type(optimizer).__qualname__} steps in your loop, not in the weight store ({what}); results are "
+        "those of plain PyTorch, but its state is in host memory, the plan does not count it, and each "
+        "operation of the step reads or writes whole parameters",
+        LoopStepWarning,
+        stacklevel=2,
+    )
