@@ -7,11 +7,15 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch as dispatch
 
 _DEVICES = ("cpu", "cuda")
+
+_OF_TRANSFORMS = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode).add(
+    torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
+)
+"""Keys by which `torch.func` gets all operators. Without them it does not wrap tensors."""
 
 
 def is_transformed() -> bool:
@@ -64,7 +68,7 @@ def apart_from_modes() -> Iterator[None]:
     change what the optimizer computes.
     """
     with (
-        temporarily_clear_interpreter_stack(),
+        torch._C._ExcludeDispatchKeyGuard(_OF_TRANSFORMS),
         dispatch._disable_current_modes(),
         torch._C.DisableTorchFunction(),
         torch.inference_mode(False),

@@ -86,7 +86,8 @@ class _WatchedParameter(torch.nn.Parameter):
     """A parameter that records the names of missing attributes that the optimizer asks for."""
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__") and name != "asked_for":
+        # The hooks of this package run in a step that calls `super().step()`.
+        if not name.startswith(("__", "_headwater")) and name not in ("asked_for", "home"):
             self.__dict__.setdefault("asked_for", set()).add(name)
         raise AttributeError(name)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headwater.core.errors import StreamError
+from headwater.core.modes import apart_from_modes
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.core.tensor_memory import return_free_memory
 from headwater.plan.writes import changed_in_place
@@ -18,6 +19,7 @@ from headwater.stream.home import Home, LetGo
 from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest
 from headwater.stream.saved_tensors import WeightHandle
+from headwater.stream.transforms import in_transform
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
@@ -191,10 +193,11 @@ class StageParameters:
         self._set_classes()
         address = image.data_ptr()
         if self._address != address:
-            with torch.inference_mode(False):  # inference tensors could not be trained later
+            # Inference tensors could not be trained later, and tensors of a transform end with it.
+            with apart_from_modes() if in_transform() else torch.inference_mode(False):
                 self._views = self._spec.views(image)
-            self._address = address
-            self._point(self._views)
+                self._address = address
+                self._point(self._views)
             if self._drop_memory():
                 return_free_memory()  # the plan does not count this memory
         self._versions = self._present_versions()
