@@ -81,3 +81,22 @@ def test_the_first_call_is_refused_in_a_transform(transform, tmp_path):
     with pytest.raises(StreamError, match=r"the first call of the model is inside of torch.func"):
         transform(model, randn(4, 3, seed=1))
     place.release()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda function: torch.func.vmap(function)])
+def test_a_weight_is_read_before_a_transform_or_refused(transform, tmp_path):
+    """Its gradient from the loop's backward is that of plain PyTorch."""
+
+    def script(place):
+        model = place.compile(stack())
+        model(randn(4, 3, seed=1))
+        weight = next(model.parameters())
+        if place.plan is not None:
+            with pytest.raises(StreamError, match=r"read inside of torch\.func") as caught:
+                transform(lambda x: (weight * x).square().sum())(torch.ones(3))
+            assert "weight = layer.weight.clone()" in caught.value.remedy
+        copy = weight.clone()
+        transform(lambda x: (copy * x).square().sum())(torch.ones(3)).sum().backward()
+        return weight.grad.clone()
+
+    check(script, "memory", tmp_path)

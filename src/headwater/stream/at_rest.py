@@ -29,6 +29,7 @@ from headwater.stream.new_parameters import becomes_parameter, becomes_parameter
 from headwater.stream.parameter_memory import KeptHome
 from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, is_metadata, stand_in
 from headwater.stream.recorded import RecordedRead
+from headwater.stream.transforms import refuse_recorded_read
 
 logger = logging.getLogger(__name__)
 
@@ -310,6 +311,7 @@ class _Operation:
     def _value(self, leaf: Any) -> torch.Tensor:
         if torch.is_grad_enabled() and leaf.requires_grad and self._func != DATA.__get__:
             _note_read(leaf.home.spec.name)
+            refuse_recorded_read(leaf.home.spec.name)
             # Not `home.read()`: the graph must lead to the parameter.
             value: torch.Tensor = _Read.apply(leaf)  # type: ignore[no-untyped-call]
             if type(value) is torch.Tensor and has_storage(value):

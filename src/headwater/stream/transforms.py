@@ -53,6 +53,23 @@ def refuse_moving_weights() -> None:
         )
 
 
+def refuse_recorded_read(name: str) -> None:
+    """Raise if a weight that requires a gradient is read inside a transform, outside of its module's forward.
+
+    Args:
+        name: the weight.
+
+    Raises:
+        StreamError: if the read is inside a transform: torch cannot record reads from a store there.
+    """
+    if in_transform():
+        raise StreamError(
+            "a weight that requires a gradient is read inside of torch.func, outside of its module's forward",
+            where=name,
+            remedy="read it before, and use the copy inside: weight = layer.weight.clone()",
+        )
+
+
 def refuse_copies_of_saved_weights() -> None:
     """Raise if torch is to copy saved tensors before they change: it does not see changes of stored weights.
 
