@@ -22,9 +22,9 @@ from torch import nn
 
 from headwater.core.loss_function import LossFunction
 from headwater.core.stage import ParamSpec
+from headwater.core.trees import operands
 from headwater.plan.alive import memory_key
 from headwater.plan.partition import Partition
-from headwater.plan.stage_costs import operands
 
 if TYPE_CHECKING:
     from headwater.plan.trace_recorder import OperatorCall
