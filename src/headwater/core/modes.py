@@ -54,9 +54,11 @@ def only_autocast(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
         dtypes: type of a device -> the dtype of its autocast; it is off for other devices.
     """
     with ExitStack() as stack:
-        for device in dtypes.keys() | present_autocast().keys():
+        for device in _DEVICES:
             dtype = dtypes.get(device)
-            stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False))
+            if dtype != autocast_dtype(device):
+                autocast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
+                stack.enter_context(autocast)
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -93,36 +93,6 @@ class TorchSettings:
             stack.callback(_push, present, dispatch._push_mode)
             _push(wanted, dispatch._push_mode)
             stack.callback(_pop, wanted, dispatch._pop_mode)
-
-
-def without_modes() -> AbstractContextManager[None]:
-    """Return a context without autocast and without the modes of the user whose forward runs now.
-
-    An update runs when its stage is fetched next, inside of the user's forward. In plain PyTorch it runs
-    outside: there, autocast does not round the matrix products of an optimizer.
-    """
-    num_modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
-    has_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return _without_modes() if num_modes or has_autocast else nullcontext()  # an update begins often
-
-
-@contextmanager
-def _without_modes() -> Iterator[None]:
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        functions = overrides._get_current_function_mode_stack()
-        _pop(functions, overrides._pop_mode)
-        stack.callback(_push, functions, overrides._push_mode)
-        operators = dispatch._get_current_dispatch_mode_stack()
-        if users := _users(operators):
-            others = [mode for mode in operators if mode not in users]
-            _pop(operators, dispatch._pop_mode)
-            stack.callback(_push, operators, dispatch._push_mode)
-            _push(others, dispatch._push_mode)
-            stack.callback(_pop, others, dispatch._pop_mode)
-        yield
 
 
 def has_dispatch_mode() -> bool:

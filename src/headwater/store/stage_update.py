@@ -11,7 +11,6 @@ import torch
 from headwater.core.device_memory import is_out_of_memory
 from headwater.core.errors import DeviceFullError
 from headwater.core.recorder import RECORDER, UPDATE
-from headwater.core.torch_settings import without_modes
 from headwater.store.gradients.port import Gradients, GradientSink
 from headwater.store.layout import Group
 from headwater.store.ownership import Ownership
@@ -76,7 +75,7 @@ class StageUpdate:
                 call continues the update.
         """
         layout = self._tier.layouts[stage]
-        with without_modes(), RECORDER.span(UPDATE, layout.stage.name, layout.wire_bytes + layout.rest_bytes):
+        with RECORDER.span(UPDATE, layout.stage.name, layout.wire_bytes + layout.rest_bytes):
             self._apply(stage, pending, buffer)
 
     def _apply(self, stage: int, pending: Pending, buffer: torch.Tensor | None) -> None:

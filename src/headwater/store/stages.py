@@ -19,7 +19,7 @@ from headwater.store.locks import StageLocks
 from headwater.store.ownership import Ownership
 from headwater.store.propagation import Propagation
 from headwater.store.tier import Tier
-from headwater.store.update import Part, Pending
+from headwater.store.update import Part
 
 if TYPE_CHECKING:
     from headwater.store.stage_update import StageUpdate
@@ -286,6 +286,7 @@ class StageAccess:
         # With several hosts the image lacks the parts that other hosts have updated.
         return updated and self._fabric.num_hosts == 1
 
+    @apart_from_modes()
     def _update(self, stage: int, buffer: torch.Tensor | None = None) -> bool:
         """Apply the pending update of a stage. The caller holds the stage.
 
@@ -295,11 +296,6 @@ class StageAccess:
         pending = self._ledger.due(stage)
         if pending is None:
             return False
-        with apart_from_modes():
-            return self._update_apart(stage, pending, buffer)
-
-    def _update_apart(self, stage: int, pending: Pending, buffer: torch.Tensor | None) -> bool:
-        """Apply this update, unless it is undone before it begins. Called in `apart_from_modes`."""
         if buffer is None and self._tier.on_device(stage) is None:
             buffer = self._buffer(stage)
         # Before the stage counts as torn: a snapshot reads it here.
@@ -309,17 +305,17 @@ class StageAccess:
         self._copies.wait(stage)
         with self.locks.changing(stage):
             # Before the change: from here on the commit cannot be undone.
-            applied = self._ledger.apply(stage)
-            if applied is None:
+            pending = self._ledger.apply(stage)
+            if pending is None:
                 return False
             try:
-                self._stage_update.apply(stage, applied, buffer)
+                self._stage_update.apply(stage, pending, buffer)
             except DeviceFullError:
                 # The next use of the stage continues the update. It cannot be undone, as after `apply`.
-                self._ledger.postpone(stage, applied)
+                self._ledger.postpone(stage, pending)
                 raise
             # After the change: other ranks read the stage as soon as they see the number.
-            self._propagation.updated(stage, applied.number)
+            self._propagation.updated(stage, pending.number)
         return True
 
     def _wait_for_owners(self, stage: int, up_to: int | None = None) -> None:
