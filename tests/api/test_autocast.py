@@ -228,6 +228,17 @@ def test_optimizers_compute_outside_of_autocast(name, plan, tmp_path):
     assert_equal(plain_step, Net, plan, tmp_path, optimizer=optimizer)
 
 
+def test_gradients_of_a_released_model_have_the_dtype_of_its_parameters(tmp_path):
+    model = built(Net, "memory", tmp_path)
+    trained(model, plain_step)
+    hw.release(model)
+    loss_of(model, batch(0)).backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
+    model.zero_grad()
+    model.bfloat16()(batch(0)).float().sum().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.bfloat16}
+
+
 def test_weights_that_are_only_cast_are_sent_in_bf16(tmp_path):
     model = built(Tied, "memory", tmp_path)
     plain_step(model, None, 0)

@@ -59,7 +59,9 @@ class GradientHooks:
         with ExitStack() as hooks:  # a hook that cannot be registered must not leave the others behind
             for key, param in binder.parameters():
                 if param.requires_grad:
-                    _make_gradients_in(store.spec(key).gradient_dtype, param)
+                    if _make_gradients_in(store.spec(key).gradient_dtype, param):
+                        # Any dtype: torch has no way back to that of the parameter.
+                        hooks.callback(_make_gradients_in, None, param)
                     hooks.callback(_register_first(param, self._hook(key, store.spec(key))).remove)
             self._registered = hooks.pop_all()
 
@@ -146,11 +148,21 @@ def _register_first(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
     return handle
 
 
-def _make_gradients_in(dtype: torch.dtype, param: torch.Tensor) -> None:
-    """Make autograd convert the gradients of a parameter to a dtype, before it adds them and calls hooks."""
+def _make_gradients_in(dtype: torch.dtype | None, param: torch.Tensor) -> bool:
+    """Make autograd convert the gradients of a parameter to a dtype, before it adds them and calls hooks.
+
+    Args:
+        dtype: the dtype; `None` for no conversion.
+        param: the parameter.
+
+    Returns:
+        True if it did not do so before.
+    """
     with torch._C.DisableTorchFunctionSubclass():  # the parameter is at rest
-        if param.grad_dtype != dtype:
+        is_new: bool = param.grad_dtype != dtype
+        if is_new:
             param.grad_dtype = dtype
+    return is_new
 
 
 def _taken_gradient(param: torch.Tensor) -> torch.Tensor | None:
