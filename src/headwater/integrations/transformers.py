@@ -84,8 +84,9 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
             compile(model, self._backend)
         stream = streamed(model)
         if stream is not None:  # Accelerate enters autocast inside forward, after the stream has begun
-            name = self.accelerator.mixed_precision
-            stream.precision = Precision("fp32" if name == "no" else name)
+            # It does not do so for fp16 on a CPU, whatever `mixed_precision` says.
+            has_autocast = self.accelerator.native_amp
+            stream.precision = Precision(self.accelerator.mixed_precision if has_autocast else "fp32")
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Stream the model, instead of moving it to the device as `Trainer` does."""
