@@ -112,7 +112,7 @@ def loss_of(model, x):
 
 
 def built(kind, plan, tmp_path):
-    """Return the model: plain PyTorch's if there is no plan."""
+    """Return a model that is streamed with a plan; without a name of a plan, a plain one."""
     torch.manual_seed(0)
     model = kind()
     if plan is None:

@@ -201,7 +201,7 @@ class _Recorder:
             yield self
         except HeadwaterError:
             raise
-        except Exception as error:
+        except Exception as error:  # the user's model and loss can raise any exception
             problem = misfit(error, self._model, self.locator)
             if problem is None:
                 raise
