@@ -80,8 +80,8 @@ def _be_rank(function, rank, count, host, num_memx, timeout_s, port, channel):
         fabric = join_ranks(timeout_s=timeout_s, num_memx=num_memx)
         channel.send(("", function(fabric)))
         fabric.barrier("the others")
-    except BaseException:  # noqa: BLE001
-        # `pytest.fail` and `pytest.skip` raise a BaseException. The parent process raises what this sends.
+    except BaseException:  # noqa: BLE001  # `pytest.fail` and `pytest.skip` raise one
+        # The parent process raises what this sends.
         channel.send((f"rank {rank}:\n{traceback.format_exc()}", None))
     finally:
         os._exit(0)

@@ -128,9 +128,8 @@ def _numel(make_model: Callable[[], nn.Module]) -> int:
     with torch.device("meta"):
         try:
             return sum(param.numel() for param in make_model().parameters())
-        except Exception:
-            # Constructors of the transformers library fail on meta tensors in many ways. Such a model counts
-            # as small: the walk builds it on the CPU next, and reports an error of that.
+        except Exception:  # constructors of the transformers library fail on meta tensors in many ways
+            # Such a model counts as small: the walk builds it on the CPU next, and reports an error of that.
             return 0
 
 

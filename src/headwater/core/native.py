@@ -279,8 +279,7 @@ def _run(command: Sequence[str], most_s: float) -> bytes:
     with process:
         try:
             output, errors = process.communicate(timeout=most_s)
-        except BaseException:
-            # After Ctrl-C or at the limit of time the compiler would run on, so its whole group is ended.
+        except BaseException:  # Ctrl-C too: the compiler would run on, so its whole group is ended
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise

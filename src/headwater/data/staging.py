@@ -49,9 +49,9 @@ def staged_folder(
             for name in (_LOCK, _KEY):
                 (partial / name).unlink()
             _swap(partial, target)
-        except Exception:
+        except Exception:  # any error makes the partial files useless; it is raised again
             # After an interrupt (not an Exception) the partial files stay, and the same command continues
-            # with them. After an error they are useless, unless the caller can continue from `keep`.
+            # with them. After an error the caller may be able to continue from `keep`.
             if keep is None or not (partial / keep).is_file():
                 shutil.rmtree(partial, ignore_errors=True)
             raise

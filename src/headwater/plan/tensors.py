@@ -138,9 +138,8 @@ def with_real_tensors(run: Callable[[RealTensors], T]) -> T:
         tensors = RealTensors(copied)
         try:
             result = run(tensors)
-        except Exception:
-            # A write raises `_WritesToModel`, which the user's forward may turn into any other error. An
-            # error without a write is the user's, and is raised again.
+        except Exception:  # the user's forward may turn `_WritesToModel` into any other error
+            # An error without a write is the user's, and is raised again.
             if not tensors.written:
                 raise
         else:

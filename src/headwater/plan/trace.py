@@ -129,9 +129,8 @@ class _DryRun:
                 recorder = self._skipping() if may_skip else None
                 if recorder is None:
                     recorder = self._run(FakeTensors())
-        except Exception:
-            # Fake values can make the user's forward fail in any way. The run on real tensors below raises
-            # an error of the model itself again.
+        except Exception:  # fake values can make the user's forward fail in any way
+            # The run on real tensors below raises an error of the model itself again.
             if self.observer is not None or not have_values(self.model, self.batch):
                 raise
             recorder = with_real_tensors(self._run)
@@ -142,9 +141,8 @@ class _DryRun:
         repeats = Repeats(self.model, self.partition)
         try:
             recorder = self._run(FakeTensors(), repeats)
-        except Exception:
-            # Skipped stages can make the user's forward fail in any way. Then all stages run, and an error
-            # of the model itself is raised again there.
+        except Exception:  # skipped stages can make the user's forward fail in any way
+            # Then all stages run, and an error of the model itself is raised again there.
             if not repeats.original:
                 raise
             return None

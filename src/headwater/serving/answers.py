@@ -67,8 +67,7 @@ class WrittenAnswer(Answer):
         try:
             for request in self._requests:
                 self.writings.append(Writing(self.model, request))
-        except BaseException:
-            # Also after an interrupt: no client reads the texts that have begun, so the model must stop.
+        except BaseException:  # an interrupt too: no client reads the texts that have begun
             self.cancel()
             raise
 

@@ -100,8 +100,7 @@ class Forwards:
             if self._depth[stage] == 1:
                 try:
                     self._binder.bind(stage, self._require)
-                except BaseException:
-                    # The module does not run, so no call of `leave` follows.
+                except BaseException:  # an interrupt too: the module does not run, so no `leave` follows
                     self.leave(stages[:count])
                     raise
 

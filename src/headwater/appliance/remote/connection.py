@@ -89,8 +89,7 @@ class Connection:
                 self._wait(failure, attempt, broke)
                 attempt += 1
                 continue
-            except BaseException:
-                # For example Ctrl-C: the rest of the reply would be taken for the next reply.
+            except BaseException:  # Ctrl-C too: the rest of the reply would be taken for the next reply
                 self.close()
                 raise
             if attempt:
