@@ -66,10 +66,9 @@ def traces_of(
         device: `cpu` or `cuda`.
     """
     model, engine = current.model, current.engine
-    if engine is not None:
-        engine.store.flush()  # a pending update must not run among fake tensors
     partition = find_stages(model, precision)
     if engine is not None:
+        engine.store.flush()  # a pending update must not run among fake tensors
         in_fp32 = precision != engine.plan.precision
         partition = _with_masters_of(engine, partition, old_names, in_fp32=in_fp32)
     with _not_streamed(engine):

@@ -61,7 +61,17 @@ def trace_step(
     """
     precision = precision or Precision()
     partition = partition or find_stages(model, precision)
-    dry_run = _DryRun(model, batch, precision, loss_function, partition, observer, inference, device)
+    dry_run = _DryRun(
+        model,
+        batch,
+        precision,
+        loss_function,
+        partition,
+        observer,
+        inference,
+        device,
+        only_fake=observer is not None,
+    )
     if observer is not None:
         return dry_run.trace()
     # torch's strided nested tensors have no shape.
@@ -95,22 +105,19 @@ def widen_uncast(
     if not precision.mixed:
         return partition
     reads = CastReads(partition, loss_function, precision.wire_dtype)
-    trace_step(
-        model,
-        batch,
-        precision,
-        loss_function=reads.loss,
-        partition=reads.observed,
-        observer=reads.observe,
-        inference=inference,
-        device=device,
-    )
+    _DryRun(
+        model, batch, precision, reads.loss, reads.observed, reads.observe, inference, device, only_fake=False
+    ).trace()
     return reads.result
 
 
 @dataclasses.dataclass(frozen=True)
 class _DryRun:
-    """A dry run of one step; for the attributes see `trace_step`."""
+    """A dry run of one step; for the other attributes see `trace_step`.
+
+    Attributes:
+        only_fake: true if the observer may see only fake tensors, even if the forward needs values.
+    """
 
     model: nn.Module
     batch: Any
@@ -120,6 +127,7 @@ class _DryRun:
     observer: Observer | None
     inference: bool
     device: str
+    only_fake: bool
 
     def trace(self) -> Trace:
         """Make the dry run and return its trace."""
@@ -131,7 +139,7 @@ class _DryRun:
                     recorder = self._run(FakeTensors())
         except Exception:  # fake values can make the user's forward fail in any way
             # The run on real tensors below raises an error of the model itself again.
-            if self.observer is not None or not have_values(self.model, self.batch):
+            if self.only_fake or not have_values(self.model, self.batch):
                 raise
             recorder = with_real_tensors(self._run)
         return recorder.trace(_batch_size(self.batch))
