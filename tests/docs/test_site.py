@@ -80,11 +80,25 @@ def test_pictures_are_those_of_the_script(name):
     assert (DOCS / "pictures" / name).read_text() == expected, "run python docs/pictures/draw.py"
 
 
-def test_the_table_of_machines_is_that_of_the_benchmark():
-    rows = json.loads((ROOT / "benchmarks" / "results" / "hardware.json").read_text())["results"]["rows"]
+def rows_of_benchmark(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]["rows"]
+
+
+@pytest.mark.parametrize("name", ["hardware", "hardware_cards"])
+def test_the_tables_of_machines_are_those_of_the_benchmark(name):
     page = (DOCS / "hardware.md").read_text()
-    for row in rows:
+    for row in rows_of_benchmark(name):
         assert "| " + " | ".join(row.values()) + " |" in page
+
+
+def test_the_predicted_steps_of_an_h200_are_those_of_the_benchmark():
+    page = (DOCS / "hardware.md").read_text()
+    columns = ["step_s", "on device", "micro-batch", "compute s", "update s", "update on device s", "link s"]
+    for row in rows_of_benchmark("hardware_h200"):
+        if row["plan"] == "one micro-batch":  # the best plan has one micro-batch
+            continue
+        cells = [str(row.get(name, "–")) for name in [*columns, "device GiB", "host GiB"]]
+        assert f"| {' | '.join(cells)} |" in page, row["plan"]
 
 
 def test_code_in_docstrings_becomes_literal():
