@@ -2,6 +2,7 @@
 
 import collections
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,17 @@ from headwater.trainer.zoo_job import meta_model
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
+def code(classes):
+    """A class in the font of code, or two classes with `and` between them."""
+    return " and ".join(f"`{name}`" for name in classes.split(" and "))
+
+
 def models_table():
     """A row for each name of a model: the schema of its section, and how transformers calls it."""
     yield "| `name` | keys of the model section | class of the transformers library |"
     yield "|---|---|---|"
     for name, schema in MODELS.items():
-        classes = [f"`{format.architecture}`" for format in FORMATS if name in format.models]
+        classes = [code(format.architecture) for format in FORMATS if name in format.models]
         classes = ["any"] if name == "hf" else classes
         yield f"| `{name}` | `{schema.__name__}` | {', '.join(classes) or '–'} |"
 
@@ -31,7 +37,7 @@ def converters_table():
     for name, (format, model) in CONVERTERS.items():
         if name.endswith("-headless"):
             continue
-        yield f"| `{name}` | `{format.architecture}` | `{model}` |"
+        yield f"| `{name}` | {code(format.architecture)} | `{model}` |"
 
 
 def parameters(path):
@@ -52,22 +58,23 @@ def sources(path):
     return re.findall(r"arXiv:\d+\.\d+|Science [\d:]+\d", path.read_text())
 
 
-def params_table():
-    """A row for each folder of params files: their names by size, and the papers that they name."""
-    yield "| folder | params files and parameters of their models | papers |"
-    yield "|---|---|---|"
+def params_list():
+    """An entry for each folder of params files: their names by size, and the papers that they name."""
     folders = collections.defaultdict(dict)
     for name, path in shipped_params().items():
         folder, _, file = name.partition("/")
         folders[folder][file] = (parameters(path), path)
     for folder, files in folders.items():
         in_order = sorted(files.items(), key=lambda item: item[1][0])
-        names = ", ".join(f"`{file}` {rounded(count)}" for file, (count, _) in in_order)
-        papers = dict.fromkeys(paper for _, (_, path) in in_order for paper in sources(path))
-        yield f"| `{folder}` | {names} | {', '.join(papers) or '–'} |"
+        names = ", ".join(f"`{file}` ({rounded(count)})" for file, (count, _) in in_order)
+        papers = list(dict.fromkeys(paper for _, (_, path) in in_order for paper in sources(path)))
+        entry = f"- **`{folder}`**: {names}."
+        if papers:
+            entry += f" {'Paper' if len(papers) == 1 else 'Papers'}: {', '.join(papers)}."
+        yield from textwrap.wrap(entry, 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
-@pytest.mark.parametrize("table", [models_table, converters_table, params_table])
-def test_tables_are_up_to_date(table):
+@pytest.mark.parametrize("table", [models_table, converters_table, params_list])
+def test_tables_and_lists_are_up_to_date(table):
     expected = "\n".join(table())
-    assert expected in PAGE.read_text(), f"docs/models.md should have this table:\n{expected}"
+    assert expected in PAGE.read_text(), f"docs/models.md should have these lines:\n{expected}"
