@@ -236,6 +236,30 @@ def test_optimizers_compute_outside_of_autocast(name, plan, tmp_path):
     assert_equal(plain_step, Net, plan, tmp_path, optimizer=optimizer)
 
 
+def ties(model):
+    """Make each weight halfway between two numbers in bf16, where rounding has a choice."""
+    with torch.no_grad():
+        for param in model.parameters():
+            bits = param.view(torch.int32)
+            bits.copy_(bits >> 16 << 16 | 1 << 15)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adafactor"])
+def test_weights_halfway_between_two_numbers_are_rounded_as_in_plain_pytorch(optimizer, plan, tmp_path):
+    """Most gradients of SGD are too small to change a weight, so its weights stay halfway."""
+
+    def step(model, optimizer, number):
+        if number == 0:
+            ties(model)
+        return plain_step(model, optimizer, number)
+
+    def made(params):
+        return getattr(torch.optim, optimizer)(params, lr=1e-7)
+
+    assert_equal(step, Net, plan, tmp_path, optimizer=made)
+
+
 def test_gradients_of_a_released_model_have_the_dtype_of_its_parameters(tmp_path):
     model = built(Net, "memory", tmp_path)
     trained(model, plain_step)

@@ -110,6 +110,7 @@ def test_chunks_occupy_all_threads_and_do_not_change_the_bits(threads, monkeypat
     [
         (Encoding.SAME, torch.float32, None),
         (Encoding.SPLIT, torch.bfloat16, ("master.low", torch.int16)),
+        (Encoding.EVEN, torch.bfloat16, ("master.low", torch.int16)),
         (Encoding.COPY, torch.float16, ("master", torch.float32)),
     ],
 )
@@ -117,6 +118,8 @@ def test_a_written_master_is_read_back(encoding, wire_dtype, field):
     master = torch.randn(100, generator=torch.Generator().manual_seed(0))
     wire = torch.empty(100, dtype=wire_dtype)
     rest = {} if field is None else {field[0]: torch.empty(100, dtype=field[1])}
+    if encoding is Encoding.EVEN:
+        rest["master.ties"] = torch.empty(13, dtype=torch.uint8)
     write_master(encoding, master.clone(), wire, rest)
     assert torch.equal(read_master(encoding, wire, rest, torch.empty(128)), master)
     assert torch.equal(wire, master.to(wire_dtype))

@@ -15,7 +15,7 @@ from headwater.core import native
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
 from headwater.store import native_check
-from headwater.store.masters import write_master
+from headwater.store.masters import read_master, write_master
 from headwater.store.native_adam import AdamKernel
 from headwater.store.native_check import agrees, checked_adam
 from headwater.store.rule import UpdateRule, stage_layout
@@ -71,6 +71,15 @@ class Stage:
         self.updater.apply(self.layout, self.image, groups, list(gradients), self.scalars, pending, progress)
         self.scalars = progress.after
 
+    def masters(self, param):
+        wire = self.layout.stage.flat_views(self.image)[param]
+        pieces = [piece for piece in self.pieces() if piece.param == param]
+        spaces = [torch.empty(piece.stop - piece.start) for piece in pieces]
+        return torch.cat([
+            read_master(piece.encoding, wire[piece.start : piece.stop], self.fields(piece), space)
+            for piece, space in zip(pieces, spaces, strict=True)
+        ])  # fmt: skip
+
     def tensors(self):
         """Return all tensors of the stage, by name."""
         wires = self.layout.stage.flat_views(self.image)
@@ -81,13 +90,18 @@ class Stage:
 
 
 def wild(generator, shape):
-    """Return numbers of all sizes: ordinary, zeros of both signs, tiny ones, denormal ones, and huge ones."""
+    """Return numbers of all sizes: ordinary, zeros of both signs, tiny ones, denormal ones, and huge ones.
+
+    Others are ties: halfway between two bf16 numbers.
+    """
     values = torch.randn(shape, generator=generator)
     kind = torch.randint(0, 8, shape, generator=generator)
     exponents = torch.randint(-149, 100, shape, generator=generator).float()
     values[kind == 0] *= 0.0
     values[kind == 1] *= torch.exp2(exponents[kind == 1])
     values[kind == 2] *= 1e-3
+    bits = values.view(torch.int32)
+    bits[kind == 3] = bits[kind == 3] >> 16 << 16 | 1 << 15
     return values
 
 
@@ -109,7 +123,9 @@ def random_params(draw):
     sizes = [draw.choice((draw.randrange(1, 80), draw.randrange(1, 3 * PIECE))) for _ in range(8)]
     wires = [draw.choice((FP32, BF16, BF16)) for _ in sizes]
     return tuple(
-        ParamSpec(f"p{index}", (size,), FP32, wire, bf16_state=draw.random() < 0.3)
+        ParamSpec(
+            f"p{index}", (size,), FP32, wire, bf16_state=draw.random() < 0.3, exact_cast=draw.random() < 0.4
+        )
         for index, (size, wire) in enumerate(zip(sizes, wires, strict=True))
     )
 
@@ -172,7 +188,7 @@ def test_random_updates_have_the_bits_of_torch(seed, threads):
 
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)
 def test_each_number_of_threads_has_the_bits_of_torch(threads):
-    params = tuple(ParamSpec(f"p{i}", (100_003,), FP32, BF16) for i in range(2))
+    params = tuple(ParamSpec(f"p{i}", (100_003,), FP32, BF16, exact_cast=i == 1) for i in range(2))
     gradients = [wild(torch.Generator().manual_seed(i), (100_003,)) for i in range(2)]
     own, plain = (Stage(params, ADAMW, kernel, 0) for kernel in (Counting(), None))
     for stage in (own, plain):
@@ -180,15 +196,30 @@ def test_each_number_of_threads_has_the_bits_of_torch(threads):
     assert_same_bits(own, plain)
 
 
+@pytest.mark.parametrize("step_size", [0.0, 2.0**-9, 1e-3])
+def test_ties_are_rounded_to_even_in_every_update(step_size):
+    """A rate of zero keeps all ties; the first rate moves many masters from one tie to another."""
+    params = (ParamSpec("a", (3 * PIECE + 5,), FP32, BF16, exact_cast=True),)
+    kernel = Counting()
+    own, plain = (Stage(params, OptimizerSpec("Adam", {"eps": 0.0}), each, 0) for each in (kernel, None))
+    for number in range(1, 4):
+        for stage in (own, plain):
+            stage.step([torch.ones(params[0].shape)], Update(number, {"lr": step_size}), None)
+        assert_same_bits(own, plain)
+        wire = own.tensors()["0 wire"]
+        assert torch.equal(wire.view(torch.int16), own.masters(0).to(BF16).view(torch.int16))
+    assert kernel.elements == 3 * params[0].numel
+
+
 def test_numbers_that_are_not_finite_stay_where_torch_has_them():
-    kinds = ({"wire_dtype": BF16}, {"wire_dtype": FP32})
+    kinds = ({"wire_dtype": BF16}, {"wire_dtype": FP32}, {"wire_dtype": BF16, "exact_cast": True})
     params = tuple(ParamSpec(str(index), (100,), FP32, **kind) for index, kind in enumerate(kinds))
     gradient = torch.linspace(-3, 3, 100)
     gradient[::7], gradient[3::7], gradient[5::7] = math.inf, -math.inf, math.nan
     own, plain = (Stage(params, ADAMW, kernel, 0) for kernel in (Counting(), None))
     for number in (1, 2):
         for stage in (own, plain):
-            stage.step([gradient] * 2, Update(number, {"lr": 0.1}, max_value=2.0), torch.tensor(0.5))
+            stage.step([gradient] * 3, Update(number, {"lr": 0.1}, max_value=2.0), torch.tensor(0.5))
         assert_same_bits(own, plain)
 
 

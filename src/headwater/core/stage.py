@@ -63,6 +63,8 @@ class ParamSpec:
             otherwise `None`.
         kept: the number of elements of a masked parameter for which the store has room beside the wire image;
             see [Note: masked parameters] in `store/kept.py`. `None`: all elements.
+        exact_cast: its values in bf16 are rounded as torch's cast rounds them: a tie between two numbers
+            becomes the even one. Otherwise the store chooses the larger one, which saves a bit per element.
         full_gradient: autograd makes its gradient in `dtype` although it computes in `wire_dtype`, as plain
             PyTorch does under autocast.
     """
@@ -77,6 +79,7 @@ class ParamSpec:
     sparse_gradient: bool = False
     strides: tuple[int, ...] | None = None
     kept: int | None = None
+    exact_cast: bool = False
     full_gradient: bool = False
 
     def keeping(self, count: int) -> ParamSpec:
@@ -87,6 +90,8 @@ class ParamSpec:
         kept = max(-(-count // UPDATE_ELEMENTS), 1) * UPDATE_ELEMENTS
         exact = self.numel % UPDATE_ELEMENTS == 0 and not self.bf16_state
         plain = self.requires_grad and self.strides is None and not self.sparse_gradient
+        # Kept elements are copied one by one, and a part of a byte has no address.
+        plain = plain and not self.exact_cast
         return dataclasses.replace(self, kept=kept) if exact and plain and kept < self.numel else self
 
     @property

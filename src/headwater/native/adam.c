@@ -16,7 +16,7 @@
    call is written out here because clang's pragma needs a library that torch may not have loaded. */
 void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
 
-enum encoding { SAME, SPLIT }; /* as headwater.store.native_adam numbers them */
+enum encoding { SAME, SPLIT, EVEN }; /* as headwater.store.native_adam numbers them */
 
 struct settings {
     double lr, beta1, beta2, eps, weight_decay, step;
@@ -25,7 +25,8 @@ struct settings {
 
 struct piece {
     void *wire;           /* bf16, or fp32 if it is the master */
-    void *master;         /* SPLIT: lower halves; SAME: not used */
+    void *master;         /* SPLIT, EVEN: lower halves; SAME: not used */
+    uint8_t *ties;        /* EVEN: a bit for each element, the lowest of a byte first; otherwise not used */
     const void *gradient; /* fp32 or bf16 */
     void *mean, *square;  /* moments, fp32 or bf16 */
     int64_t numel;
@@ -120,6 +121,47 @@ static void round_to_wire(const float *restrict from, uint16_t *restrict to, int
         to[i] = (uint16_t)((to_bits(from[i]) + 0x8000u) >> 16);
 }
 
+/* Rounds to the nearest bf16, ties to the even one. */
+static void round_to_even(const float *restrict from, uint16_t *restrict to, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = to_bits(from[i]);
+        to[i] = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+    }
+}
+
+/* Returns whether a bit of these elements may be set; true also for a bit of a neighbour in the same byte. */
+static int may_have_ties(const uint8_t *ties, int64_t at, int64_t count)
+{
+    int found = 0;
+    for (int64_t byte = at / 8; byte < (at + count + 7) / 8; byte++)
+        found |= ties[byte];
+    return found;
+}
+
+/* Adds one to the upper halves of joined masters that were rounded down at a tie. */
+static void join_ties(const uint8_t *ties, int64_t at, float *joined, int64_t count)
+{
+    if (!may_have_ties(ties, at, count)) /* almost always */
+        return;
+    for (int64_t i = 0; i < count; i++)
+        joined[i] = from_bits(to_bits(joined[i]) + ((uint32_t)(ties[(at + i) / 8] >> (at + i) % 8 & 1) << 16));
+}
+
+/* Sets the bits of masters that are ties and are rounded down, and clears the others. */
+static void keep_ties(const float *from, uint8_t *ties, int64_t at, int64_t count)
+{
+    int found = 0;
+    for (int64_t i = 0; i < count; i++)
+        found |= (to_bits(from[i]) & 0xffffu) == 0x8000u;
+    if (!found && !may_have_ties(ties, at, count)) /* almost always */
+        return;
+    for (int64_t i = 0; i < count; i++) {
+        uint8_t bit = (uint8_t)(1 << (at + i) % 8), *byte = ties + (at + i) / 8;
+        *byte = (to_bits(from[i]) & 0x1ffffu) == 0x8000u ? *byte | bit : *byte & (uint8_t)~bit;
+    }
+}
+
 static void keep_low_halves(const float *restrict from, int16_t *restrict to, int64_t count)
 {
     for (int64_t i = 0; i < count; i++)
@@ -183,13 +225,19 @@ static void update_run(
     read_gradient(p, at, count, n->maximize, gradient);
     float *mean = read_moment(p->mean, p, at, count, means);
     float *square = read_moment(p->square, p, at, count, squares);
-    float *weight = p->encoding == SPLIT ? joined : (float *)p->wire + at;
-    if (p->encoding == SPLIT)
+    float *weight = p->encoding == SAME ? (float *)p->wire + at : joined;
+    if (p->encoding != SAME)
         join((uint16_t *)p->wire + at, (int16_t *)p->master + at, joined, count);
+    if (p->encoding == EVEN)
+        join_ties(p->ties, at, joined, count);
     adam(weight, gradient, mean, square, count, n, is_tail);
-    if (p->encoding == SPLIT) {
+    if (p->encoding != SAME)
         keep_low_halves(weight, (int16_t *)p->master + at, count);
+    if (p->encoding == SPLIT)
         round_to_wire(weight, (uint16_t *)p->wire + at, count);
+    if (p->encoding == EVEN) {
+        keep_ties(weight, p->ties, at, count);
+        round_to_even(weight, (uint16_t *)p->wire + at, count);
     }
     write_moment(p->mean, p->mean_place, p, at, count, mean, noise);
     write_moment(p->square, p->square_place, p, at, count, square, noise);

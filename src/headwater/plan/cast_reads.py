@@ -70,7 +70,7 @@ class CastReads:
     def _needed(self, param: ParamSpec) -> ParamSpec:
         if param.name not in self._cast or param.name in self._as_they_are:
             return _in_own_dtype(param)
-        return dataclasses.replace(param, full_gradient=param.name not in self._shared)
+        return dataclasses.replace(param, exact_cast=True, full_gradient=param.name not in self._shared)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss. The parameters of the model are those of the dry run now."""
@@ -111,7 +111,7 @@ class _Copy:
 
 
 def _in_own_dtype(param: ParamSpec) -> ParamSpec:
-    return dataclasses.replace(param, wire_dtype=param.dtype, full_gradient=False)
+    return dataclasses.replace(param, wire_dtype=param.dtype, exact_cast=False, full_gradient=False)
 
 
 def _with_params(partition: Partition, changed: Callable[[ParamSpec], ParamSpec]) -> Partition:

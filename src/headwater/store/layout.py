@@ -30,11 +30,17 @@ GROUP_BYTES = 16 << 20
 """Minimum size of a group. A disk reads and writes blocks of this size at full speed."""
 
 
+def tie_bytes(numel: int) -> int:
+    """Return the number of bytes that hold the bits of `Encoding.EVEN` for elements of one piece."""
+    return -(-numel // 8)
+
+
 class Encoding(enum.Enum):
     """The ways to store the master of a parameter: in the wire image, beside it, or one half in each."""
 
     SAME = "same"  # the wire image is the master
     SPLIT = "split"  # bf16 on the wire is the upper half of the master; the lower half is in the rest
+    EVEN = "even"  # the same with ties rounded to even, so that one bit more of each element is in the rest
     COPY = "copy"  # the master is in the rest, the wire image is rounded from it
 
 
@@ -43,14 +49,18 @@ def encoding_of(param: ParamSpec) -> Encoding:
     if param.wire_dtype == param.dtype:
         return Encoding.SAME
     if (param.wire_dtype, param.dtype) == (torch.bfloat16, torch.float32):
-        return Encoding.SPLIT
+        return Encoding.EVEN if param.exact_cast else Encoding.SPLIT
     return Encoding.COPY
 
 
-MASTER_FIELD = {Encoding.SPLIT: "master.low", Encoding.COPY: "master"}
-"""The field that holds the rest of the master, by encoding. Other fields are optimizer state."""
+MASTER_FIELD = {Encoding.SPLIT: "master.low", Encoding.EVEN: "master.low", Encoding.COPY: "master"}
+"""The field that holds the rest of the master, by encoding."""
 
-MASTER_FIELDS = frozenset(MASTER_FIELD.values())
+TIES_FIELD = "master.ties"
+"""The field with a bit for each element in `Encoding.EVEN`, packed in bytes, the lowest bit first."""
+
+MASTER_FIELDS = frozenset((*MASTER_FIELD.values(), TIES_FIELD))
+"""All fields of masters. Other fields are optimizer state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +123,6 @@ class Piece:
     encoding: Encoding
     fields: tuple[Field, ...]
     is_compact: bool = False
-
-    @property
-    def is_split(self) -> bool:
-        """True if its master is stored in two halves."""
-        return self.encoding is Encoding.SPLIT
 
     def views(self, rest: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors of the piece by name, as views of the group's bytes."""
@@ -243,11 +248,13 @@ def _field_shapes(
     whole = param.kept is None and (start, stop) == (0, param.numel)
     own_shape = param.shape if whole else (stop - start,)
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    match encoding_of(param):
-        case Encoding.SPLIT:
-            shapes[MASTER_FIELD[Encoding.SPLIT]] = (torch.int16, own_shape)
+    match encoding := encoding_of(param):
+        case Encoding.SPLIT | Encoding.EVEN:
+            shapes[MASTER_FIELD[encoding]] = (torch.int16, own_shape)
         case Encoding.COPY:
-            shapes[MASTER_FIELD[Encoding.COPY]] = (param.dtype, own_shape)
+            shapes[MASTER_FIELD[encoding]] = (param.dtype, own_shape)
+    if encoding is Encoding.EVEN:
+        shapes[TIES_FIELD] = (torch.uint8, (tie_bytes(stop - start),))
     for name, state in states.items():
         shapes[name] = (stored_dtype(param, state), own_shape if state.shape is None else state.shape)
     return shapes

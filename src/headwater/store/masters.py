@@ -2,7 +2,8 @@
 
 Read as integers, an fp32 master is `(high << 16) + low` with `low` its lower sixteen bits as a signed number.
 Then `high` is the master rounded to the nearest bf16 (ties away from zero), so the wire copy costs nothing
-beyond the master's own four bytes, and no bit of the master is lost.
+beyond the master's own four bytes, and no bit of the master is lost. Where ties must be rounded to even, see
+[Note: ties to even] in `store/ties.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import final
 
 import torch
 
-from headwater.store.layout import MASTER_FIELD, Encoding
+from headwater.store.layout import MASTER_FIELD, TIES_FIELD, Encoding
+from headwater.store.ties import lower_ties, raise_ties, tie_flags
 
 _CPU = torch.device("cpu")
 
@@ -33,15 +35,16 @@ def join_halves(
         high: wire values, bf16.
         low: lower halves, int16.
         out: the masters, fp32; overwritten.
-        bits: int32 memory of `num_bits` elements; allocated if not given.
+        bits: int32 memory of at least `num_bits` elements, used on a CPU; allocated if not given.
     """
     if out.device.type != "cpu":
         join_at_once(high, low, out)
         return
-    scratch = torch.empty(num_bits(out.numel(), out.device), dtype=torch.int32) if bits is None else bits
+    if bits is None:
+        bits = torch.empty(num_bits(Encoding.SPLIT, out.numel(), out.device), dtype=torch.int32)
     for upper, lower, whole in _chunks(high, low, out):
         whole.copy_(upper)  # as bits: the upper half, shifted to its place
-        wide = scratch[: lower.numel()].copy_(lower)  # a sum of two dtypes would be three times slower
+        wide = bits[: lower.numel()].copy_(lower)  # a sum of two dtypes would be three times slower
         whole.view(torch.int32).add_(wide)
 
 
@@ -77,9 +80,27 @@ def split_at_once(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -
     torch.bitwise_right_shift(bits.add_(0x8000), 16, out=high.view(torch.int16))
 
 
-def num_bits(numel: int, device: torch.device) -> int:
-    """Return the number of integers that `join_halves` needs for a tensor; 0 except on a CPU."""
-    return min(numel, _chunk_elements()) if device.type == "cpu" else 0
+def num_bits(encoding: Encoding, numel: int, device: torch.device) -> int:
+    """Return the number of int32 elements that `read_master` and `write_master` need as memory.
+
+    Args:
+        encoding: how the master is stored.
+        numel: its number of elements.
+        device: where it is.
+    """
+    if encoding not in (Encoding.SPLIT, Encoding.EVEN):
+        return 0
+    if device.type == "cpu":
+        return min(numel, _chunk_elements())
+    return tie_flags(numel) // 4 if encoding is Encoding.EVEN else 0
+
+
+def _flags(numel: int, device: torch.device, bits: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the memory in which a GPU raises and lowers ties: a part of `bits`."""
+    if device.type == "cpu":
+        return None
+    assert bits is not None, "a GPU may allocate no memory here"
+    return bits.view(torch.uint8)[: tie_flags(numel)]
 
 
 def _chunk_elements() -> int:
@@ -107,7 +128,7 @@ def read_master(
         wire: the piece's wire values, 1-D.
         rest: the piece's fields.
         scratch: fp32 workspace, 1-D, at least as long as the piece.
-        bits: see `join_halves`.
+        bits: int32 memory of at least `num_bits` elements; allocated if not given, but not on a GPU.
     """
     if encoding is Encoding.SAME:
         return wire
@@ -116,6 +137,8 @@ def read_master(
         return field
     out = scratch[: wire.numel()]
     join_halves(wire, field, out, bits)
+    if encoding is Encoding.EVEN:
+        raise_ties(out, rest[TIES_FIELD], _flags(out.numel(), out.device, bits))
     return out
 
 
@@ -124,6 +147,7 @@ def write_master(
     master: torch.Tensor,
     wire: torch.Tensor,
     rest: Mapping[str, torch.Tensor],
+    bits: torch.Tensor | None = None,
 ) -> None:
     """Write a master back to where `read_master` found it, and compute its wire value.
 
@@ -134,16 +158,21 @@ def write_master(
         master: the tensor that `read_master` has returned, changed. Its content may be overwritten.
         wire: the piece's wire values, 1-D.
         rest: the piece's fields.
+        bits: as in `read_master`.
     """
-    if encoding is Encoding.SPLIT:
-        split_halves(master, wire, rest[MASTER_FIELD[encoding]].view(-1))
-    elif encoding is Encoding.COPY:
-        field = rest[MASTER_FIELD[encoding]].view(-1)
+    if encoding is Encoding.SAME:
+        if wire.data_ptr() != master.data_ptr():
+            wire.copy_(master)
+        return
+    field = rest[MASTER_FIELD[encoding]].view(-1)
+    if encoding is Encoding.COPY:
         if field.data_ptr() != master.data_ptr():
             field.copy_(master)
         wire.copy_(field)
-    elif wire.data_ptr() != master.data_ptr():
-        wire.copy_(master)
+        return
+    split_halves(master, wire, field)
+    if encoding is Encoding.EVEN:
+        lower_ties(wire, field, rest[TIES_FIELD], _flags(wire.numel(), wire.device, bits))
 
 
 @final

@@ -9,7 +9,7 @@ from typing import final
 from headwater.store.layout import Encoding
 from headwater.store.rounding import TABLE_ELEMENTS, random_numbers
 
-ENCODINGS = {Encoding.SAME: 0, Encoding.SPLIT: 1}
+ENCODINGS = {Encoding.SAME: 0, Encoding.SPLIT: 1, Encoding.EVEN: 2}
 """Way to store a master -> its number in the kernel."""
 
 
@@ -34,6 +34,7 @@ class AdamPiece(ctypes.Structure):
     Attributes:
         wire: wire values.
         master: lower halves of the masters; 0 if the wire image is the master.
+        ties: the bits of `Encoding.EVEN`; 0 for another encoding.
         gradient: fp32 or bf16.
         mean: first moments, fp32 or bf16.
         square: second moments, fp32 or bf16.
@@ -52,6 +53,7 @@ class AdamPiece(ctypes.Structure):
     _fields_ = (
         ("wire", ctypes.c_void_p),
         ("master", ctypes.c_void_p),
+        ("ties", ctypes.c_void_p),
         ("gradient", ctypes.c_void_p),
         ("mean", ctypes.c_void_p),
         ("square", ctypes.c_void_p),

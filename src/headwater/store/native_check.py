@@ -176,16 +176,19 @@ def _params(sizes: Sequence[int]) -> tuple[ParamSpec, ...]:
             torch.float32,
             torch.float32 if index % 3 == 0 else torch.bfloat16,
             bf16_state=index % 2 == 1,
+            exact_cast=index % 3 == 2,
         )
         for index, size in enumerate(sizes)
     )
 
 
 def _fill(layout: StageLayout, image: torch.Tensor, rest: torch.Tensor, generator: torch.Generator) -> None:
-    """Write random masters. The state stays 0, since it has no values before the first update."""
+    """Write random masters with many ties. The state stays 0: it has no values before the first update."""
     wires = layout.stage.flat_views(image)
     for piece in (piece for group in layout.groups for piece in group.pieces):
         master = torch.randn(piece.stop - piece.start, generator=generator)
+        tied = master.view(torch.int32)[::5]
+        tied.bitwise_and_(-1 << 16).bitwise_or_(1 << 15)  # halfway between two bf16 numbers
         write_master(piece.encoding, master, wires[piece.param], piece.views(rest))
 
 

@@ -18,7 +18,7 @@ import torch
 
 from headwater.core.stage import ParamSpec
 from headwater.store.kept import Operands
-from headwater.store.layout import MASTER_FIELD, Piece, Scalars, StateLayout
+from headwater.store.layout import MASTER_FIELD, TIES_FIELD, Piece, Scalars, StateLayout
 from headwater.store.native_adam import ENCODINGS, AdamKernel, AdamPiece, AdamSettings
 from headwater.store.piece_update import PieceUpdate, StageJob, batches
 from headwater.store.rounding import place_of, state_stream
@@ -186,6 +186,7 @@ class _Param:
         return AdamPiece(
             wire=operands.wire.data_ptr(),
             master=fields.get(MASTER_FIELD.get(piece.encoding, ""), 0),
+            ties=fields.get(TIES_FIELD, 0),
             gradient=operands.gradient.data_ptr(),
             mean=fields[_MEAN],
             square=fields[_SQUARE],

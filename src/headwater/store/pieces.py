@@ -11,7 +11,7 @@ from headwater.core.stage import ParamSpec, StageSpec
 from headwater.core.threads import one_core
 from headwater.sparsity.masks import PackedMask
 from headwater.store.kept import CommonValues, KeptElements, Run, StoredMasks, ranges, runs
-from headwater.store.layout import MASTER_FIELD, Encoding, Piece, StateLayout
+from headwater.store.layout import MASTER_FIELDS, Encoding, Piece, StateLayout
 from headwater.store.masters import Workspaces, read_master, write_master
 from headwater.store.ownership import Ownership
 from headwater.store.rules import UpdateRules
@@ -68,7 +68,7 @@ def _pages(states: Collection[str] | None) -> Pages:
     """
     if states is None:
         return all_pages
-    fields = {*MASTER_FIELD.values(), *states}
+    fields = {*MASTER_FIELDS, *states}
     return lambda group: group.pages_of(fields)
 
 
@@ -209,7 +209,7 @@ class Pieces:
             state: name of the state tensor; the master if not given.
             values: all new values, 1-D and row-major.
         """
-        fields = {*MASTER_FIELD.values()} if state is None else {state}
+        fields = MASTER_FIELDS if state is None else {state}
         wire = self._stage(stage).flat_views(image)[param]
 
         def fill(piece: PieceState) -> None:

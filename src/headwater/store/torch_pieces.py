@@ -45,8 +45,7 @@ class TorchPieces(PieceUpdate):
         job = self._job
         operands = [job.operands(piece) for piece in batch]
         sizes = [each.wire.numel() for each in operands]
-        joined = max((size for piece, size in zip(batch, sizes, strict=True) if piece.is_split), default=0)
-        bits = self._workspaces.get("bits", num_bits(joined, rest.device), rest.device).view(torch.int32)
+        bits = self._bits(batch, sizes, rest.device)
         loaded = []
         for each, space in zip(operands, self._workspaces.shares(sizes, rest.device), strict=True):
             piece = each.piece
@@ -82,6 +81,7 @@ class TorchPieces(PieceUpdate):
                     rule,
                     job.options(piece.param),
                     fields,
+                    bits,
                     flat_master,
                     wide,
                     master,
@@ -90,6 +90,11 @@ class TorchPieces(PieceUpdate):
                 )
             )
         return loaded
+
+    def _bits(self, batch: Sequence[Piece], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return memory for `read_master` and `write_master` of any piece of a batch."""
+        numel = max(num_bits(piece.encoding, size, device) for piece, size in zip(batch, sizes, strict=True))
+        return self._workspaces.get("bits", numel, device).view(torch.int32)
 
     def _update(self, loaded: Sequence[_Loaded]) -> None:
         """Run the optimizer over loaded pieces, and record them in the job's progress.
@@ -118,7 +123,7 @@ class TorchPieces(PieceUpdate):
             for each, its_scalars in zip(alike, new, strict=True):
                 # Before the next batch overwrites the workspace that holds the masters.
                 operands = each.operands
-                write_master(operands.piece.encoding, each.flat_master, operands.wire, each.fields)
+                write_master(operands.piece.encoding, each.flat_master, operands.wire, each.fields, each.bits)
                 operands.put_back()
                 _round_states(each, its_scalars)
                 progress.note(operands.piece, its_scalars)
@@ -136,6 +141,7 @@ class _Loaded:
         rule: its optimizer.
         options: arguments of the optimizer.
         fields: its tensors beside the wire image.
+        bits: memory for `write_master`, which all pieces of a batch share.
         flat_master: its values, 1-D in the order of memory.
         wide_states: fp32 copies of the optimizer state that is stored in bf16, in the order of memory.
         master: the same values, in the shape that the optimizer expects.
@@ -150,6 +156,7 @@ class _Loaded:
     rule: UpdateRule
     options: dict[str, Any]
     fields: Mapping[str, torch.Tensor]
+    bits: torch.Tensor
     flat_master: torch.Tensor
     wide_states: Mapping[str, torch.Tensor]
     master: torch.Tensor

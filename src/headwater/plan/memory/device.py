@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headwater.plan.memory.stages import FP32_BYTES, StageBytes
 from headwater.store.layout import DEVICE_PIECE_ELEMENTS
+from headwater.store.ties import tie_flags
 
 
 def store_on_device(
@@ -24,7 +25,9 @@ def store_on_device(
     # A batch of pieces ends with the piece that makes it full.
     batch = DEVICE_PIECE_ELEMENTS + max(DEVICE_PIECE_ELEMENTS, uncut)
     batch = min(batch, max(stage.trained for stage in held))
+    piece = min(max(DEVICE_PIECE_ELEMENTS, uncut), batch)
+    flags = tie_flags(piece) if any(stage.has_ties for stage in held) else 0
     return {
         "weight store": sum(stage.stored for stage in held),
-        "staging": update_tensors * batch * FP32_BYTES + arriving,
+        "staging": update_tensors * batch * FP32_BYTES + flags + arriving,
     }

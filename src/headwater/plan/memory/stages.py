@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.plan.step_trace import Trace
 from headwater.plan.types import StoreShare
-from headwater.store.layout import Encoding, encoding_of
+from headwater.store.layout import Encoding, encoding_of, tie_bytes
 
 FP32_BYTES = 4
 
-_MASTER_BYTES = {Encoding.SAME: 0, Encoding.SPLIT: 2, Encoding.COPY: FP32_BYTES}
-"""Bytes of the master of a parameter's element beside the wire image, by encoding; see `Encoding`."""
+_HALF_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +26,7 @@ class StageBytes:
         gradient_sum: gradients that wait for the update, if they are summed in fp32.
         trained: number of trained parameters.
         elements: number of them for which the store has optimizer state; see `ParamSpec.kept`.
+        has_ties: true if the store rounds ties to even: see [Note: ties to even] in `store/ties.py`.
         moved: bytes that an update in host memory reads and writes, by which its time is predicted.
     """
 
@@ -36,6 +36,7 @@ class StageBytes:
     gradient_sum: int
     trained: int
     elements: int
+    has_ties: bool
     moved: int
 
     @property
@@ -59,7 +60,7 @@ def stages_of(trace: Trace, optimizer_state_bytes: int) -> tuple[StageBytes, ...
 def _bytes_of(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) -> StageBytes:
     updated = [param for param in stage.params if trained and param.requires_grad]
     elements = sum(param.stored_numel for param in updated)
-    masters = sum(param.stored_numel * _MASTER_BYTES[encoding_of(param)] for param in stage.params)
+    masters = sum(map(_master_bytes, stage.params))
     state, gradient = elements * optimizer_state_bytes + masters, sum(map(_gradient_bytes, updated))
     return StageBytes(
         slab=stage.slab_bytes,
@@ -70,7 +71,22 @@ def _bytes_of(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) ->
         gradient_sum=sum(max(param.numel * FP32_BYTES, _gradient_bytes(param)) for param in updated),
         trained=sum(param.numel for param in updated),
         elements=elements,
+        has_ties=any(encoding_of(param) is Encoding.EVEN for param in stage.params),
     )
+
+
+def _master_bytes(param: ParamSpec) -> int:
+    """Return the bytes of the master of a parameter beside the wire image."""
+    numel = param.stored_numel
+    match encoding_of(param):
+        case Encoding.SAME:
+            return 0
+        case Encoding.SPLIT:
+            return numel * _HALF_BYTES
+        case Encoding.EVEN:
+            return numel * _HALF_BYTES + tie_bytes(numel)
+        case Encoding.COPY:
+            return numel * FP32_BYTES
 
 
 def _gradient_bytes(param: ParamSpec) -> int:
