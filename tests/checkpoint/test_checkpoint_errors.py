@@ -67,7 +67,7 @@ def test_a_missing_checkpoint_is_refused(tmp_path):
 def test_a_checkpoint_without_a_manifest_is_refused(checkpoint):
     (checkpoint / "manifest.json").unlink()
     assert CheckpointManager(checkpoint.parent).latest() is None
-    with pytest.raises(CheckpointError, match="checkpoint is not complete"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         load(checkpoint)
 
 

@@ -71,6 +71,12 @@ def test_a_value_of_the_wrong_type(headwater, params):
         (["fit", "gpt/tinny"], ["there is no params file 'gpt/tinny'", "gpt/tiny"]),
         (["generate", "--prmpt", "x"], ["unknown option --prmpt", "did you mean --prompt"]),
         (["checkpoint", "exprt"], ["got 'exprt'", "did you mean export"]),
+        (
+            ["data", "x.txt", "--out", "o", "--vocab_size", "4k"],
+            ["expected --vocab_size to be an integer, got '4k'"],
+        ),
+        (["conform", "--random", "many"], ["--random", "expected an integer of at least 1, got 'many'"]),
+        (["input_worker", "--listen", "node", "PARAMS"], ["host:port, got 'node'", "command line: --listen"]),
     ],
 )
 def test_a_misspelt_command_line(headwater, params, words, texts):
@@ -315,6 +321,56 @@ def test_a_checkpoint_with_a_flipped_byte(headwater, params, tmp_path):
 
 def test_a_folder_that_is_not_a_model_dir(headwater, tmp_path):
     assert_refused(headwater("fit", tmp_path), "not the model_dir of a run", "params.yaml")
+
+
+GENERATE = ["generate", "--prompt", "x", "--model_dir"]
+IMPORT = ["checkpoint", "import", "--model_dir", "new"]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ([*GENERATE, "MISSING"], "expected the model_dir of a run, found no folder"),
+        ([*GENERATE, "FILE"], "expected the model_dir of a run, found a file"),
+        ([*GENERATE, "FOLDER"], "the folder is not the model_dir of a run: it has no params.yaml"),
+        (["checkpoint", "info", "MISSING"], "no such checkpoint"),
+        (["checkpoint", "info", "FILE"], "expected the folder of a checkpoint, found a file"),
+        (
+            ["checkpoint", "info", "FOLDER"],
+            "the folder is not a complete checkpoint: it has no manifest.json",
+        ),
+        ([*IMPORT, "MISSING"], "the folder does not exist"),
+        ([*IMPORT, "FOLDER"], "the folder has no config.json"),
+        (["search", "FILE", "x"], "expected the folder of an index, found a file"),
+        (["search", "FOLDER", "x"], "the folder is not an index: it has no index.json"),
+        (["board", "MISSING"], "expected a folder of runs, found no folder"),
+        (["board", "FILE"], "expected a folder of runs, found a file"),
+        (["fit", "FILE"], "the params file is empty"),
+    ],
+)
+def test_an_error_names_what_is_at_a_path(headwater, tmp_path, words, what):
+    (tmp_path / "FILE").touch()
+    (tmp_path / "FOLDER").mkdir()
+    paths = {name: tmp_path / name for name in ("MISSING", "FILE", "FOLDER")}
+    (path,) = (paths[word] for word in words if word in paths)
+    assert_refused(headwater(*(paths.get(word, word) for word in words)), what, str(path), "remedy: ")
+
+
+def test_a_file_with_another_name_is_not_suggested_for_its_suffix(headwater, tmp_path):
+    (tmp_path / "rand.yaml").touch()
+    result = headwater("fit", tmp_path / "nosuch.yaml")
+    assert_refused(result, "there is no params file")
+    assert "rand.yaml" not in result[2]
+    assert_refused(headwater("fit", tmp_path / "ramd.yaml"), f"write '{tmp_path / 'rand.yaml'}'")
+
+
+@pytest.mark.parametrize(("name", "out"), [("train", "PARENT"), ("prepared", "DIR")])
+def test_the_remedy_for_missing_data_names_their_folder(headwater, params, data, tmp_path, name, out):
+    missing = tmp_path / "other" / name
+    params.write_text(params.read_text().replace(f"{data}/train", str(missing)))
+    out = out.replace("PARENT", str(missing.parent))
+    result = headwater("fit", params)
+    assert_refused(result, "data_dir does not exist", str(missing), f"headwater data INPUT --out {out}\n")
 
 
 @pytest.mark.parametrize(

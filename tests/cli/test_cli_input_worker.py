@@ -261,5 +261,7 @@ def test_input_workers_of_each_rank():
 
 @pytest.mark.parametrize("text", ["node", "node:x", "node:99999", ""])
 def test_malformed_addresses_of_workers(text):
-    with pytest.raises(ConfigError, match="expected an address host:port"):
-        read_place(text)
+    with pytest.raises(
+        ConfigError, match=r"expected an address host:port(.|\n)*where: command line: --listen"
+    ):
+        read_place(text, "command line: --listen")

@@ -8,6 +8,8 @@ import yaml
 from headwater.cli.main import main
 from headwater.conform.child import PLAIN, Request
 from headwater.conform.isolated import run_child
+from headwater.conform.subject import load_subject
+from headwater.core.errors import ConfigError
 
 
 @pytest.fixture
@@ -61,6 +63,13 @@ def test_a_hugging_face_folder_is_equal_in_processes(in_folder, capsys):
     assert code == 0, output
     assert ["recompute", "equal"] in lines_of(output)
     assert output.endswith("equal: 1 plan computes what plain PyTorch computes\n")
+
+
+def test_a_config_that_transformers_cannot_use(in_folder):
+    pytest.importorskip("transformers")
+    (in_folder / "config.json").write_text('{"model_type": "no such type"}')
+    with pytest.raises(ConfigError, match=r"cannot use this config.json: .*`no such type`"):
+        load_subject(str(in_folder))
 
 
 def test_a_run_does_not_see_the_state_of_an_earlier_run(in_folder):

@@ -84,7 +84,10 @@ def test_a_vocabulary_below_the_bytes_is_refused():
 
 def test_error_names_missing_tokenizer_files(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(DataError, match=r"neither tokenizer\.json nor vocab\.bpe or merges\.txt"):
+    with pytest.raises(DataError, match=r"the folder has vocab\.json, but no vocab\.bpe or merges\.txt"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").unlink()
+    with pytest.raises(DataError, match=r"the folder has no tokenizer(.|\n)*tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(DataError, match="tokenizer does not exist"):
         load_tokenizer(tmp_path / "nowhere")

@@ -326,7 +326,10 @@ def test_settings_out_of_range(options, message):
         (["--near_ngram", "5"], "--near_ngram has no effect without --deduplicate_near"),
         (["--deduplicate", "--near_threshold", "0.5"], "--near_threshold has no effect without"),
         (["--deduplicate", "--deduplicate_near"], "not allowed with"),
-        (["--deduplicate_near", "--near_threshold", "much"], "invalid float value"),
+        (
+            ["--deduplicate_near", "--near_threshold", "much"],
+            "expected --near_threshold to be a number, got 'much'",
+        ),
     ],
 )
 def test_options_that_do_not_fit_together(tmp_path, text_file, words, message, capsys):

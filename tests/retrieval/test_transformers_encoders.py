@@ -200,7 +200,7 @@ def test_options_of_the_machine_replace_those_of_the_run(run, documents, tmp_pat
         ("river " * 30, (), "at most 24 tokens, which the encoder reads; got 32"),
         (" ", (), "the question is empty"),
         ("river", ("--passages", "1000"), "got 1000"),
-        ("river", ("--passages", "0"), "expected at least 1"),
+        ("river", ("--passages", "0"), "expected an integer of at least 1"),
     ],
 )
 def test_an_unsuitable_question_is_refused(question, more, message, index, capsys):

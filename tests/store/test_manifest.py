@@ -7,7 +7,7 @@ from headwater.store.snapshot_manifest import MANIFEST_FILE, read_manifest
 
 
 def test_a_checkpoint_without_a_manifest_is_not_complete(tmp_path):
-    with pytest.raises(CheckpointError, match="checkpoint is not complete"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         read_manifest(tmp_path)
 
 

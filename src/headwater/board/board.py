@@ -14,6 +14,7 @@ from headwater.board.content import Document, RunState
 from headwater.board.digest import Bands
 from headwater.board.reading import HistoryReader
 from headwater.core.errors import DataError
+from headwater.core.files import kind_of
 from headwater.trainer.facts import RunFacts, read_facts
 from headwater.trainer.run_dir import FACTS_FILE, RunDir
 
@@ -113,7 +114,7 @@ class Board:
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise DataError(
-                "expected a folder of runs, found no folder",
+                f"expected a folder of runs, found {kind_of(folder) or 'no folder'}",
                 where=str(folder),
                 remedy="name a model_dir, or a folder with model_dirs in it",
             )

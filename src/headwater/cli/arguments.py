@@ -96,9 +96,12 @@ def add_model_arguments(
 
 def positive(word: str) -> int:
     """Return a number of at least 1."""
-    number = int(word)
+    try:
+        number = int(word)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, found {number}")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {word!r}")
     return number
 
 

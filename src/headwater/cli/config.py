@@ -99,7 +99,7 @@ def run_list(args: argparse.Namespace) -> int:
     if not found:
         raise ConfigError(
             f"no line of the list contains {args.word!r}",
-            where="WORD",
+            where="command line: WORD",
             remedy="write another word, or leave it out to see the whole list",
         )
     for name, run in found.items():

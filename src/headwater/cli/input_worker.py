@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             where="command line",
             remedy="write --listen HOST:PORT",
         )
-    host, port = read_place(args.listen)
+    host, port = read_place(args.listen, "command line: --listen")
     data = data_of_run(read_params(args))
     secret = file_secret(os.environ)
     with _serving(data, (host, port), secret) as worker:

@@ -75,6 +75,19 @@ class Parser(argparse.ArgumentParser):
                 joined.append(word)
         return joined
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Return the value of a word. An error says what was expected without the name of a Python type."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            expected = {int: "an integer", float: "a number"}.get(action.type)  # type: ignore[call-overload]
+            if expected is None:
+                raise
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            raise argparse.ArgumentError(
+                None, f"expected {name} to be {expected}, got {arg_string!r}"
+            ) from error
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, where="command line", remedy=f"see {self.prog} --help")
 

@@ -79,7 +79,8 @@ def _similar_file(path: Path) -> str | None:
         sibling = nearest_sibling(path)
     except OSError:  # the folder cannot be read, or its name is too long
         return None
-    return None if sibling is None else str(sibling)
+    # The suffix alone makes two names similar.
+    return None if sibling is None or nearest(path.stem, [sibling.stem]) is None else str(sibling)
 
 
 def _in_short(names: Collection[str]) -> list[str]:
@@ -102,6 +103,12 @@ def read_params(path: Path, overrides: Mapping[str, Any], above: tuple[Path, ...
         ConfigError: if a file is missing or not valid, or `extends` is circular.
     """
     document = read_document(path)
+    if not document.tree and not overrides:
+        raise ConfigError(
+            "the params file is empty",
+            where=str(path),
+            remedy="start with the key `trainer:`, or with `extends: gpt/tiny`; or use headwater config init",
+        )
     base = document.tree.get("extends")
     older = [flag for flag in overrides if "." in flag and flag.split(".")[0] in OLDER_SECTIONS]
     if older and "trainer" in document.tree:

@@ -18,7 +18,8 @@ def load_pretrained_subject(folder: Path) -> Subject:
     """Return the model of a folder, in training mode and fp32, with random inputs.
 
     Raises:
-        ConfigError: if transformers is missing, or the folder names no class of it.
+        ConfigError: if transformers is missing, cannot use the folder's `config.json`, or has no class of the
+            name in it.
         ModelError: if the inputs of the class are not known.
     """
     try:
@@ -27,7 +28,15 @@ def load_pretrained_subject(folder: Path) -> Subject:
         raise ConfigError(
             "Hugging Face folders need the package transformers", remedy="pip install 'headwater[hf]'"
         ) from error
-    config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # for a file that it cannot use, the library can raise any exception
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"transformers {transformers.__version__} cannot use this config.json: {lines[0]}",
+            where=str(folder / "config.json"),
+            remedy="write a factory in a Python module: MODULE:FACTORY",
+        ) from error
     names = getattr(config, "architectures", None) or []
     kind: Any = getattr(transformers, names[0], None) if names else transformers.AutoModel
     if kind is None:

@@ -223,6 +223,9 @@ _WRONG_VALUES = (
 
 def _read_config(path: Path) -> dict[str, Any]:
     remedy = "name a folder that was written by save_pretrained"
+    if not path.exists():
+        what = "the folder has no config.json" if path.parent.is_dir() else "the folder does not exist"
+        raise ConfigError(what, where=str(path.parent), remedy=remedy)
     try:
         hf = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

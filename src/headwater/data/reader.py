@@ -286,8 +286,9 @@ def _hdf5_files(folder: Path) -> list[Path]:
         raise DataError("data_dir is a file, expected a folder", where=f"data_dir: {folder}", remedy=remedy)
     if not folder.is_dir():
         near = nearest_sibling(folder)
-        remedy = f"did you mean {near}?" if near else "create it with: headwater data INPUT --out DIR"
-        raise DataError("data_dir is not a folder", where=f"data_dir: {folder}", remedy=remedy)
+        out = folder.parent if folder.name in ("train", "val") else "DIR"
+        remedy = f"did you mean {near}?" if near else f"create it with: headwater data INPUT --out {out}"
+        raise DataError("data_dir does not exist", where=f"data_dir: {folder}", remedy=remedy)
     files = sorted(path for path in folder.iterdir() if path.suffix in (".h5", ".hdf5"))
     if not files:
         remedy = "name the folder that holds the .h5 files, for example DIR/train"

@@ -115,12 +115,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return load_sentencepiece(model)
     vocab, merges = (_first_file(path, names) for names in (_VOCAB_NAMES, _MERGES_NAMES))
     if vocab is None or merges is None:
-        missing = " and ".join(
-            " or ".join(names)
-            for names, file in ((_VOCAB_NAMES, vocab), (_MERGES_NAMES, merges))
-            if file is None
+        found = vocab or merges
+        missing = " or ".join(_MERGES_NAMES if merges is None else _VOCAB_NAMES)
+        what = (
+            "the folder has no tokenizer"
+            if found is None
+            else f"the folder has {found.name}, but no {missing}"
         )
-        raise DataError(f"folder has neither tokenizer.json nor {missing}", where=str(path), remedy=_REMEDY)
+        raise DataError(what, where=str(path), remedy=_REMEDY)
     return _from_pair(vocab, merges)
 
 
@@ -236,9 +238,9 @@ def _first_file(folder: Path, names: Iterable[str]) -> Path | None:
 
 
 _REMEDY = (
-    "name a tokenizer, on a command line with --tokenizer: a tokenizer.json, or a folder that holds one, or "
-    "encoder.json and vocab.bpe, or vocab.json and merges.txt; or BERT's vocab.txt; or SentencePiece's "
-    "tokenizer.model"
+    "name a tokenizer.json, SentencePiece's tokenizer.model, BERT's vocab.txt, or a folder that holds one of "
+    "the first two or GPT-2's vocab.json and merges.txt (encoder.json and vocab.bpe); on a command line use "
+    "--tokenizer"
 )
 
 _READERS: dict[str, Callable[[Path], Tokenizer]] = {".txt": _from_tokens, SUFFIX: load_sentencepiece}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headwater.core.checked_files import Chunk
 from headwater.core.errors import CorruptError, DataError
-from headwater.core.files import disk_errors, replace_file
+from headwater.core.files import disk_errors, kind_of, replace_file
 from headwater.core.safetensors import Layout, TensorFileWriter, lay_out
 from headwater.core.side_files import TOKENIZER_FILE
 from headwater.data.codec import open_tokenizer
@@ -111,8 +111,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
-        what = f"the folder is not an index: it has no {MANIFEST_FILE}"
-        what = what if folder.is_dir() else "no such index"
+        found = kind_of(folder)
+        if found == "a folder":
+            what = f"the folder is not an index: it has no {MANIFEST_FILE}"
+        else:
+            what = "no such index" if found is None else f"expected the folder of an index, found {found}"
         raise DataError(what, where=str(folder), remedy="name the folder that headwater index wrote (--out)")
     try:
         document = _document(path)

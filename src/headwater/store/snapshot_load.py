@@ -15,7 +15,7 @@ import torch
 
 from headwater.core.checked_files import OTHER_COPY, FileBytes
 from headwater.core.errors import CheckpointError, CorruptError, HeadwaterError, StoreError
-from headwater.core.files import is_damage
+from headwater.core.files import is_damage, kind_of
 from headwater.core.safetensors import Run, TensorFile, indexed_files, read_runs
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.fabric.fabric import Fabric
@@ -57,8 +57,11 @@ class SavedCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
+            found = kind_of(folder)
             raise CheckpointError(
-                "there is no such checkpoint",
+                "no such checkpoint"
+                if found is None
+                else f"expected the folder of a checkpoint, found {found}",
                 where=str(folder),
                 remedy="name a folder checkpoint_<step> in the model_dir",
             )

@@ -121,9 +121,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise _damaged(path, "it is not a file")
     if not path.is_file():
         raise CheckpointError(
-            "the checkpoint is not complete: it has no manifest",
+            f"the folder is not a complete checkpoint: it has no {MANIFEST_FILE}",
             where=str(folder),
-            remedy="name a folder checkpoint_<step>; one that ends in .partial was interrupted",
+            remedy="name a folder checkpoint_<step> of a run; one that ends in .partial was interrupted",
         )
     try:
         with disk_errors(path):

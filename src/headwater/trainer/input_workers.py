@@ -86,7 +86,7 @@ def remote_samples(
         DataError: if no worker answers, or the workers have other data.
         RankError: if the secret of the ranks cannot be read.
     """
-    addresses = [read_place(text) for text in _addresses(config.input_workers, os.environ)]
+    addresses = [read_place(text, "input_workers") for text in _addresses(config.input_workers, os.environ)]
     ordered, count = workers_of_rank(addresses, fabric.rank % fabric.num_csx, fabric.num_csx, per_csx)
     secret = file_secret(os.environ)
     return RemoteSamples(InputWorkers(ordered, purpose_of(config, model), secret), count)
@@ -123,8 +123,12 @@ def workers_of_rank(
     return [*addresses[first:], *addresses[:first]], count
 
 
-def read_place(text: str) -> Address:
+def read_place(text: str, where: str) -> Address:
     """Return host and port of `host:port`.
+
+    Args:
+        text: the address.
+        where: place where the user wrote it, for the error.
 
     Raises:
         ConfigError: if the text does not have this form.
@@ -133,7 +137,7 @@ def read_place(text: str) -> Address:
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(
             f"expected an address host:port, got {text!r}",
-            where="input_workers",
-            remedy="write for example node7:5500",
+            where=where,
+            remedy="write for example node7:5500; a port is at most 65535",
         )
     return host.strip("[]"), int(port)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headwater.config.models.huggingface import CONFIG_FILE, HuggingFaceConfig
 from headwater.core.errors import ConfigError
-from headwater.core.files import check_replaceable, replace_file, unencodable
+from headwater.core.files import check_replaceable, kind_of, replace_file, unencodable
 from headwater.core.side_files import SIDE_FILES, copy_file, copy_side_files
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
@@ -191,10 +191,15 @@ class RunDir:
             ConfigError: if there is no such file, since the folder is not that of a run.
         """
         if not self.params.is_file():
+            found = kind_of(self.path)
+            if found == "a folder":
+                what = "the folder is not the model_dir of a run: it has no params.yaml"
+            else:
+                what = f"expected the model_dir of a run, found {found or 'no folder'}"
             raise ConfigError(
-                "the folder is not the model_dir of a run",
+                what,
                 where=str(self.path),
-                remedy="name the folder that headwater fit wrote; it holds params.yaml",
+                remedy="name the folder that headwater fit wrote",
             )
         return self.params
 
