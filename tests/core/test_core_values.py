@@ -10,7 +10,7 @@ from headwater.core import errors
 from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_up
 from headwater.core.loss_function import call_model
 from headwater.core.precision import Precision, autocast
-from headwater.core.seeding import derive_seed
+from headwater.core.seeding import derive_seed, seed_generators
 
 ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, Exception)]
 
@@ -50,6 +50,18 @@ def test_seeds_do_not_change():
 def test_every_seed_is_one_that_torch_takes():
     for seed in (-1, 0, 2**70):
         torch.Generator().manual_seed(derive_seed(seed, "any", -1))
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_generators_are_seeded_as_by_torch(cuda, monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    seed_generators(2**62 + 1)
+    drawn = torch.rand(3)
+    assert seeded == [2**62 + 1] * cuda
+    torch.manual_seed(2**62 + 1)
+    assert torch.equal(torch.rand(3), drawn)
 
 
 @pytest.mark.parametrize(

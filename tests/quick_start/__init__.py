@@ -6,10 +6,10 @@ Hundreds of tests start Python processes, and each would import torch, which tak
 `python FILE`: through `subprocess`, and through the `spawn` of `multiprocessing`. A server, which is a child
 of this process, forks the new process with CLONE_PARENT. So the new process is a child of this process like
 any other: this process can wait for it. It gets its environment, folder, files, signals, session, process
-group and cores as after a real start. The server has one thread. It imports, and it checks the native kernel
-of Adam, so that a fork finds the result. A fork whose environment may choose other kernels checks them too.
-A forked process gets its own server at its start, while it is still clean. It keeps that server when it
-executes another program in its place, as the launcher of ranks does.
+group and cores as after a real start. The server has one thread. It imports, checks the native kernel of
+Adam, and builds the checks of params, so that a fork finds the results. A fork whose environment may choose
+other kernels checks them too. A forked process gets its own server at its start, while it is still clean. It
+keeps that server when it executes another program in its place, as the launcher of ranks does.
 
 A start is real where a fork could differ: other options of the interpreter, variables that libraries read
 when they are loaded, `preexec_fn`, another user. Tests of the start, the imports or the memory of a process

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy as is_uninitialized
 from headwater.core.errors import StreamError
 from headwater.core.module_calls import surround
 from headwater.core.precision import Precision
-from headwater.core.seeding import derive_seed, drawing_devices
+from headwater.core.seeding import derive_seed, drawing_devices, seed_generators
 from headwater.core.trees import tensors_in
 from headwater.core.uncompiled import CompilerOffWarning
 from headwater.fabric.membership import current
@@ -150,7 +150,7 @@ def own_randomness(rank: int) -> Iterator[None]:
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     with torch.random.fork_rng(devices=drawing_devices()):
         # The count is needed because `fork_rng` restores the state: every forward would draw equal numbers.
-        torch.manual_seed(derive_seed(state, next(_forwards), rank))
+        seed_generators(derive_seed(state, next(_forwards), rank))
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ _FEW_NAMES = 12
 """Up to this number, names are listed one by one in an error."""
 
 
-def shipped_params() -> dict[str, Path]:
+@functools.cache
+def shipped_params() -> Mapping[str, Path]:
     """Return the params files that ship with the package, by name (`gpt/tiny`).
 
     Files whose names begin with `_` are not included: they are the common parts that other files extend.

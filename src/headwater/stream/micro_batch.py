@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from headwater.core.errors import NonFiniteError
 from headwater.core.loss_function import LossFunction
 from headwater.core.precision import autocast
-from headwater.core.seeding import derive_seed
+from headwater.core.seeding import derive_seed, seed_generators
 from headwater.core.whole_batch import part_of_batch
 from headwater.fabric.fabric import Fabric
 from headwater.plan.types import Plan
@@ -122,7 +122,7 @@ class MicroBatches:
         if self._seed is not None:
             # The number is unique among all ranks: each rank must draw different dropout masks.
             number = self._fabric.rank * self._plan.num_micro_batches + index
-            torch.manual_seed(derive_seed(self._seed, "micro_batch", step, number))
+            seed_generators(derive_seed(self._seed, "micro_batch", step, number))
         with self.precision():
             return self.loss(batch)
 
