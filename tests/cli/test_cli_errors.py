@@ -356,6 +356,19 @@ def test_an_error_names_what_is_at_a_path(headwater, tmp_path, words, what):
     assert_refused(headwater(*(paths.get(word, word) for word in words)), what, str(path), "remedy: ")
 
 
+def test_files_of_a_run_that_are_in_the_way_or_damaged(headwater, params, tmp_path):
+    assert headwater("fit", params, "--max_steps", 1)[0] == 0
+    run, file = tmp_path / "run", tmp_path / "file"
+    file.touch()
+    result = headwater("checkpoint", "export", "--model_dir", run, "--out", file)
+    assert_refused(result, "expected a new folder, found a file", str(file))
+    result = headwater("evaluate", run, "--text", tmp_path / "none.txt")
+    assert_refused(result, "the texts cannot be read: No such file or directory\n", "none.txt")
+    (run / "checkpoint_1" / "manifest.json").write_text("{")
+    result = headwater("checkpoint", "info", run / "checkpoint_1")
+    assert "the manifest is damaged: it is not JSON" in "".join(map(str, result))
+
+
 def test_a_file_with_another_name_is_not_suggested_for_its_suffix(headwater, tmp_path):
     (tmp_path / "rand.yaml").touch()
     result = headwater("fit", tmp_path / "nosuch.yaml")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from headwater.core.errors import ConfigError
+from headwater.core.files import why_unreadable
 
 
 def read_text(path: Path, what: str, *, remedy: str) -> str:
@@ -22,7 +23,9 @@ def read_text(path: Path, what: str, *, remedy: str) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what} cannot be read: {error}", where=str(path), remedy=remedy) from error
+        raise ConfigError(
+            f"{what} cannot be read: {why_unreadable(error)}", where=str(path), remedy=remedy
+        ) from error
 
 
 def write_text(path: Path, text: str, *, mode: Literal["x", "w"] = "w", remedy: str) -> None:

@@ -12,6 +12,7 @@ import yaml
 from headwater.config.document import Document
 from headwater.config.origins import Origin, Origins
 from headwater.core.errors import ConfigError, shorten
+from headwater.core.files import why_unreadable
 
 MAX_BYTES = 128 * 1024
 MAX_VALUES = 10_000
@@ -90,7 +91,7 @@ def read_document(path: Path, kind: str = "params") -> Document:
         text = content.decode("utf-8", errors="strict" if len(content) <= MAX_BYTES else "ignore")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the {kind} file cannot be read: {error}",
+            f"the {kind} file cannot be read: {why_unreadable(error)}",
             where=str(path),
             remedy="save it in UTF-8" if isinstance(error, UnicodeDecodeError) else "check the path",
         ) from error

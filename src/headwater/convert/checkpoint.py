@@ -33,6 +33,7 @@ from headwater.convert.rules import Mapped, map_parameters, missing, unexpected
 from headwater.convert.shards import SHARD_BYTES, ShardWriter, plan_shards, write_index
 from headwater.convert.stored import StoredTensor, stored_tensors
 from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.files import why_unreadable
 from headwater.models.decoder_parameters import layer_namings
 from headwater.models.lora import is_adapter, merge_adapters
 from headwater.models.registry import build_model, init_parameter
@@ -230,7 +231,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         hf = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"the model's config cannot be read: {error}", where=str(path), remedy=remedy
+            f"the model's config cannot be read: {why_unreadable(error)}", where=str(path), remedy=remedy
         ) from error
     if not isinstance(hf, dict):
         raise ConfigError(f"expected a JSON object, got {type(hf).__name__}", where=str(path), remedy=remedy)

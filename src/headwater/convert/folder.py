@@ -15,6 +15,7 @@ from headwater.config.models import AnyModel, ModelConfig
 from headwater.convert.output import new_folder
 from headwater.convert.shards import SHARD_BYTES, ShardWriter, plan_shards, read_tensors, write_index
 from headwater.core.errors import ConfigError
+from headwater.core.files import why_unreadable
 
 MODEL_FILE = "model.yaml"
 """Name of the file with the model section."""
@@ -75,7 +76,7 @@ def read_model_section(path: Path) -> ModelConfig:
         content = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(
-            f"the model section cannot be read: {error}",
+            f"the model section cannot be read: {why_unreadable(error)}",
             where=str(path),
             remedy="name a folder that holds a model.yaml, or a params file",
         ) from error

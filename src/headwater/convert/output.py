@@ -19,7 +19,11 @@ def new_folder(out_dir: Path) -> Iterator[Path]:
     """
     try:
         if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-            what = "the output folder is not empty"
+            what = (
+                "the output folder is not empty"
+                if out_dir.is_dir()
+                else "expected a new folder, found a file"
+            )
             raise CheckpointError(what, where=str(out_dir), remedy="name a new folder")
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         # Beside the target: a rename stays in one file system. A folder inside, because tempfile makes its

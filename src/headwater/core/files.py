@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import sys
@@ -67,7 +68,25 @@ def _explained(error: OSError, path: Path) -> StoreError:
     if obstacle is None:
         return StoreError(f"{path.name}: {why}", where=str(found), remedy=_OTHER_DISK)
     place, kind = obstacle
-    return StoreError(f"{path.name}: {why}; found {kind}", where=str(place), remedy=_MAKE_WAY)
+    if error.errno == errno.EEXIST:
+        what = f"{path.name} cannot be created, because {kind} is there"
+    else:
+        what = f"{path.name}: {why}; found {kind}"
+    return StoreError(what, where=str(place), remedy=_MAKE_WAY)
+
+
+def why_unreadable(error: Exception) -> str:
+    """Return why a file cannot be read, for an error whose place is the file.
+
+    The path and number of an error of the system are left out, and so are the names of Python's codecs.
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON: {error}"
+    return str(error)
 
 
 def obstacle_on(path: Path) -> tuple[Path, str] | None:

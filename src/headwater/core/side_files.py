@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import ConfigError
-from headwater.core.files import disk_errors, replace_file
+from headwater.core.files import disk_errors, replace_file, why_unreadable
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -100,7 +100,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"the file cannot be read: {error}", where=str(path), remedy="copy it again"
+            f"the file cannot be read: {why_unreadable(error)}", where=str(path), remedy="copy it again"
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard, final
 
 from headwater.config.bigcode import BigCodeArguments
 from headwater.core.errors import DataError
-from headwater.core.files import check_place, disk_errors, replace_file
+from headwater.core.files import check_place, disk_errors, replace_file, why_unreadable
 from headwater.core.patience import noticed, print_notice
 from headwater.core.seeding import derive_seed
 from headwater.core.units import counted
@@ -297,7 +297,7 @@ def read_programs(path: Path) -> Programs:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
-            f"the programs cannot be read: {error}",
+            f"the programs cannot be read: {why_unreadable(error)}",
             where=str(path),
             remedy="name a file of saved generations",
         ) from error

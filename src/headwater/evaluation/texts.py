@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import DataError
+from headwater.core.files import why_unreadable
 from headwater.data.codec import Codec
 from headwater.evaluation.passes import Request, windows
 from headwater.evaluation.scorer import Scorer
@@ -93,7 +94,9 @@ def read_texts(path: Path, field: str = "text", subset: str = "meta.pile_set_nam
                     yield _text(line, field, subset, path, number)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"the texts cannot be read: {error}", where=str(path), remedy="name a UTF-8 text or .jsonl file"
+            f"the texts cannot be read: {why_unreadable(error)}",
+            where=str(path),
+            remedy="name a UTF-8 text or .jsonl file",
         ) from error
 
 

@@ -43,7 +43,7 @@ class Room:
         """
         prompt, max_new_tokens = len(request.prompt), request.max_new_tokens
         if prompt == 0:
-            raise DataError("the prompt is empty", remedy="begin it with at least one token")
+            raise DataError("the prompt is empty", where="prompt", remedy="write at least one token")
         if max_new_tokens < 0:
             what = f"expected max_new_tokens of at least 0, got {max_new_tokens}"
             raise DataError(what, where="max_new_tokens", remedy="request 0 (only the prompt) or more")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ConfigError, DataError
+from headwater.core.files import why_unreadable
 from headwater.scaling.law import LEVEL, MIN_RUNS, Estimate, Fit, Run, fit_power_law
 from headwater.trainer.history import read_history
 from headwater.trainer.run_dir import RunDir
@@ -120,7 +121,7 @@ def read_table(path: Path) -> list[tuple[str, float, float | None]]:
             lines = list(csv.DictReader(file))
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(
-            f"the table cannot be read: {error}",
+            f"the table cannot be read: {why_unreadable(error)}",
             where=str(path),
             remedy="name a CSV file, or the folder of a family that headwater scaling write has written",
         ) from error

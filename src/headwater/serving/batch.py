@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headwater.core.errors import DataError, HeadwaterError, NonFiniteError
-from headwater.core.files import replace_file
+from headwater.core.files import replace_file, why_unreadable
 from headwater.serving.answer import Answer
 from headwater.serving.errors import TOO_MANY, ApiError, of_project
 from headwater.serving.service import CARD, Service, parsed
@@ -50,7 +50,7 @@ def answer_file(service: Service, requests: Path, answers: Path, told: Callable[
         lines = [line for line in requests.read_bytes().splitlines() if line.strip()]
     except OSError as error:
         raise DataError(
-            f"the requests cannot be read: {error}",
+            f"the requests cannot be read: {why_unreadable(error)}",
             where=str(requests),
             remedy="name a file with a JSON request in each line",
         ) from error

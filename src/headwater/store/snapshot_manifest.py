@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from headwater.core.checked_files import OTHER_COPY, Chunk
 from headwater.core.errors import CheckpointError, CorruptError
-from headwater.core.files import disk_errors
+from headwater.core.files import disk_errors, why_unreadable
 from headwater.core.safetensors import DTYPE_CODES, DTYPES
 from headwater.core.stage import ParamSpec
 from headwater.store.layout import Scalars
@@ -131,7 +131,8 @@ def read_manifest(folder: Path) -> Manifest:
         version, checksum, content = (document[key] for key in ("format_version", "checksum", "content"))
         actual = zlib.crc32(_canonical(content))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path, repr(error)) from error
+        why = why_unreadable(error) if isinstance(error, ValueError) else repr(error)
+        raise _damaged(path, why) from error
     if type(version) is not int or version < 1:
         raise _damaged(path, f"its format version is {version!r}")
     # Before the checksum: a newer version may compute it differently.

@@ -177,7 +177,8 @@ class CheckpointManager:
             raise CorruptError(
                 f"every checkpoint of this run is damaged; the newest: {newest.what}",
                 where=newest.where,
-                remedy="restore a copy of one, or start over with --autoload_last_checkpoint=false",
+                remedy="restore a checkpoint from a copy, or train from the beginning: headwater fit with "
+                "--autoload_last_checkpoint=false",
             ) from newest
         return None
 

@@ -13,6 +13,7 @@ from tokenizers import Encoding, Tokenizer
 from headwater.config.data import TextClassificationDataConfig, TokenClassificationDataConfig
 from headwater.core.batches import IGNORED
 from headwater.core.errors import DataError
+from headwater.core.files import why_unreadable
 from headwater.core.units import counted
 from headwater.data.loader import Batch
 from headwater.data.text.lines import read_lines
@@ -211,7 +212,7 @@ def _classes(config: TokenClassificationDataConfig, tags: set[str]) -> dict[str,
         return {str(tag): int(number) for tag, number in classes.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise DataError(
-            f"the classes of the tags cannot be read: {error}",
+            f"the classes of the tags cannot be read: {why_unreadable(error)}",
             where=f"label_vocab_file: {config.label_vocab_file}",
             remedy='write a JSON object such as {"O": 0, "B-Chemical": 1}',
         ) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from headwater.core.errors import DataError
+from headwater.core.files import why_unreadable
 
 PAD, UNKNOWN, BEGIN, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 
@@ -57,7 +58,7 @@ def read_vocabulary(vocab_file: Path, vocab_size: int, *, needed: Collection[str
         tokens = vocab_file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"the vocabulary cannot be read: {error}",
+            f"the vocabulary cannot be read: {why_unreadable(error)}",
             where=f"vocab_file: {vocab_file}",
             remedy="set it to BERT's vocab.txt",
         ) from error

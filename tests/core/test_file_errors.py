@@ -1,0 +1,42 @@
+"""Errors of files in words, without the numbers of the system and the names of Python's codecs."""
+
+import json
+
+import pytest
+
+from headwater.core.errors import StoreError
+from headwater.core.files import disk_errors, why_unreadable
+
+
+def read_text(path):
+    return path.read_text(encoding="utf-8")
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("content", "read", "why"),
+    [
+        (None, read_text, "No such file or directory"),
+        (b"a\xff", read_text, "byte 1 is not UTF-8"),
+        (b"", read_json, "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
+    ],
+)
+def test_why_a_file_cannot_be_read(tmp_path, content, read, why):
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises((OSError, ValueError)) as raised:
+        read(path)
+    assert why_unreadable(raised.value) == why
+
+
+def test_a_folder_that_cannot_be_created_because_a_file_is_there(tmp_path):
+    path = tmp_path / "scratch"
+    path.touch()
+    with pytest.raises(StoreError) as raised, disk_errors(path):
+        path.mkdir(exist_ok=True)
+    assert raised.value.what == "scratch cannot be created, because a file is there"
+    assert raised.value.where == str(path) and "move it away" in raised.value.remedy
