@@ -91,7 +91,7 @@ def test_text_that_is_not_a_rate_is_refused(text):
         (("host", "flops_per_s", "bf16"), 0.0, "expected bf16 to be a number > 0"),
         (("host", "flops_per_s"), {"fp32": 1e9, "fp16": 1e9}, "the key 'bf16' is missing"),
         (("network", "latency_s"), -1.0, "expected latency_s to be a number >= 0"),
-        (("network",), None, "need a network"),
+        (("network",), None, "expected a network for several hosts"),
         (("network", "fan_out"), 8, "add store"),
         (("network", "fan_out"), 1, "expected fan_out to be a number >= 2"),
         (("host", "accelerator"), {"memory": "40GB"}, "add store"),

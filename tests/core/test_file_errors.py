@@ -22,13 +22,14 @@ def read_json(path):
         (None, read_text, "No such file or directory"),
         (b"a\xff", read_text, "byte 1 is not UTF-8"),
         (b"", read_json, "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"{}", lambda path: read_json(path)["step"], "KeyError('step')"),
     ],
 )
 def test_why_a_file_cannot_be_read(tmp_path, content, read, why):
     path = tmp_path / "file"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises((OSError, ValueError)) as raised:
+    with pytest.raises((OSError, ValueError, KeyError)) as raised:
         read(path)
     assert why_unreadable(raised.value) == why
 

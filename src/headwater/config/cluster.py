@@ -144,19 +144,23 @@ class ClusterFile(Section):
     def _parts_are_connected(self) -> Self:
         if self.network is None and (self.hosts > 1 or self.store is not None):
             raise SectionError(
-                "several hosts, or a store, need a network", "add network: {bytes_per_s: …, latency_s: …}"
+                "expected a network for several hosts or a store, found none",
+                "add network: {bytes_per_s: …, latency_s: …}",
             )
         if self.store is None and self.network is not None and self.network.fan_out is not None:
-            raise SectionError("the network's fan_out needs a weight store", "add store, or remove fan_out")
+            raise SectionError(
+                "expected a store for network.fan_out, found none", "add store, or remove fan_out"
+            )
         accelerator = self.host.accelerator
         if accelerator is not None and accelerator.link_bytes_per_s is None:
             if self.store is None:
                 raise SectionError(
-                    "an accelerator without link_bytes_per_s needs a weight store", "add store"
+                    "expected a store for an accelerator without link_bytes_per_s, found none", "add store"
                 )
             if self.host.ranks > 1:
                 raise SectionError(
-                    "an accelerator without link_bytes_per_s must be alone on its host", "write ranks: 1"
+                    f"expected one rank for an accelerator without link_bytes_per_s, got {self.host.ranks}",
+                    "write ranks: 1",
                 )
         return self
 

@@ -86,7 +86,8 @@ def why_unreadable(error: Exception) -> str:
         return f"byte {error.start} is not UTF-8"
     if isinstance(error, json.JSONDecodeError):
         return f"it is not JSON: {error}"
-    return str(error)
+    # The text of these errors is a key or names a type, and says nothing without the class.
+    return repr(error) if isinstance(error, (LookupError, TypeError, AttributeError)) else str(error)
 
 
 def obstacle_on(path: Path) -> tuple[Path, str] | None:

@@ -22,7 +22,7 @@ from headwater.core.buffers import aligned_empty
 from headwater.core.checked_files import CHUNK_BYTES, CheckedFile, Chunk, FileBytes
 from headwater.core.errors import CheckpointError
 from headwater.core.file_order import FileOrder
-from headwater.core.files import disk_errors
+from headwater.core.files import disk_errors, why_unreadable
 from headwater.core.gather import gather
 from headwater.core.threads import one_core
 from headwater.core.transfers import PADDING_BYTES, Read, read_ahead, shared_transfers
@@ -346,5 +346,7 @@ def indexed_files(index: Path) -> list[Path]:
         return paths
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"the index cannot be read: {error!r}", where=str(index), remedy="copy the file again"
+            f"the index cannot be read: {why_unreadable(error)}",
+            where=str(index),
+            remedy="copy the file again",
         ) from error

@@ -131,8 +131,7 @@ def read_manifest(folder: Path) -> Manifest:
         version, checksum, content = (document[key] for key in ("format_version", "checksum", "content"))
         actual = zlib.crc32(_canonical(content))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        why = why_unreadable(error) if isinstance(error, ValueError) else repr(error)
-        raise _damaged(path, why) from error
+        raise _damaged(path, why_unreadable(error)) from error
     if type(version) is not int or version < 1:
         raise _damaged(path, f"its format version is {version!r}")
     # Before the checksum: a newer version may compute it differently.

@@ -11,6 +11,7 @@ import torch
 
 from headwater.core.checked_files import OTHER_COPY
 from headwater.core.errors import CorruptError, DataError
+from headwater.core.files import why_unreadable
 
 STATE_FILE = "trainer.json"
 STATE_TENSORS_FILE = "trainer.safetensors"
@@ -79,7 +80,7 @@ def unpack_state(tree: bytes, tensors: bytes, *, where: str) -> dict[str, Any]:
 
         state = json.loads(tree, object_hook=join)
     except (ValueError, KeyError, TypeError, RecursionError, safetensors.SafetensorError) as error:
-        what = f"the state of the run cannot be read: {error!r}"
+        what = f"the state of the run cannot be read: {why_unreadable(error)}"
         raise CorruptError(what, where=where, remedy=OTHER_COPY) from error
     if not isinstance(state, dict):
         what = f"expected the state of the run to be a mapping, found a {type(state).__name__}"

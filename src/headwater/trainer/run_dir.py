@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headwater.config.models.huggingface import CONFIG_FILE, HuggingFaceConfig
 from headwater.core.errors import ConfigError
-from headwater.core.files import check_replaceable, kind_of, replace_file, unencodable
+from headwater.core.files import check_replaceable, kind_of, replace_file, unencodable, why_unreadable
 from headwater.core.side_files import SIDE_FILES, copy_file, copy_side_files
 from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
@@ -166,7 +166,7 @@ class RunDir:
             return PreparedData(str(found["mode"]), int(found["end_of_text_id"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"the statistics of the training data cannot be read: {error!r}",
+                f"the statistics of the training data cannot be read: {why_unreadable(error)}",
                 where=str(self.statistics),
                 remedy="copy statistics.json of the prepared data to this name",
             ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headwater.appliance.remote.address import Address
 from headwater.core.errors import ConfigError
-from headwater.core.files import make_folder, replace_file
+from headwater.core.files import make_folder, replace_file, why_unreadable
 
 FILE = "appliance.json"
 _OTHER = re.compile(r"[^A-Za-z0-9_-]+")
@@ -60,7 +60,9 @@ def _kept_name(path: Path, address: Address) -> str:
         appliance, name = str(found["appliance"]), str(found["run"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"the file cannot be read: {error!r}", where=str(path), remedy="name another model_dir"
+            f"the file cannot be read: {why_unreadable(error)}",
+            where=str(path),
+            remedy="name another model_dir",
         ) from error
     if appliance != str(address):
         raise ConfigError(

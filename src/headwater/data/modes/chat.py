@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ConfigError, DataError
+from headwater.core.files import why_unreadable
 from headwater.data.modes.base import find_field
 from headwater.data.raw_records import Record, checked_text
 
@@ -185,7 +186,7 @@ def find_template(tokenizer: Path | None) -> str | None:
             found = next((each["template"] for each in found if each["name"] == "default"), None)
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise DataError(
-            f"the chat template cannot be read: {error!r}",
+            f"the chat template cannot be read: {why_unreadable(error)}",
             where=str(config),
             remedy="copy the file again, or name a template with --chat_template",
         ) from error

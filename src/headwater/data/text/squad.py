@@ -18,6 +18,7 @@ import torch
 
 from headwater.config.data import QuestionDataConfig
 from headwater.core.errors import DataError
+from headwater.core.files import why_unreadable
 from headwater.core.scores import f_beta
 from headwater.data.loader import Batch
 from headwater.data.text.wordpiece import BEGIN, PAD, SEPARATOR, wordpiece
@@ -256,7 +257,7 @@ def _questions(path: Path) -> Iterator[Question]:
             for asked in paragraph["qas"]
         ]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        what = f"the questions cannot be read: {error!r}"
+        what = f"the questions cannot be read: {why_unreadable(error)}"
         raise DataError(what, where=str(path), remedy=_REMEDY) from error
     for question in found:
         for answer in question.answers:
