@@ -164,7 +164,8 @@ def asked_precision(device: str) -> Precision:
 def serves_call(planned: Precision, device: str) -> bool:
     """True if a call of the model here, in or outside of autocast, can use weights of this precision.
 
-    Weights in fp32 serve every call, because autocast casts them. Others serve calls under autocast to them.
+    Weights in fp32 serve every call, because autocast casts them. Weights in bf16 or fp16 serve only calls
+    under autocast to that dtype.
 
     Args:
         planned: the precision of the plan.

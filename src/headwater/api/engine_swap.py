@@ -91,7 +91,7 @@ class ReplaceableEngine:
         return not has_lent_parameters(self.model)
 
     def old_names(self) -> dict[str, str]:
-        """Return name now -> name when the engine was made, of each parameter that exists in both."""
+        """Return present name -> name when the engine was made, of each parameter that had a name then."""
         return self.structure.old_names(Structure(self.model))
 
     def still_streamed(self, old_names: Mapping[str, str]) -> dict[str, str]:

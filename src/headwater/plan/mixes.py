@@ -80,7 +80,7 @@ def smallest_on_device(footprint: Footprint, plan: Plan, budgets: Budgets) -> li
 
 @final
 class _Mixes(Sequence[Plan]):
-    """Plans that differ in the number of stages in one memory, from none on.
+    """Plans with 0, 1, 2, … stages in one kind of memory.
 
     A search by bisection looks at few of them, so each is made when it is asked for.
 
@@ -110,14 +110,14 @@ class _Mixes(Sequence[Plan]):
 
 
 def _mixes_in_memory(footprint: Footprint, plan: Plan) -> _Mixes:
-    """Return `plan`, of the disk tier, with each number of stages in memory: from none to all but one."""
+    """Return variants of a plan with a disk tier: with 0, 1, 2, … stages in host memory, but not all."""
     order = [stage for stage in footprint.first_to_memory if stage not in plan.on_device]
     # At least one stage stays on disk: otherwise this would be the memory tier.
     return _Mixes(lambda stages: dataclasses.replace(plan, in_memory=stages), order, len(order))
 
 
 def _mixes_on_device(footprint: Footprint, plan: Plan) -> _Mixes:
-    """Return `plan` with each number of stages in device memory, from none to all."""
+    """Return variants of `plan` with 0, 1, 2, … stages in device memory, up to all of them."""
     order = footprint.first_to_memory
     return _Mixes(lambda stages: dataclasses.replace(plan, on_device=stages), order, len(order) + 1)
 

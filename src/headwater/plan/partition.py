@@ -52,7 +52,8 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
     Args:
         model: any module; its parameters may be on the meta device.
         precision: decides the wire dtype.
-        patterns: names of modules, with `*`, that are a stage each; the other modules are divided as above.
+        patterns: patterns of module names, with `*`; each module that matches is a stage. The other modules
+            are divided as above.
 
     Returns:
         The stages.

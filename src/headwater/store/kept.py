@@ -94,9 +94,10 @@ class KeptElements:
 
 @final
 class CommonValues:
-    """The values of the elements that two masks of a parameter keep, taken from one order into the other.
+    """The values of the elements that both the old and the new mask of a parameter keep.
 
-    Pieces must come in their order.
+    `take` reads them from the pieces of the old mask, and `give` writes them to those of the new one. Both
+    are called once for each piece, in the order of the pieces.
 
     Args:
         before: the old mask.

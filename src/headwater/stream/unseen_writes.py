@@ -1,12 +1,13 @@
 """A check for changes of bound weights that torch does not count, such as those by `weight.data`.
 
 [Note: unseen writes]
-torch counts the changes of a tensor in place, but not those by `weight.data` or by a numpy array. A forward
-that makes such a change only after the dry run loses it, because slabs are not written back, or makes it
-twice, because its block runs again. To compare all weights in each forward would read all of them twice more.
-So each step compares one stage: the sums of its bytes, read as integers, before and after its module runs. A
-change in every step is found after about as many steps as the model has stages. A change in few steps may
-stay unnoticed, and so may one that only moves elements within a weight, because the sum stays the same.
+torch counts the changes of a tensor in place, but not those by `weight.data` or by a numpy array. If a
+forward makes such a change that it did not make in the dry run, the change is lost, because slabs are not
+written back, or it is made twice, because the block runs again. A comparison of all weights in each forward
+would read all of them two more times. So each step compares one stage: the sums of its bytes, read as
+integers, before and after its module runs. A change in every step is found after about as many steps as the
+model has stages. A change in few steps may stay unnoticed, and so may one that only moves elements within a
+weight, because the sum stays the same.
 """
 
 from __future__ import annotations
