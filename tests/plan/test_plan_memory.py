@@ -2,6 +2,9 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
+import time
 
 import pytest
 from synthetic import gpt
@@ -101,3 +104,16 @@ def test_pools_keep_no_memory_if_they_are_off(monkeypatch):
 def test_held_bytes_are_at_least_the_resident_bytes():
     resident = resident_bytes()  # first, because memory that is taken in between counts as held
     assert held_bytes() >= resident > 0
+
+
+@pytest.mark.real_start  # a fork has memory of its server
+def test_held_bytes_contain_the_memory_of_children():
+    code = f"import sys; kept = bytearray(b'1') * {256 * MIB}; print(flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
+        child.stdout.readline()
+        while held_bytes() < resident_bytes() + 256 * MIB:  # a second at most
+            time.sleep(0.05)
+        child.stdin.close()
+    while held_bytes() >= resident_bytes() + 256 * MIB:
+        time.sleep(0.05)

@@ -38,7 +38,6 @@ _PACKAGES = (
     "api",
     "convert",
     "data",
-    "metrics",
     "models",
     "sparsity",
     "cli",

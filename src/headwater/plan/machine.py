@@ -9,8 +9,11 @@ for memory that is needed later.
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import shutil
+import time
+from functools import lru_cache
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +55,16 @@ def resident_bytes() -> int:
 
 def held_bytes() -> int:
     """Return the bytes of host memory that this process and its data workers occupy."""
-    return resident_bytes() + sum(map(_own_bytes, psutil.Process().children()))
+    return resident_bytes() + sum(map(_own_bytes, _children(os.getpid(), int(time.monotonic()))))
+
+
+@lru_cache(maxsize=1)
+def _children(process: int, second: int) -> list[psutil.Process]:
+    """Return the children that a process had at some time in a second of the clock.
+
+    A run asks after every step, and for each answer psutil reads the states of all processes of the machine.
+    """
+    return psutil.Process(process).children()
 
 
 def _own_bytes(process: psutil.Process) -> int:
