@@ -118,7 +118,7 @@ class GradScaler:
         return map_tensors(self._scaled, outputs)
 
     def _scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        # The same object: without scaling the graph must be that of a loop without a scaler.
+        # The loss itself is returned, so that without scaling the graph is that of a loop without a scaler.
         if self._scale.value == 1.0:
             return tensor
         return tensor * torch.full((), self._scale.value, device=tensor.device)

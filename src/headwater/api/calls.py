@@ -146,7 +146,7 @@ def own_randomness(rank: int) -> Iterator[None]:
     Args:
         rank: this rank.
     """
-    # From the state, not the seed: a script may have drawn numbers since it set the seed.
+    # The state decides, not the seed: a script may have drawn numbers since it set the seed.
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     with torch.random.fork_rng(devices=drawing_devices()):
         # The count is needed because `fork_rng` restores the state: every forward would draw equal numbers.

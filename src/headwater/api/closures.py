@@ -106,7 +106,7 @@ class ClosureQueue:
         """Run every queued call, even if an earlier one fails. Then raise the last exception."""
         if self._running or not self._waiting:
             return
-        # By recursion, so that each later exception is chained to the one before it.
+        # This is a recursion, so that Python chains each later exception to the one before it.
         try:
             self._run_next()
         finally:

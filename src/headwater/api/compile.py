@@ -48,7 +48,7 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
         refuse_compiled_parts(model)
         setattr(model, ATTRIBUTE, StreamedModel(model, backend))
     else:
-        # First: torch cannot move parameters without values to a device.
+        # Parameters get their values first: torch cannot move parameters without values to a device.
         fill_parameters(model)
         model.to(backend.torch_device)
         setattr(model, ATTRIBUTE, None)

@@ -40,7 +40,7 @@ def write_compile_dir(folder: Path, record: StepRecord, captured: Captured, plan
     Returns:
         The paths of the written files.
     """
-    # First: the names of the old graphs are in `operators.json`, which is replaced below.
+    # Old graphs are removed first: their names are in `operators.json`, which is replaced below.
     _remove_graphs(folder)
     contents = dict(_contents(record, captured, plan))
     for name, content in contents.items():

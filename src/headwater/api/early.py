@@ -238,7 +238,7 @@ class _RecordPlanner:
                     divided=self._divided,
                     batch_size=size,
                     precision=self.record.precision,
-                    # Rounded up: the planned memory must hold the whole state.
+                    # The number is rounded up, because the planned memory must hold the whole state.
                     optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),
                     resources=resources,
                     device=self.device,
@@ -246,7 +246,7 @@ class _RecordPlanner:
                 )
             )
         except DoesNotFitError as error:
-            # Not raised: the report of a model that is too large for this machine is still written.
+            # The error is returned: the report of a model that is too large for the machine is still written.
             return error
 
     def _trace(self, partition: Partition) -> Trace:

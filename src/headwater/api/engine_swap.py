@@ -228,7 +228,7 @@ class ReplaceableEngine:
         """
         if self.engine is None:
             return
-        # First: it leaves NaN in the parameters, which then get their values from the store.
+        # `detach` is first: it leaves NaN in the parameters, which then get their values from the store.
         self.engine.detach()
         for key, param in self.engine.parameters():
             # In the place of a departed parameter there is a dummy, which no optimizer knows.

@@ -74,7 +74,7 @@ def _save(state: Any, path: Path) -> None:
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with _replacing(path) as unfinished:
         metadata = {_VERSION: _FORMAT_VERSION, _STATE: json.dumps(structure), _SEAL: "0" * _CHECKSUM_DIGITS}
-        # Zeros for now: the checksums are not known yet, and the header must keep its length.
+        # The checksums are not known yet. Zeros take their place, so that the header keeps its length.
         num_chunks = sum(-(-tensor.nbytes // CHUNK_BYTES) for tensor in tensors.values())
         metadata[_CHECKSUMS] = "0" * _CHECKSUM_DIGITS * num_chunks
         with TensorFileWriter(unfinished, layout, metadata) as file:
@@ -167,7 +167,7 @@ def _chunks(file: TensorFile) -> list[Chunk]:
     """Return (offset, length, checksum) for each chunk of a file, from its metadata."""
     spans = [
         (place.offset + first, min(CHUNK_BYTES, place.num_bytes - first))
-        # In the order in which `save` wrote them: the checksums have no names.
+        # The checksums have no names. They are in the order in which `save` wrote the tensors.
         for place in sorted(file.places.values(), key=lambda place: place.offset)
         for first in range(0, place.num_bytes, CHUNK_BYTES)
     ]

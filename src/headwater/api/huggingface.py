@@ -142,7 +142,7 @@ class _Groups:
             return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
 
         def lazy(key: str, outline: Tensor) -> LazyTensor:
-            # Cloned: a lazy tensor would be read again by every operation of the converter.
+            # The tensors are cloned, because every operation of the converter would read a lazy tensor again.
             return LazyTensor.whole(lambda: convert(torch.clone)[key], outline.shape, outline.dtype)
 
         outlines = convert(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
@@ -194,7 +194,7 @@ def initialize(model: Any, module_name: str) -> None:
     module = model.get_submodule(module_name)
     parts = module_name.split(".") if module_name else []
     ancestors = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1))
-    # The innermost one: a model inside another one may initialise its parts in another way.
+    # The innermost model decides: it may initialise its parts in another way than the model around it.
     nearest = next((a for a in ancestors if is_transformers_model(a)), None)
     with torch.no_grad():
         if nearest is not None:

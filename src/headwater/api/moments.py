@@ -95,7 +95,7 @@ class Moment:
     def home(self) -> Any:
         if self.kept is not None:
             return KeptHome(self.kept, self._name)
-        # Looked up at each use: the engine may have been released, or built again with another store.
+        # The store is looked up at each use: the engine may have been released, or built with another store.
         scalars = stored_scalars(self._param, self._optimizer)
         if scalars is None:
             return KeptHome(self._plain(), self._name)

@@ -116,7 +116,7 @@ class OptimizerBook:
         for key, (options, state) in loaded.items():
             updaters.expect_state(store.spec(key).name, options, state)
         rule = updaters.rule
-        # A second loop: the rule has the options of all parameters only after the first one.
+        # This needs a second loop: the rule has the options of all parameters only after the first one.
         for key, (_, state) in loaded.items():
             spec, tensors = store.spec(key), state_tensors(state)
             if rule.state_layout(spec).keys() != tensors.keys():
@@ -135,7 +135,7 @@ class OptimizerBook:
             rebuild: true if the store needs another layout.
         """
         if rebuild:
-            # First: it may raise an error, and it needs the present owners of the states.
+            # This call is first: it may raise an error, and it needs the present owners of the states.
             self._rebuild(updaters)
         self._current.updaters = updaters
         store = self._current.present.store

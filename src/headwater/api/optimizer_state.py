@@ -120,7 +120,7 @@ class OptimizerState(Dictionary):
                 view = self._view(param)
                 self.take_out(view)
                 view.remove()
-        # Last: `stored` finds nothing in a mapping that is not installed.
+        # This is the last statement, because `stored` finds nothing in a mapping that is not installed.
         self._is_installed = False
 
     def store(self) -> None:
@@ -131,7 +131,7 @@ class OptimizerState(Dictionary):
         """
         optimizer = self.optimizer
         for param in [] if optimizer is None else params_of(optimizer):
-            # Kept in this order, because torch lists states in the order of the first steps.
+            # `setdefault` keeps the order, because torch lists states in the order of the first steps.
             self._stepped.setdefault(id(param), param)
         for param in [key for key in self._own if isinstance(key, ParameterAtRest)]:
             if not param.home.spec.requires_grad:

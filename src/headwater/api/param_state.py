@@ -129,7 +129,7 @@ class ParamState(Dictionary):
     def remove(self) -> None:
         """Move the state into this mapping, and end the link to the optimizer. Called when it is replaced."""
         self.take_out()
-        # Last: a state that is marked as removed is not looked up in the store.
+        # This is the last statement: a state that is marked as removed is not looked up in the store.
         self._is_removed = True
 
     def put(self, state: Mapping[str, Any]) -> None:
@@ -144,6 +144,6 @@ class ParamState(Dictionary):
         return dict(self.items())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Clones: a copy must not follow the later changes in the store.
+        # These are clones: a copy must not follow later changes in the store.
         values = {k: v.clone() if isinstance(v, MomentAtRest) else v for k, v in self.items()}
         return dict, (values,)

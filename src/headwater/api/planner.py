@@ -168,7 +168,7 @@ def plan_for_store(asked: PlanRequest, before: Plan) -> Plan | None:
         dataclasses.replace(
             asked,
             resources=limits,
-            # Not less than before the first engine: pages of its store may not have been touched so far.
+            # This is at least the memory before the first engine: pages of its store may not be touched yet.
             base_bytes=max(others, host["interpreter"] // asked.ranks),
             fixed=dataclasses.replace(
                 asked.fixed,

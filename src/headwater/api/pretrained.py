@@ -376,11 +376,11 @@ def _replace_files(unfinished: Path, directory: Path) -> None:
         # A crash must not leave shards of two saves under one index. Without an index nothing loads them.
         (directory / INDEX_FILE).unlink(missing_ok=True)
         sync_folder(directory)
-    # Sorted: the index follows the shards that it names.
+    # In sorted order the index follows the shards that it names.
     for name in sorted(new):
         (unfinished / name).replace(directory / name)
     sync_folder(directory)
-    # Last: a crash before this must not leave a folder without weights.
+    # Old files are removed last: a crash before this must not leave a folder without weights.
     for path in old:
         is_weights = path.name in (WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name)
         if is_weights and path.name not in new:

@@ -44,7 +44,7 @@ class LoopProfile:
         self._count += 1
         end = perf_counter_ns()
         self._taken.add_step(self._count, self._begin, end)
-        # Read again: the time of `add_step` belongs to no step.
+        # The clock is read again, because the time of `add_step` does not belong to a step.
         self._begin = perf_counter_ns()
 
     def close(self) -> None:

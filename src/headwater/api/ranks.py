@@ -88,7 +88,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
         return value
     value = value.detach()
     if value.dim() == 0 and value.is_floating_point():
-        # Exchanged as a number, because objects are slower.
+        # The ranks exchange a number, because objects are slower.
         return value.new_tensor(sum(fabric.gather(value.item())) / fabric.size)
     every = fabric.gather_objects(value.cpu(), torch.Tensor)
     if value.dim() and len(value) == _part_samples.value:
@@ -140,7 +140,7 @@ def take_accelerator(device: str, fabric: Fabric, *, where: str) -> None:
     if device == "cpu" or fabric.size == 1:
         return
     own = _cuda_device(fabric.local_rank) if fabric.computes else None
-    # Not the index: ranks that see one device each all call it number 0.
+    # The index would not do: ranks that see one device each all call it number 0.
     uuid = None if own is None else str(torch.cuda.get_device_properties(own).uuid)
     every = fabric.gather_objects(uuid, str | None)
     there = len(set(every) - {None})

@@ -38,7 +38,7 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     params = list(params)
     known = {id(param) for _, param in params}
     names = {address: name for name, param in params if (address := _address(param)) is not None}
-    # First without a garbage collection, which takes long in a large program and is rarely needed.
+    # The first search needs no garbage collection, which takes long in a large program.
     if not _shared(names, known):
         return
     gc.collect()  # unreachable tensors need no warning
@@ -63,7 +63,7 @@ def warn_of_kept_views(params: Iterable[ParameterAtRest], number: int) -> None:
     if number.bit_count() > 1:
         return
     names = {id(param): param.home.spec.name for param in params if _is_referred_to(param)}
-    # Rarely needed: a graph that is not freed refers to parameters too.
+    # This is rarely needed: a graph that is not freed refers to parameters too.
     if not names or not _viewed(names):
         return
     gc.collect()

@@ -105,7 +105,7 @@ class Replanning:
         """Refuse parameters that share memory. Read lazy parameters that take their values from a store."""
         now, model = self._current, self._current.model
         refuse_shared_memory(model)
-        # Read now: when these parameters are read later, the store may not have the values any more.
+        # These parameters are read now, because the store may not have their values later.
         settle_lazy_parameters(model, lambda param: values_of(param) is not None)
         if now.engine is None:
             now.fabric = current()

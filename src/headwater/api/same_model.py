@@ -91,7 +91,7 @@ def check_same_options(
 
 def _is_same(fabric: Fabric, value: Sequence[object]) -> bool:
     """True if `value` is the same on every rank. All ranks call this."""
-    # Exact: a float can represent every integer of 32 bits.
+    # The float is exact: it can represent every integer of 32 bits.
     return len(set(fabric.gather(float(_checksum(value))))) == 1
 
 

@@ -150,7 +150,7 @@ class SparsityOptimizer:
                     beside = functools.partial(gradient.to, weight.device)
                     kept = self._sparsifier.change(name, weight, beside, self._step + 1)
                     weights.prune(name, self._sparsifier.mask_of(name), kept)
-                # After the change, so that the new mask applies.
+                # This follows the change of the mask, so that the new mask applies.
                 gradient.mul_(self._sparsifier.mask_of(name).to(gradient.device))
         if given:
             self._cleared.add(optimizer)

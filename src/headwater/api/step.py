@@ -101,7 +101,7 @@ def step_closure(function: Callable[P, object]) -> Callable[P, None]:
         if _closures.is_running:
             function(*args, **kwargs)
         elif not _loops or _loops[-1].at_activation_step:
-            # Every rank makes the call: with several ranks the copies are values of the whole batch.
+            # Every rank makes this call, because the copies are values of the whole batch.
             call = host_call(function, args, kwargs)
             if current().rank == 0:
                 when_committed(lambda: _closures.add(call))

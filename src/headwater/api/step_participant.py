@@ -74,7 +74,7 @@ class StreamedSteps:
             return
         if store.ledger.num_commits == self._shared.get(store, 0):
             return
-        # Not earlier: a rank alone may read scalars that it has already.
+        # Scalars are exchanged only here, because a single rank may read those that it has already.
         require_all_ranks("the state of an optimizer")
         store.scalars.share()
         self._shared[store] = store.ledger.num_commits

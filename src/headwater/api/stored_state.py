@@ -35,7 +35,7 @@ def stored_scalars(param: object, optimizer: Optimizer) -> Scalars | None:
     if not is_served(param, optimizer):
         return None
     home = param.home
-    # First: a pending update changes the scalars.
+    # Pending updates are applied first, because they change the scalars.
     home.store.flush_stage(home.stage)
     model_of(home.store).steps.share_scalars()
     scalars = home.store.scalars.by_stage[home.stage][home.index]
@@ -79,7 +79,7 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
             where=home.spec.name,
             remedy="load it after the model's first forward, or build the model within backend.device",
         )
-    # After all checks: a state that is refused changes nothing.
+    # This follows all checks, so that a state that is refused changes nothing.
     for name, value in tensors.items():
         home.store.parameters.write_param(home.key, value.detach(), name)
     set_scalars(home, {k: v for k, v in state.items() if k not in tensors})

@@ -97,7 +97,7 @@ class StreamedModel:
         trained = trained_names(self.model)
         news = self._news((args, kwargs), trained)
         if self.engine is None or with_gradients:
-            # Also if the plan of this rank fits: the other ranks wait for its news.
+            # The ranks exchange this even if the plan of this rank fits, because the other ranks wait for it.
             news = news.of_any_rank(current())
             self._check_trained(trained, retrained=news.retrained)
         fits = news.size <= self._largest_batch and not (news.trains_more or news.structure or news.precision)

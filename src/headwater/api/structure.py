@@ -74,7 +74,7 @@ class _Encoder:
 
     def encode(self, value: Any, path: KeyPath) -> Any:
         match value:
-            # Exact values: JSON keeps all digits of a float.
+            # JSON keeps the exact values, because it writes all digits of a float.
             case None | bool() | int() | float() | str():
                 return value
             case Tensor():

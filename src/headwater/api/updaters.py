@@ -69,7 +69,7 @@ class Updaters:
         """
         own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
         fresh = {name for name in own if self.updater_of(name) is not optimizer}
-        # The usual case: this function runs in every step.
+        # This is the usual case, and the function runs in every step.
         if not fresh or runs_in_loop(optimizer):
             return set()
         spec = OptimizerSpec.of(optimizer, self._device())
@@ -80,7 +80,7 @@ class Updaters:
                 if name in fresh:
                     its = fitting.options(options, optimizer.state.get(param, {}))
                     known = frozenset({state_signature(options), state_signature(its)})
-                    # Weak: an optimizer that the script replaces is freed, although the model has known it.
+                    # Weak references, so that an optimizer that the script replaces is freed.
                     self._entries[name] = _Updated(spec, weakref.ref(optimizer), its, known)
                 elif name is not None:
                     self._entries[name] = dataclasses.replace(self._entries[name], spec=spec)
@@ -192,7 +192,7 @@ class Updaters:
         Args:
             stored: how the store keeps optimizer state.
         """
-        # Each kind once: a model has thousands of parameters, but few options.
+        # Each kind is made once: a model has thousands of parameters, but few options.
         kinds = {(id(each.spec), state_signature(each.options)): each for each in self._entries.values()}
         return max(
             (optimizer_state_bytes(each.spec, each.options, stored=stored) for each in kinds.values()),

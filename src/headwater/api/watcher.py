@@ -108,7 +108,7 @@ class Structure:
 
     def _put(self, contents: Sequence[_Registry], forwards: Sequence[Any]) -> None:
         for registry, content in zip(self._registries, contents, strict=True):
-            # Not only updated: the order of the entries counts too.
+            # The entries are replaced, not only updated, because their order counts too.
             registry.clear()
             registry.update(content)
         for attributes, forward in zip(self._attributes, forwards, strict=True):

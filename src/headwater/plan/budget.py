@@ -143,7 +143,7 @@ def check(asked: PlanRequest) -> None:
         ConfigError: names the decision.
     """
     fixed = asked.fixed
-    # First: the check of `num_slabs` makes a dry run of this size.
+    # The size is checked first, because the check of `num_slabs` makes a dry run of it.
     _check_micro_batch_size(asked)
     for name, tier in {"tier": fixed.tier, "gradient_tier": fixed.gradient_tier}.items():
         if tier == "disk" and asked.resources.disk is None:

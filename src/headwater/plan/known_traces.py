@@ -25,7 +25,7 @@ class KnownTraces:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Enter a context for one run of the program, whose dry runs use these traces."""
-        # Start again at the first dry run: each run of the program makes the same dry runs in the same order.
+        # Each run of the program makes the same dry runs in the same order, so start at the first one.
         self._made = 0
         token = _IN_USE.set(self)
         try:

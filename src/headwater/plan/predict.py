@@ -270,7 +270,7 @@ class Predictor:
         if plan.device != "cpu" or plan.tier == "disk":
             return Phases()
         fetched, rate = self._fetched_bytes(plan, plan.read_in_place), self._rates.memory_bytes_per_s
-        # Twice: a copy reads and writes each byte.
+        # Each byte counts twice, because a copy reads and writes it.
         return Phases(2 * fetched.first / rate, 2 * fetched.rest / rate)
 
     def _fetched_bytes(self, plan: Plan, left_out: Collection[int]) -> Phases:

@@ -197,7 +197,7 @@ def _rounded_up(num_bytes: int) -> str:
     """Return a size for a params file that is at least `num_bytes`."""
     unit, name = (GIB, "GiB") if num_bytes >= GIB else (MIB, "MiB")
     hundredths = ceil(num_bytes / unit * 100)
-    # Both conversions round, so the text may still mean a few bytes less.
+    # Both conversions round, so the text may still stand for a few bytes less.
     while parse_bytes(f"{hundredths / 100:.2f} {name}") < num_bytes:
         hundredths += 1
     return f"{hundredths / 100:.2f} {name}"

@@ -150,7 +150,7 @@ def _new_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: S
     if func.is_view:
         return 0
     large = {memory_key(tensor): size for tensor in made if (size := held_bytes(tensor)) >= LARGE_BLOCK_BYTES}
-    # Only for large results: a dry run has many operators.
+    # Only large results are examined, because a dry run has many operators.
     for tensor in operands((*args, *kwargs.values())) if large else ():
         large.pop(memory_key(tensor), None)  # the operator has written to one of its arguments
     return sum(large.values())

@@ -188,7 +188,7 @@ class StageAccess:
         All ranks call this together. Pending updates are discarded, and the stage is no longer torn.
         """
         with self.locks.exclusive(stage):
-            # Already here: the whole stage is replaced, so nothing of a failed update is left.
+            # The stage is not torn any more: all of it is replaced, so nothing of a failed update is left.
             self.locks.mend(stage)
             # Otherwise an old update would change the new values.
             self._ledger.forget(stage)

@@ -128,7 +128,7 @@ class PartAtRest(AtRest, torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in LAYOUT:
                 return func(args[0].meta, *args[1:], **(kwargs or {}))
-            # Frequent, and answered without a read.
+            # These operations are frequent, and need no read of the store.
             if is_metadata(func):
                 return func(*args, **(kwargs or {}))
             if func is torch.Tensor.detach and becomes_parameter(sys._getframe(1)):
@@ -312,7 +312,7 @@ class _Operation:
         if torch.is_grad_enabled() and leaf.requires_grad and self._func != DATA.__get__:
             _note_read(leaf.home.spec.name)
             refuse_recorded_read(leaf.home.spec.name)
-            # Not `home.read()`: the graph must lead to the parameter.
+            # `home.read()` would not do, because the graph must lead to the parameter.
             value: torch.Tensor = _Read.apply(leaf)  # type: ignore[no-untyped-call]
             if type(value) is torch.Tensor and has_storage(value):
                 self._reads.append(RecordedRead(leaf, value))

@@ -253,7 +253,7 @@ class Executor:
         try:
             self._gradients.close()
         finally:
-            # Last: no hook requests weights any more.
+            # The weights are closed last, when no hook requests them any more.
             self._weights.close()
 
     @property
@@ -319,7 +319,7 @@ class Executor:
             # This object and its parts are a reference cycle, which must not keep the model's memory.
             closed.callback(self._binder.forget)
             closed.callback(self._recomputed.forget)
-            # Last, after the offloaded activations, which are in it.
+            # This callback runs last, after offloaded activations are closed, which are in the arena.
             closed.callback(self._arena.close)
             if self._packing is not None:
                 closed.callback(self._packing.close)

@@ -60,7 +60,7 @@ class GradientHooks:
             for key, param in binder.parameters():
                 if param.requires_grad:
                     if _make_gradients_in(store.spec(key).gradient_dtype, param):
-                        # Any dtype: torch has no way back to that of the parameter.
+                        # `None` allows any dtype: torch has no way back to the parameter's dtype.
                         hooks.callback(_make_gradients_in, None, param)
                     hooks.callback(_register_first(param, self._hook(key, store.spec(key))).remove)
             self._registered = hooks.pop_all()

@@ -40,7 +40,7 @@ class HostArena:
         self._page_lock = page_lock
         self._lock = threading.Lock()
         self._idle: dict[int, list[_Block]] = {}  # by size; the size that was used longest ago is first
-        # A queue, not a lock: the thread that drops a block may be inside a method here, and hold the lock.
+        # A queue needs no lock: the thread that drops a block may be inside a method that holds the lock.
         self._returned: deque[_Block] = deque()
         self._lent_bytes = self._idle_bytes = self._most_bytes = 0
         self._closed = False

@@ -44,7 +44,7 @@ class Moved(abc.ABC):
         if storage is not None:
             return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         flat = self._fetch()
-        # Weak: backward alone decides how long the bytes stay.
+        # A weak reference, because backward alone decides how long the bytes stay.
         self._returned = weakref.ref(flat.untyped_storage())
         return flat
 

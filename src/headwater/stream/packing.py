@@ -74,7 +74,7 @@ class Packing:
         if torch.is_grad_enabled() and not in_derivative():
             if not self._is_done_around(stages):
                 around.enter_context(without_weights(self._handle_of, self._resolve, self._move_out))
-            # Not in a module without a stage: the recipes there could need weights of several stages.
+            # A module without a stage is left out: the recipes there could need weights of several stages.
             is_selective = self._policies[self._stage] is Activations.SELECTIVE
             if self._selection is not None and stages and is_selective:
                 around.enter_context(self._selection.watching())

@@ -76,7 +76,7 @@ class SlabLoader:
                 "which lacks the threads that fetch weights",
                 remedy="call the model in the first process, or give the fork a plain model with its values",
             )
-        # Read here, on the compute thread: commits that are made while the load waits must not be applied.
+        # The number is read here, on the compute thread: later commits must not be applied by this load.
         up_to = self._store.ledger.num_commits
         return self._thread.submit(self._load, index, want, up_to, self._device.compute.record())
 
@@ -87,7 +87,7 @@ class SlabLoader:
         """
         self._device.compute.wait(ready.result())
 
-    # An index, not the slab: the thread keeps its last arguments, and a view would keep the slab in use.
+    # The thread gets an index, because it keeps its last arguments, and a view would keep the slab in use.
     def _load(self, index: int, want: Want, up_to: int, computed: Event) -> Event:
         """Copy a stage to slab number `index`, with the updates of commits up to number `up_to`.
 

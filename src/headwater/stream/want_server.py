@@ -42,7 +42,7 @@ class WantServer:
                     self._serve()
         except Exception as error:  # noqa: BLE001 - `check` raises it
             with self._failing:
-                # First: `check` may end this rank, and then the others would not learn the reason.
+                # The directory is told first: `check` may end this rank before the others learn the reason.
                 self._directory.fail(f"the first rank of this host cannot fetch stages: {reason(error)}")
                 self._failure = error
 

@@ -148,7 +148,7 @@ def _bars(timeline: Timeline, tasks: Sequence[int]) -> dict[str, list[tuple[floa
     for color, group in groupby((timeline.tasks[task] for task in tasks), key=_color):
         for task in group:
             row = bars.setdefault(color, [])
-            # A bar is its start and its length, so their sum is its end.
+            # A bar has a start and a length; their sum is its end.
             if row and 0 <= task.start_s - sum(row[-1]) < gap:
                 row[-1] = (row[-1][0], task.end_s - row[-1][0])
             else:

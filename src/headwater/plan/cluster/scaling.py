@@ -66,7 +66,7 @@ def simulate_point(asked: PlanRequest, placement: Placement) -> Point:
         resources=_resources(asked.resources.device_memory, placement),
         device=placement.device,
         calibration=placement.rates,
-        # Given, because the memory of this process says nothing about the simulated hosts.
+        # The base memory is given, because that of this process says nothing about the simulated hosts.
         base_bytes=_BASE_BYTES,
         share=placement.share,
         device_tier=False,  # the simulation has the masters on hosts
