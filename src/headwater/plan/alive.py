@@ -75,7 +75,7 @@ class AliveTensors:
         if key not in self._known:
             self._known.add(key)
             self.num_bytes += storage.nbytes()
-            # Not when the interpreter exits: the count is of no use then.
+            # The function is not called when the interpreter exits: the count is of no use then.
             weakref.finalize(storage, self._forget, key, storage.nbytes()).atexit = False
 
     @staticmethod

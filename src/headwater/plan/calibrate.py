@@ -189,7 +189,7 @@ def _is_positive(number: object) -> bool:
 
 def _store(cache: Path | None, key: str, fresh: Known) -> None:
     """Add a measurement to the cache. If the cache cannot be written, log a warning."""
-    # Read again: another process may have stored its rates while this one measured.
+    # The file is read again: another process may have stored its rates while this one measured.
     entries = _read_cache(cache) | {key: fresh}
     document = {
         key: dataclasses.asdict(known.measurement) | {"taken_s": known.taken_s}

@@ -42,7 +42,7 @@ def _at(size: int, smaller: Any, larger: Any) -> Any:
     if isinstance(smaller, bool):
         return smaller
     if isinstance(smaller, int):
-        # Not below 0: more samples may need less scratch memory, if torch takes another kernel.
+        # The result is at least 0: more samples may need less scratch memory, if torch takes another kernel.
         return max(0, smaller + (size - _SMALLER) * (larger - smaller) // (_LARGER - _SMALLER))
     grown = {name: _at(size, count, getattr(larger, name)) for name, count in vars(smaller).items()}
     return dataclasses.replace(smaller, **grown)

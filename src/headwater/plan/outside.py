@@ -65,7 +65,7 @@ class OwnGraph:
 
 def _nodes(last: Any) -> Iterator[Any]:
     """Yield every node of a graph, beginning with its last node."""
-    # Without recursion: graphs are deeper than Python's stack.
+    # This is a loop without recursion, because graphs are deeper than Python's stack.
     seen, waiting = {last}, [last]
     while waiting:
         node = waiting.pop()

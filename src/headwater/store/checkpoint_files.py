@@ -143,7 +143,7 @@ class CheckpointFiles:
             for file in (weights, optimizer):
                 files.enter_context(file)
             yield StageFiles(stage, weights, optimizer)
-            # On a thread: the next stage is written while these files are synced.
+            # A thread closes these files, so that the next stage is written while they are synced.
             self._syncing.append(self._transfers.threads.submit(files.pop_all().close))
 
     def finish_stage(self, stage: StageSpec, scalars: Sequence[Scalars | None]) -> None:
@@ -179,7 +179,7 @@ class CheckpointFiles:
             stages=[self._saved[index] for index in range(len(self._weights))],
             files={file.path.name: FileEntry(file.num_bytes, file.chunks) for file in files},
         )
-        # Last: a folder with a manifest is complete.
+        # The manifest is written last, because a folder with a manifest is complete.
         self._write_extra(MANIFEST_FILE, manifest.to_json())
         publish(self._partial, self._folder)
 
@@ -224,7 +224,7 @@ def write_first(
 def _pieces(param: int, values: torch.Tensor, states: Mapping[str, TensorEntry]) -> Iterator[PieceState]:
     """Yield the pieces of a parameter that was never updated. The first one has the whole state."""
     start = 0
-    # One element in memory for each state tensor: only their sizes count.
+    # Each state tensor is one expanded element in memory, because only its size counts.
     first = {name: torch.zeros(()).expand(entry.shape) for name, entry in states.items()}
     for run in values.reshape(-1).split(PIECE_ELEMENTS):
         yield PieceState(param, start, run, {} if start else first)

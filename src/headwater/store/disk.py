@@ -76,7 +76,7 @@ class DiskTier(Tier):
         for _ in range(_STAGING_BUFFERS):
             self._staging.put(aligned_empty(largest_group_bytes(layouts)))
         self._writes: list[deque[Future[None]]] = [deque() for _ in layouts]
-        # Last: if memory for the buffers is missing, no file stays open.
+        # Files are opened last, so that none stays open if memory for the buffers is missing.
         self._files = open_files(
             file_sizes(layouts, folder, kept),
             contents=[f"stage {layout.stage.name!r}" for layout in layouts] if verify else None,
@@ -146,7 +146,7 @@ class DiskTier(Tier):
                     with RECORDER.span(WAIT, self.layouts[stage].stage.name):
                         reading.result()
                 yield group, buffer[: group.num_bytes]
-                # After the yield: if the caller fails, `finally` returns this buffer too.
+                # The entry is removed after the yield. If the caller fails, `finally` returns this buffer.
                 waiting.popleft()
                 self._end(stage, group, buffer, write)
             if not self.writes_behind:
@@ -193,7 +193,7 @@ class DiskTier(Tier):
             return
         transfer = self._files[stage].write
         writing = self._threads.submit(self._transfer, transfer, stage, group, buffer, pages)
-        # Only after the write, which reads the buffer.
+        # The buffer is free only after the write, which reads it.
         writing.add_done_callback(lambda _: self._staging.put(buffer))
         self._writes[stage].append(writing)
 
@@ -214,7 +214,7 @@ class DiskTier(Tier):
             self._settle(stage)
 
     def close(self) -> None:
-        # Before the files are closed: a worker would write to another file that gets the same descriptor.
+        # Workers end before files are closed: one could write to another file with the same descriptor.
         self._threads.shutdown(wait=True, cancel_futures=True)
         for file in self._files:
             file.close()

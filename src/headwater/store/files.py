@@ -180,7 +180,7 @@ def open_files(
             stage = "" if stages is None else stages[index]
             files.append(BlockFile(path, num_bytes, direct=direct, checksums=own, origin=origin, stage=stage))
             opened.callback(files[-1].close)
-        # All are open: the caller closes them.
+        # All files are open now, and the caller closes them.
         opened.pop_all()
     return files
 

@@ -47,7 +47,7 @@ class Gathering:
         """
         self._here.barrier("masters to be brought")  # others may still read the memory that is reused
         masters = self._allocate(dict.fromkeys(keys))
-        # In one order on all ranks: reading a stage may wait for the ranks that update it.
+        # All ranks use the same order, because reading a stage may wait for the ranks that update it.
         for stage in sorted({stage for stage, _ in keys}):
             wanted = {param for other, param in keys if other == stage}
             for piece in self._store.parameters.read(stage, states=(), params=wanted, mine=True):

@@ -158,7 +158,7 @@ class BackwardUpdates:
         """Mark the step as lost, and return the error to raise instead of `error`."""
         number, updated = step.update.step, self._updated(step)
         reason = error.what if isinstance(error, HeadwaterError) else repr(error)
-        # First: the thread of updates checks this before each update. A checkpoint must not save such a step.
+        # This is first, because the thread of updates checks it. A checkpoint must not save such a step.
         self._access.locks.lose(f"step {number} has failed after {updated} were updated: {reason}")
         for running in self._running:
             running.cancel()
@@ -195,8 +195,8 @@ class BackwardUpdates:
         step, (stage, param) = self._step, key
         if step is None:
             return
-        # Checked now, not in the commit: no stage could be handed over until then, and memory for the
-        # gradients of all stages may be missing.
+        # A check in the commit would be too late: no stage could be handed over until then, and memory for
+        # the gradients of all stages may be missing.
         self._refuse_non_finite(step, self._gradients.status.norms[key])
         received = step.received.setdefault(stage, set())
         received.add(param)
@@ -225,7 +225,7 @@ class BackwardUpdates:
             step.handed_over.add(stage)
         self.on_hand_over(stage)
         step.norms.update((key, status.norms[key]) for key in keys)
-        # Before the update is recorded: from then on another thread may apply it, and take the gradients.
+        # This comes before the update is recorded: then another thread may apply it, and take the gradients.
         self._gradients.commit(keys, {stage})
         self._access.commit_ahead(stage, {param: Part(step.number, step.update, None) for _, param in keys})
         self._begin(step, stage)
@@ -261,7 +261,7 @@ class BackwardUpdates:
         self._step.reached = min(self._step.reached, self._last.get(stage, len(self._moments.uses)))
         self._update_here()
         while len(self._running) > MOST_UNFINISHED or (self._running and self._running[0].done()):
-            # Removed last: after an interrupt of this wait it still counts.
+            # The entry is removed after the wait: if the wait is interrupted, it still counts.
             self._running[0].result()
             self._running.popleft()
 

@@ -158,6 +158,6 @@ class Ledger:
 
     def waiting(self) -> set[ParamKey]:
         """Return the parameters with a pending update."""
-        # A list first: another thread may apply an update meanwhile.
+        # The list is a copy, because another thread may apply an update meanwhile.
         pending = list(self._pending.items())
         return {(stage, param) for stage, update in pending for param in update.parts}

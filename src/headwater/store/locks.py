@@ -48,7 +48,7 @@ class StageLocks:
                 has failed whose updates were applied to some stages.
         """
         with self._locks[stage]:
-            # Inside the lock: another thread may just be changing the stage.
+            # These checks are inside the lock, because another thread may just be changing the stage.
             if stage in self._lost and not before_step:
                 raise _lost_error(self._lost[stage])
             if stage in self._torn:

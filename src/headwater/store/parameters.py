@@ -176,7 +176,7 @@ class Parameters:
         """
         missing = {(p, name): math.prod(self._shape_and_dtype((stage, p), name)[0]) for p, name in wanted}
         states = {name for _, name in wanted if name is not None}
-        # Closed at once: the generator holds the stage's lock.
+        # The generator is closed at once, because it holds the stage's lock.
         with closing(self.read(stage, states=states, params={param for param, _ in wanted})) as pieces:
             for piece in pieces:
                 values: list[tuple[str | None, torch.Tensor]] = [(None, piece.master), *piece.states.items()]

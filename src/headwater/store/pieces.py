@@ -114,12 +114,12 @@ class Pieces:
         ownership = self._ownership
         groups = ownership.own_groups(stage, params) if mine else ownership.host_groups(stage, params)
         largest = max((piece.stop - piece.start for group in groups for piece in group.pieces), default=0)
-        # One for all pieces: the first use of fresh memory costs more than joining a master.
-        # Not `_workspaces`, because a thread may read two stages in turn.
+        # All pieces share this memory: the first use of fresh memory costs more than joining a master.
+        # `_workspaces` would not do, because a thread may read two stages in turn.
         scratch = torch.empty(largest)
         for group, rest in self._tier.groups(stage, groups, read=_pages(states)):
             for run in self._runs(stage, group.pieces):
-                # Not around the yield, and not around the update that comes before the first piece.
+                # The context excludes the yield, and the update that comes before the first piece.
                 with one_core():
                     found = self._state(stage, run, wires[run.piece.param], rest, states, scratch)
                 yield found
@@ -276,7 +276,7 @@ class Pieces:
                 _arranged(spec, states[name]).copy_(value)
         for name, value in states.items():
             if value.dtype != fields[name].dtype:
-                # Rounded to nearest, so that a value that was read from the field keeps its bits.
+                # `copy_` rounds to nearest, so a value that was read from the field keeps its bits.
                 fields[name].copy_(value)
         # This also computes the wire values, rounded as in an update.
         write_master(encoding, master, flat_wire, fields)

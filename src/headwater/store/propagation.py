@@ -108,7 +108,7 @@ class Propagation:
         if self._closing:  # the wait may have ended without the updates
             return
         self._send(stage)
-        # After the tier has all parts: other ranks of the host read them as soon as they see the number.
+        # The tier has all parts now: other ranks of the host read them as soon as they see the number.
         self._spread.post(stage, number)
 
     def _send(self, stage: int) -> None:
@@ -136,7 +136,7 @@ class Propagation:
         what = f"stage {self._name(stage)!r} to be written"
         self._fabric.neighbours.barrier(what)
         if self._link is not None:
-            # On the same thread as updates: the order of sends must be equal on all hosts.
+            # The thread that sends updates does this too: the order of sends must be equal on all hosts.
             self._sender.submit(self._send, stage).result()
         # The leader has received what other hosts have written.
         if self._fabric.num_hosts > 1:

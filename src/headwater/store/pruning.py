@@ -32,7 +32,7 @@ def prune(store: WeightStore, key: ParamKey, mask: PackedMask, kept: Tensor) -> 
     masked = ~mask.unpack()
 
     def zero(piece: PieceState) -> None:
-        # Not multiplied: the zeros of negative weights would be negative, other bits than those of `remask`.
+        # A product would make the zeros of negative weights negative, unlike those of `remask`.
         piece.master.masked_fill_(_run(masked, piece), 0)
         _clear(piece, kept)
 

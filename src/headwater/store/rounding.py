@@ -41,7 +41,7 @@ def round_stochastically(values: torch.Tensor, out: torch.Tensor, *, stream: str
     noise = _table(values.device)[begin : begin + TABLE_ELEMENTS]
     rows = 1 if values.device.type == "cpu" else _DEVICE_ROWS
     for exact, rounded in zip(_passes(values, rows), _passes(out, rows), strict=True):
-        # As integers: noise below 2^16 carries into the upper half with a probability of (lower half) / 2^16.
+        # Integer noise below 2^16 carries into the upper half with a probability of (lower half) / 2^16.
         bits = exact.view(torch.int32).add_(noise[: exact.shape[-1]]).bitwise_right_shift_(16)
         rounded.view(torch.int16).copy_(bits)
 

@@ -62,7 +62,7 @@ class UpdateRule(UpdateRules):
         optimizer = self.spec.build([probe], to_compile=False)
         group = optimizer.param_groups[0]
         group.update({key: numbers(value) for key, value in group.items() if key != "params"} | self._options)
-        # Two steps: some optimizers make a state tensor only in the second one.
+        # There are two steps, because some optimizers make a state tensor only in the second one.
         for _ in range(2):
             gradient = torch.zeros_like(probe)
             takes_sparse = takes_sparse_gradients(self.spec.name, group)
@@ -136,7 +136,7 @@ class UpdateRule(UpdateRules):
         is_fused = bool(group.get("fused"))
         # State before the first update has no values.
         used = [own for own, old in zip(states, scalars, strict=True) if old is not None]
-        # Before the first write.
+        # The copies are made before the first write.
         undo = _copies(masters, gradients, used) if undoable and not is_fused else []
         optimizer.param_groups = [group]
         # An earlier call that ended with an error has left its state, which is of other tensors.

@@ -68,7 +68,7 @@ class Snapshot:
             if stage.index in uncommitted or store.tier.on_device(stage.index) is not None:
                 store.flush_stage(stage.index)
         self._files = CheckpointFiles(folder, store.stages, store.rule, buffers=buffers, extras=extras)
-        # Last: an error above must not leave a hook behind.
+        # The hook is set last, so that an error above leaves no hook behind.
         store.access.before_update = self._save_first
 
     def _save_first(self, stage: int, commit: int) -> None:
@@ -93,7 +93,7 @@ class Snapshot:
             if stage not in self._saved:
                 if self._store.snapshots.link is not None and stage > 0:
                     self.save_stage(stage - 1)  # other hosts send their stages in order
-                # After the stages before it: the pieces of other hosts arrive in that order.
+                # Earlier stages are written before, because the pieces of other hosts arrive in that order.
                 self._write_stage(self._store.stages[stage])
                 self._saved.add(stage)
                 # From here on other ranks may change the stage.

@@ -395,7 +395,7 @@ def _fill_stage(
     kept: dict[tuple[int, int], torch.Tensor] = {}
     if absent:
         pieces = store.parameters.read(stage.index, states=())
-        # Copies: a piece is valid until the next one.
+        # These are copies, because a piece is valid only until the next one.
         kept = {(p.param, p.start): p.master.clone() for p in pieces if p.param in absent}
 
     def fill(piece: PieceState) -> None:
@@ -410,5 +410,5 @@ def _fill_stage(
 
     store.parameters.write(stage.index, fill)
     scalars = [states[spec.name].scalars if spec.name in states else None for spec in stage.params]
-    # After the tensors: scalars say that the state of a parameter has values.
+    # Scalars are set after the tensors, because they say that the state of a parameter has values.
     store.scalars.by_stage[stage.index] = scalars

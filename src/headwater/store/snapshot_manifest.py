@@ -134,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise _damaged(path, why_unreadable(error)) from error
     if type(version) is not int or version < 1:
         raise _damaged(path, f"its format version is {version!r}")
-    # Before the checksum: a newer version may compute it differently.
+    # The version is checked before the checksum: a newer version may compute the checksum differently.
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"the checkpoint has format version {version}, but this version of headwater reads only versions "

@@ -79,7 +79,7 @@ class StageUpdate:
             self._apply(stage, pending, buffer)
 
     def _apply(self, stage: int, pending: Pending, buffer: torch.Tensor | None) -> None:
-        # Only while the stage is marked as torn: gradients that are taken here cannot be taken again.
+        # The stage is marked as torn here: gradients that are taken cannot be taken again after an error.
         gradients = self._gradients.take(stage)
         assert gradients is not None, f"an update of stage {stage} was committed without gradients"
         layout, before = self._tier.layouts[stage], self._scalars.by_stage[stage]

@@ -298,13 +298,13 @@ class StageAccess:
             return False
         if buffer is None and self._tier.on_device(stage) is None:
             buffer = self._buffer(stage)
-        # Before the stage counts as torn: a snapshot reads it here.
+        # A snapshot reads the stage in this call, so the stage must not count as torn yet.
         self.before_update(stage, pending.number)
         if self._fabric.num_hosts > 1:
             self._propagation.wait(stage)  # other hosts may still be receiving the previous update
         self._copies.wait(stage)
         with self.locks.changing(stage):
-            # Before the change: from here on the commit cannot be undone.
+            # The ledger is told before the change: from here on the commit cannot be undone.
             pending = self._ledger.apply(stage)
             if pending is None:
                 return False
@@ -314,7 +314,7 @@ class StageAccess:
                 # The next use of the stage continues the update. It cannot be undone, as after `apply`.
                 self._ledger.postpone(stage, pending)
                 raise
-            # After the change: other ranks read the stage as soon as they see the number.
+            # This follows the change: other ranks read the stage as soon as they see the number.
             self._propagation.updated(stage, pending.number)
         return True
 
@@ -334,7 +334,7 @@ class StageAccess:
 
     def close(self) -> None:
         """End the threads that update and send."""
-        # First: its thread uses the propagation.
+        # This thread ends first, because it uses the propagation.
         self._ahead.shutdown(wait=True, cancel_futures=True)
         self._propagation.close()
         # This frees memory of the calling thread: the thread that trains also updates stages on the device.

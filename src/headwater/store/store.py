@@ -200,7 +200,7 @@ class WeightStore:
         if self.in_backward is not None and last:
             self.in_backward.arrived(key)
         if must_wait:
-            # First: the additions may wait for other ranks, which may wait for these updates.
+            # Updates are first: the additions may wait for other ranks, which may wait for these updates.
             self.access.catch_up_all()
             gradients.drain()
 
@@ -229,7 +229,7 @@ class WeightStore:
     def drop_gradient(self, key: ParamKey) -> None:
         """Discard the gradient sum of one parameter; see `GradientSink.drop`."""
         gradients = self.gradients
-        # Often, a step has just taken the sum: then nothing is dropped, and the update need not be awaited.
+        # Often a step has just taken the sum. Then nothing is dropped, and this need not wait for the update.
         with self.access.without_updates([key[0]] if key in gradients.status.present else []):
             gradients.drop(key)
 
@@ -283,7 +283,7 @@ class WeightStore:
         # The sums stay scaled until the update, so their norm is unscaled here.
         norm = norm / update.loss_scale
         if not bool(norm.isfinite()):
-            # Before the sums are dropped, which clears `first_bad`.
+            # The error is made before the sums are dropped, which clears `first_bad`.
             error = non_finite_error(self.stages, status.first_bad, update)
             for key in keys:
                 self._gradients.drop(key)
@@ -292,11 +292,11 @@ class WeightStore:
                 raise error
             return Committed(float(norm), applied=False)
         factor = update.factor(norm)
-        # Before another thread can see the update, which would otherwise find no gradients.
+        # The gradients are committed before another thread can see the update, which needs them.
         self._gradients.commit(keys, {stage for stage, _ in keys if self.ownership.updates(stage)})
-        # After everything that may fail: after an error above nothing is committed.
+        # The count follows everything that may fail: after an error above nothing is committed.
         self.ledger.num_commits += 1
-        # For a roll-back, which gives back the gradients of commits that it undoes.
+        # A roll-back needs this: it gives back the gradients of commits that it undoes.
         self.ledger.take_gradients(keys)
         by_stage: dict[int, dict[int, Part]] = {}
         for stage, param in keys:
@@ -306,7 +306,7 @@ class WeightStore:
             place = self.tier.on_device(stage)
             if place is not None:
                 place.commit()
-        # Last: from here on another thread may apply the updates.
+        # This is last: from here on another thread may apply the updates.
         self.access.commit(by_stage)
         return Committed(float(norm), applied=True, params=every)
 
@@ -331,11 +331,11 @@ class WeightStore:
         Returns:
             True if all of them are undone.
         """
-        # Outside of the context: the thread that adds gradients may need a stage.
+        # This is outside of the context below, because the thread that adds gradients may need a stage.
         gradients = editable(self.gradients)
         # An update that another thread has begun would lose its gradients: the ledger does not list it.
         with self.access.without_updates(range(len(self.stages))):
-            # First: a fetch thread must not apply an update whose gradient is given back below.
+            # `undo` is first: a fetch thread must not apply an update whose gradient is given back below.
             undone = self.access.undo()
             gradients.restore(undone.taken, self.ledger.waiting(), undone.keys)
             return undone.is_complete

@@ -27,7 +27,7 @@ def take_over(store: WeightStore, before: WeightStore, old_names: Mapping[str, s
         _take_over_param(store, key, before, there)
     remembered = before.gradients.status.remembered
     present = store.gradients.status.present
-    # After the copies: they are the state to which a roll-back returns.
+    # The transaction begins after the copies: they are the state to which a roll-back returns.
     store.begin_transaction([key for key, there in pairs.items() if there in remembered and key in present])
     # The weights from before these commits are not in the new store.
     if before.ledger.has_commits:

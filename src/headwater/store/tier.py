@@ -88,7 +88,7 @@ class Tier(abc.ABC):
         for needed in outer_pages(part) if overwrite and self.reads_pages else [part]:
             self.read_wire(stage, image, needed)
         yield image
-        # Not in `finally`: after an error the image may be half changed.
+        # This is not in a `finally`, because after an error the image may be half changed.
         if write:
             self.write_wire(stage, image, part)
 

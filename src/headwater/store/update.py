@@ -104,7 +104,7 @@ class Part:
             gradient = gradient.to(dtype) if gradient.is_sparse else space.copy_(gradient)
         if gradient.is_sparse:
             return self._prepared_sparse(gradient)
-        # First the factor, then the clip: torch's loop unscales before `clip_grad_value_`.
+        # The factor comes before the clip, because a loop of torch unscales before `clip_grad_value_`.
         out = space if gradient.dtype == space.dtype else None
         if self.factor is not None:
             gradient = torch.mul(gradient, self.factor, out=out)
@@ -157,7 +157,7 @@ class Progress:
     @classmethod
     def of(cls, scalars: Sequence[Scalars | None], *, undoable: bool = False) -> Progress:
         """Return the progress of an update that has not begun, from the scalars of each parameter."""
-        # A copy: a second piece must start from the same step count as the first.
+        # The list is a copy: a second piece must start from the same step count as the first.
         return cls(list(scalars), undoable)
 
     def note(self, piece: Piece, scalars: Scalars) -> None:

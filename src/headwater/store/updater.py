@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @functools.cache
 def checked_adam() -> AdamKernel | None:
     """Return the native kernel of Adam, or `None`: see `native_check`."""
-    # Imported when a parameter suits the kernel: the check builds optimizers, the updater does not.
+    # Imported only when a parameter suits the kernel, because the check builds optimizers.
     from headwater.store.native_check import checked_adam as checked
 
     return checked()
@@ -94,6 +94,6 @@ class Updater:
             if others:
                 TorchPieces(job, self._workspaces).apply(others, rest)
             for piece in changed:
-                # Freed early, because the gradients of a stage may be as large as its weights.
+                # The gradient is freed early: the gradients of a stage may be as large as its weights.
                 if piece.stop == layout.stage.params[piece.param].stored_numel:
                     gradients[piece.param] = None

@@ -108,7 +108,7 @@ class AdditionThread(Additions):
 
         Raises what an addition that has ended has raised.
         """
-        # Only the first ones: the thread works in this order.
+        # Only the first additions can be done, because the thread works in this order.
         while self._waiting and self._waiting[0][0].done():
             self._finish_first()
         return self._waiting_bytes > self._limit_bytes
@@ -123,7 +123,7 @@ class AdditionThread(Additions):
 
     def _finish_first(self) -> None:
         addition, num_bytes = self._waiting[0]
-        # Before it is removed: after an interrupt of this wait, the gradient still counts as waiting.
+        # The entry is removed after this wait: if an interrupt ends the wait, the gradient still counts.
         wait([addition])
         self._waiting.popleft()
         self._waiting_bytes -= num_bytes

@@ -81,7 +81,7 @@ class HostAssembly:
         has_here: Callable[[ParamKey], bool],
     ) -> None:
         require_all_ranks("a gradient")
-        # Before the exchange: additions of the next backward count as new.
+        # This comes before the exchange, so that additions of the next backward count as new.
         self._new.difference_update(keys)
         self._times += 1
         here = [has_here(key) for key in keys]

@@ -153,7 +153,7 @@ class DiskBuffer(GradientBuffer):
         return round_up(sum(round_up(size, 64) for size in sizes))
 
     def put(self, stage: int, gradients: Gradients) -> None:
-        # Before the sums count as present: a failed write must not leave half-written sums.
+        # The sums count as present only after the write, so that a failed write leaves no half-written sums.
         self._write(stage, self._files[stage], gradients)
         self._sparse[stage] = {i: g for i, g in enumerate(gradients) if g is not None and g.is_sparse}
         self._present[stage] = [gradient is not None for gradient in gradients]
@@ -186,7 +186,7 @@ class DiskBuffer(GradientBuffer):
         buffer = aligned_empty(self._span(spec))
         self._files[stage].read(0, buffer[: self._span(spec)])
         views = self._views(spec, buffer)
-        # Clones: the update may change them in place, and a saved sum must not change.
+        # The update may change these clones in place; a saved sum must not change.
         sparse = {index: gradient.clone() for index, gradient in self._sparse.get(stage, {}).items()}
         return [sparse.get(i, view) if present[i] else None for i, view in enumerate(views)]
 
@@ -195,7 +195,7 @@ class DiskBuffer(GradientBuffer):
         held = self.look(stage)
         if stage not in self._spare:
             self._spare[stage] = self._open([stage])[0]
-        # Before the files change their roles: after a failed write the old file still holds the gradients.
+        # The files change their roles only after this write: if it fails, the old file holds the gradients.
         if held:
             self._write(stage, self._spare[stage], held)
         present, sparse = list(self._present.get(stage, [])), dict(self._sparse.get(stage, {}))

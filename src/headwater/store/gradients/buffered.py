@@ -59,7 +59,7 @@ class BufferedSums:
     def open(self, stage: int) -> OpenStage:
         """Open a stage, if it is not open, and return it. The caller may change its sums."""
         if stage not in self._open:
-            # Before the sums are taken out of the buffer.
+            # The sums are saved before they are taken out of the buffer.
             self.save(stage)
             self._return_lent(stage)
             sums = self._buffer.take(stage) or [None] * len(self._stages[stage].params)
@@ -160,15 +160,15 @@ class BufferedSums:
         self._return_lent(stage)
         if key in self._lent:
             held = self._buffer.look(stage)
-            # Dropped first: then only the loop's own references are left.
+            # This reference is dropped first, so that only the loop's own ones are left.
             del self._lent[key]
             mine = self.loans.last(key)
             if mine is not None or is_used_elsewhere(held[param]):
                 alias = _alias(held[param])
-                # Until the copy is there: memory may be missing for it.
+                # The loan continues until the copy is made, because memory may be missing for it.
                 self._lent[key] = alias if mine is None else mine
                 held[param] = _copy(held[param])
-                # Before the loans look for references: then only the loop's own ones are left.
+                # `loans.end` looks for references, so drop these: then only the loop's own ones are left.
                 del self._lent[key], mine
                 self.loans.end(stage, {param: alias})
         self._returned.discard(key)

@@ -95,7 +95,7 @@ class Exchange:
             total = torch.zeros(own.numel(), dtype=torch.promote_types(own.dtype, torch.float32))
             for host, theirs in enumerate(received):
                 total += own if host == self._link.host else _typed(theirs[span], dtype)
-            # Rounded once, after all hosts were added.
+            # The sum is rounded once, after all hosts were added.
             self._storage.write(key, total, start)
 
     def _packed(self, runs: Runs, dtypes: Mapping[ParamKey, torch.dtype]) -> torch.Tensor:

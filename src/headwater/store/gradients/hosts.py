@@ -73,7 +73,7 @@ class HostGradients(GradientSink):
             self._multiplied.clear()
         self._exchange.gather_norms(self._ranks.step)
         self._fabric.barrier("the norms of the gradients")
-        # After the barrier: the leader has written the norms by now.
+        # After the barrier the leader has written the norms.
         self._ranks.publish(self._ranks.filled())
         self._fabric.neighbours.barrier("the norms of the gradients to be read")  # see `RankGradients.filled`
 
@@ -81,7 +81,7 @@ class HostGradients(GradientSink):
         """Block until every host has the summed gradients of the elements that it updates."""
         if self._phase is Phase.ADDING:  # this rank had no gradient in the last micro-batch, which has ended
             self._exchange.start(self._ranks.step, self._ranks.sums.turns.micro_batch - 1)
-        # Before second gradients, which are added to sums of all hosts.
+        # The exchange ends before second gradients, which are added to the sums of all hosts.
         self._exchange.finish(self._ranks.step)
         self._add_second()
         self._phase = Phase.SUMMED

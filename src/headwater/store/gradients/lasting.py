@@ -36,7 +36,7 @@ class LastingSums:
     """
 
     def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, storage: GradientStorage) -> None:
-        # Together: otherwise a fast rank's next gradient could be in a sum that another rank still reads.
+        # `together`, because a fast rank could add its next gradient to a sum that another rank still reads.
         self.shared = RankSums(stages, fabric.neighbours, storage, self._begin, together=True)
         self._clock = 1  # grows with every sum that is given up
         self._generation = dict.fromkeys(self.shared.keys, self._clock)
@@ -59,7 +59,7 @@ class LastingSums:
 
     def _put_back(self, key: ParamKey, copy: torch.Tensor, generation: int) -> None:
         self.shared.storage.write(key, copy)
-        # After the write: then the next rank adds to this value.
+        # This follows the write, because the next rank then adds to this value.
         self.shared.note_written(key, generation)
 
     def find(self) -> set[ParamKey]:
@@ -74,7 +74,7 @@ class LastingSums:
 
     def _has_here(self, key: ParamKey) -> bool:
         self.shared.finish()
-        # After `finish`: a rank that waits before it has added would keep others waiting.
+        # `finish` comes first: a rank that waits before it has added would keep others waiting.
         self.shared.wait_for_all(key)
         return self.shared.has(key, self._generation[key])
 

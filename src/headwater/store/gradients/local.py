@@ -61,7 +61,7 @@ class LocalGradients(EditableGradients):
             self._sums.note_lent(key, recorded)
         opened.received.add(param)
         self.status.arrive(key, is_sparse=total.is_sparse)
-        # Measured now, while the sum is in the cache. A sum on disk then need not be read for its norm.
+        # The norm is measured now, while the sum is in the cache. So a sum on disk is not read again for it.
         if last:
             is_whole = before is None and total.dtype == gradient.dtype
             self.status.measure(key, norm if norm is not None and is_whole else _norm_on_host(total))
@@ -99,10 +99,10 @@ class LocalGradients(EditableGradients):
     def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
         taken = list(keys)
         for key in taken:
-            # Before the loan ends, which may replace the sum by a copy.
+            # The sum is saved before the loan ends, which may replace it by a copy.
             self._sums.save(key[0])
             self._sums.end_loan(key)
-        # After all copies: if memory is missing for a copy, no sum is taken.
+        # This loop follows all copies: if memory is missing for a copy, no sum is taken.
         for key in taken:
             self.status.leave(key)
         self.status.first_bad = None

@@ -69,7 +69,7 @@ class LoopGradients(EditableGradients):
 
     def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
         for key in keys:
-            # Also on a rank that does not update the stage: the sum must end on all ranks.
+            # A rank that does not update the stage does this too: the sum must end on all ranks.
             copy = self._sums.take(key)
             if key[0] in stages:
                 self._taken[key] = copy
@@ -130,9 +130,9 @@ class LoopGradients(EditableGradients):
         if self._sums.shared.turns.has_begun:
             self.end_micro_batch()
         self.status.present = self._sums.find()
-        # All sums: a sum that was added since `remember` must not stay valid in its generation.
+        # This gives up all sums: one that was added since `remember` must not stay valid in its generation.
         self._sums.give_up_all()
-        # Other sums stay: another thread may be about to take them for the update of an earlier step.
+        # Sums of other commits stay: another thread may be about to take them for an earlier update.
         for key in undone:
             self._taken.pop(key, None)
         self.status.restore({*taken, *waiting})

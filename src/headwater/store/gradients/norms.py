@@ -21,7 +21,7 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.is_cuda:  # its kernel widens each element as it reads it
         widened: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         return widened
-    # In pieces: a wide copy of a whole gradient would take twice its memory.
+    # The norm is computed in pieces: an fp32 copy of a whole gradient would take twice its memory.
     pieces = gradient.reshape(-1).split(PIECE_ELEMENTS)
     norms = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces])
     combined: torch.Tensor = torch.linalg.vector_norm(norms)

@@ -112,7 +112,7 @@ class RankSums:
     def _use_turn(
         self, key: ParamKey, gradient: torch.Tensor | None, turn: Turn, beginning: Beginning
     ) -> None:
-        # In the thread, not in `_submit`: the backward continues meanwhile.
+        # The thread waits here, and not the caller in `_submit`, so that the backward continues meanwhile.
         self.turns.wait(turn, f"the gradient of {self._stages[key[0]].params[key[1]].name}")
         if beginning.prepare is not None and self._fabric.local_rank == 0:
             beginning.prepare()
@@ -164,6 +164,6 @@ class RankSums:
 
     def close(self) -> None:
         """Release the thread, memory and files."""
-        # Before the storage, to which its thread adds.
+        # The thread of the additions ends before the storage, to which it adds.
         self._additions.close()
         self.storage.close()

@@ -84,7 +84,7 @@ class RankGradients(GradientSink):
         self.status.present = set(filled) - self._dropped
         for key in filled:
             if key not in self._dropped:
-                # A copy: the next step overwrites the shared memory.
+                # This is a copy, because the next step overwrites the shared memory.
                 self.status.measure(key, self.sums.norms[self.sums.slots[key]].clone())
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:

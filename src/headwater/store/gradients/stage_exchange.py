@@ -69,9 +69,9 @@ class StageExchange:
         assert self._exchange is not None, "only leaders send"
         self._exchange.reduce(self._runs[stage])
         self.measure(key for key, _, _ in self._runs[stage][self._host])
-        # After the norms are measured, which reads the sums once more.
+        # The pages are released after `measure`, which reads the sums once more.
         self._sums.storage.release_pages(stage)
-        # Last: other ranks of the host use the sums from here on.
+        # This is the last statement: other ranks of the host use the sums from here on.
         self._exchanged.post(stage, step)
 
     def finish(self, step: int) -> None:

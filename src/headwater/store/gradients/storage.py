@@ -245,7 +245,7 @@ def _shared_files(
     """Open the files that the ranks of a host share. The first rank creates them."""
     checksums = [fabric.allocate(checksum_bytes(size)) for size in sizes.values()] if verify else None
     contents = [f"the gradients of stage {stage.name!r}" for stage in stages] if verify else None
-    # Through the page cache, because the next rank reads what this one has just written.
+    # The files go through the page cache, because the next rank reads what this one has just written.
     make = functools.partial(open_files, sizes, direct=False, contents=contents, checksums=checksums)
     files = make() if fabric.local_rank == 0 else None
     every = fabric.gather_objects([] if files is None else [file.origin for file in files], list[Path])

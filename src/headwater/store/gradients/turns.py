@@ -78,7 +78,7 @@ class TurnQueue:
         """Return the turn for a sum's first gradient in this micro-batch; `None` on a later call."""
         if slot in self._first:
             return None
-        # Before the turn: rank 0 waits until every rank has begun the micro-batch.
+        # This comes before the turn: rank 0 waits until every rank has begun the micro-batch.
         self._enter()
         self._first.add(slot)
         return self._turn(slot, 0)
@@ -96,7 +96,7 @@ class TurnQueue:
         # Every rank has a second turn at every sum, so that no rank must know the others' gradients.
         second = [self._turn(slot, 1) for slot in range(self._num_slots)]
         self._first.clear()
-        # After the turns, whose numbers depend on it.
+        # The count changes after the turns are made, because their numbers depend on it.
         self.micro_batch += 1
         return [*((turn, False) for turn in first), *((turn, True) for turn in second)]
 
