@@ -22,6 +22,18 @@ def with_loss_and_optimizer():
     )
 
 
+class ReportsItsDtype(nn.Linear):
+    """A model whose loss is a number for the dtype of its output."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return 0 * y.float().sum() + {torch.bfloat16: 16, torch.float16: 10, torch.float32: 23}[y.dtype]
+
+
+def reports_its_dtype():
+    return ReportsItsDtype(4, 2), [torch.randn(4, 4)]
+
+
 class KnowsItIsStreamed(nn.Linear):
     """A model that computes a different result when it is streamed."""
 

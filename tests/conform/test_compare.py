@@ -46,8 +46,18 @@ def test_an_equal_model_gets_a_certificate(factory, in_process):
     assert [entry.outcome for entry in report.entries] == ["equal"] * 3
     assert report.entries[1].values > 20
     text = report.render()
-    assert "3 steps, seed 0" in text and f"torch {version('torch')}" in text
+    assert "3 steps in fp32, seed 0" in text and f"torch {version('torch')}" in text
     assert report.verdict == "equal: 2 plans compute what plain PyTorch computes"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_forwards_run_under_autocast_in_other_precisions(precision, in_process):
+    report = compared("reports_its_dtype", ["memory", "disk_recompute"], precision=precision, steps=2)
+    assert report.passed, report.render()
+    dtype = {"bf16": 16, "fp16": 10}[precision]
+    assert report.entries[0].detail == f"losses {dtype}, {dtype}"
+    assert f"compared 2 steps in {precision}, seed 0" in report.render()
+    assert compared("reports_its_dtype", ["memory"]).entries[0].detail == "losses 23, 23, 23"
 
 
 def test_a_difference_is_reported_with_step_tensor_and_both_values(in_process):
@@ -81,8 +91,8 @@ def test_a_model_that_is_not_deterministic_is_reported(in_process):
 def test_ranks_are_compared_within_a_tolerance_and_refused_with_dropout(in_process):
     assert "draws random numbers" in compared("dropout", ["ranks"]).entries[1].detail
     plain = [("step 0: loss", 1.0), ("step 1: loss", 2.0)]
-    assert rounded_difference(plain, [("step 0: loss", 1.00001), ("step 1: loss", 2.0)]) is None
-    found = rounded_difference(plain, [("step 0: loss", 1.0), ("step 1: loss", 2.1)])
+    assert rounded_difference(plain, [("step 0: loss", 1.00001), ("step 1: loss", 2.0)], 1e-4) is None
+    found = rounded_difference(plain, [("step 0: loss", 1.0), ("step 1: loss", 2.1)], 1e-4)
     assert found is not None and found.name == "step 1: loss"
 
 

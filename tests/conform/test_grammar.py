@@ -49,6 +49,16 @@ def test_programs_are_valid_python_with_every_feature():
     assert draw(7, 3) == draw(7, 3) != draw(8, 3)
 
 
+def test_programs_in_16_bits_have_the_same_features_under_autocast():
+    for case in range(50):
+        program, half = draw(7, case), draw(7, case, precision="bf16")
+        assert half.features() == program.features() and half.settings == program.settings
+        compile(half.source(), "program.py", "exec")
+        lines = half.source().splitlines()
+        at = next(number for number, line in enumerate(lines) if line.endswith("y = model(x, tokens)"))
+        assert lines[at - 1].strip() == 'with torch.autocast("cpu", dtype=torch.bfloat16):'
+
+
 def test_every_choice_of_a_feature_is_valid_python():
     settings = draw_piece(random.Random(0), SETTINGS, 0)
     for kind in KINDS.values():
@@ -98,7 +108,7 @@ def test_a_kept_tensor_with_a_warning_is_not_a_fault():
 
 
 def test_a_process_that_ends_or_hangs_loses_only_one_case(monkeypatch):
-    def case(seed, case, *, shrinks, begin):
+    def case(seed, case, *, precision, shrinks, begin):
         begin(Part(case, "plain" if case == 3 else "disk", (), ""))
         if case in (2, 3):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -153,8 +163,9 @@ def test_a_campaign_continues_where_it_was_cut_off(monkeypatch, tmp_path):
     (fault,) = faults(outcomes)
     assert fault.cases == (0, 1, 2, 3, 4)
     assert (tmp_path / "programs" / "case_4_0.py").read_text() == "s"
-    with pytest.raises(ConfigError, match="found models of seed 7"):
-        Folder(tmp_path, 8)
+    for seed, precision in ((8, "fp32"), (7, "bf16")):
+        with pytest.raises(ConfigError, match="found models of seed 7 in fp32"):
+            Folder(tmp_path, seed, precision)
 
 
 def test_cases_that_were_not_equal_are_run_again_with_another_version(tmp_path, monkeypatch):
@@ -207,4 +218,5 @@ def test_a_case_is_run_under_two_plans():
     assert [finding.plan for finding in outcome.findings] == list(draw_plans(7, 1))
     assert len(set(draw_plans(7, 1))) == 2 and set(draw_plans(7, 1)) <= set(PLANS)
     assert not outcome.faults()
+    assert not run_case(7, 1, precision="fp16").faults()
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome

@@ -14,6 +14,7 @@ from headwater.cli.files import write_text
 from headwater.conform.compare import ALL_PLANS, Comparison
 from headwater.conform.grammar.campaign import Folder, counts, faults, is_clean, run_campaign
 from headwater.conform.grammar.case import Outcome
+from headwater.conform.grammar.draw import AUTOCAST
 from headwater.conform.report import Entry
 from headwater.core.errors import ConfigError
 from headwater.core.units import format_duration
@@ -33,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bit-identical under every plan, 1 if not, 2 for invalid input."
     )
     parser.usage = (
-        "headwater conform [-h] [--steps N] [--seed N] [--plans PLAN,…] [--timeout S] [--json FILE] "
-        "[--out FILE] MODEL\n       headwater conform --random N [--seed N] [--workers N] [--timeout S] "
-        "[--out FOLDER]"
+        "headwater conform [-h] [--steps N] [--seed N] [--precision NAME] [--plans PLAN,…] [--timeout S] "
+        "[--json FILE] [--out FILE] MODEL\n       headwater conform --random N [--seed N] "
+        "[--precision NAME] [--workers N] [--timeout S] [--out FOLDER]"
     )
     parser.add_argument(
         "model",
@@ -46,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=positive, default=_STEPS, metavar="N", help=f"steps ({_STEPS})")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of values and batches (0)")
+    parser.add_argument(
+        "--precision",
+        choices=tuple(AUTOCAST),
+        default="fp32",
+        help="bf16 and fp16: forwards and losses run under autocast (fp32)",
+    )
     parser.add_argument(
         "--plans", metavar="PLAN,…", help=f"plans to compare under (all: {', '.join(ALL_PLANS)})"
     )
@@ -94,6 +101,7 @@ def _run_model(args: argparse.Namespace) -> int:
         plans=_plans(args.plans),
         steps=args.steps,
         seed=args.seed,
+        precision=args.precision,
         limit_s=args.timeout or _TIMEOUT_S,
         show=_show_entry,
     ).run()
@@ -130,13 +138,14 @@ def _plans(names: str | None) -> Sequence[str]:
 
 def _run_random(args: argparse.Namespace) -> int:
     """Compare random models, print a summary, and return the exit code."""
-    folder = None if args.out is None else Folder(args.out, args.seed)
+    folder = None if args.out is None else Folder(args.out, args.seed, args.precision)
     progress = _Progress(args.random)
     outcomes = run_campaign(
         args.seed,
         args.random,
         workers=args.workers or num_cores(),
         limit_s=args.timeout or _RANDOM_TIMEOUT_S,
+        precision=args.precision,
         folder=folder,
         progress=progress.show,
     )

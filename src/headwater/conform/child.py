@@ -20,6 +20,7 @@ from headwater.conform.record import Shown
 from headwater.conform.subject import Subject, load_subject, seed_all
 from headwater.conform.train import Course, train
 from headwater.core.errors import HeadwaterError
+from headwater.core.precision import Precision, PrecisionName
 from headwater.fabric.membership import current
 
 PLAIN, PARTS, RANKS = "plain", "plain_in_parts", "ranks"
@@ -37,6 +38,7 @@ class Request:
         observed: see `Course`.
         folder: folder of the disk tier.
         result: file for the values, or for the error.
+        precision: precision of the forwards.
     """
 
     target: str
@@ -46,6 +48,7 @@ class Request:
     observed: bool
     folder: str
     result: str
+    precision: PrecisionName = "fp32"
 
 
 def main(request_file: Path) -> None:
@@ -75,7 +78,7 @@ def outcome_of(request: Request) -> dict[str, Any]:
 
 def _run(request: Request) -> list[Shown]:
     """Train the model as the request says, and return the values recorded at each step."""
-    course = Course(request.steps, request.seed, request.observed)
+    course = Course(request.steps, request.seed, request.observed, Precision(request.precision))
     if request.run == RANKS:
         backend = headwater.backend("CSX", num_csx=NUM_CSX)
         return train_ranks(_subject(request), course, lambda model: headwater.compile(model, backend))

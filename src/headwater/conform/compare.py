@@ -14,10 +14,11 @@ import torch
 from headwater.conform.child import PARTS, PLAIN, RANKS, Request
 from headwater.conform.isolated import Run, run_child
 from headwater.conform.plans import PLANS
-from headwater.conform.ranks import TOLERANCE, rounded_difference
+from headwater.conform.ranks import TOLERANCES, rounded_difference
 from headwater.conform.record import Shown, first_difference
 from headwater.conform.report import CLOSE, DIFFERS, EQUAL, UNSTEADY, Entry, Report
 from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.precision import PrecisionName
 
 ALL_PLANS = (*PLANS, RANKS)
 """Names of the plans that a model can be compared under."""
@@ -32,6 +33,7 @@ class Comparison:
         plans: names of plans.
         steps: number of steps.
         seed: seed of initial values and random numbers.
+        precision: precision of the forwards; all but fp32 run under autocast.
         limit_s: seconds for each run.
         show: called with each entry as soon as it is known.
     """
@@ -40,6 +42,7 @@ class Comparison:
     plans: Sequence[str] = ALL_PLANS
     steps: int = 3
     seed: int = 0
+    precision: PrecisionName = "fp32"
     limit_s: float = 600.0
     show: Callable[[Entry], None] = lambda entry: None
 
@@ -74,7 +77,13 @@ class _Runs:
             if name.startswith("initial value") and isinstance(value, torch.Tensor)
         )
         return Report(
-            comparison.target, comparison.steps, comparison.seed, parameters, _versions(), tuple(entries)
+            comparison.target,
+            comparison.steps,
+            comparison.seed,
+            comparison.precision,
+            parameters,
+            _versions(),
+            tuple(entries),
         )
 
     def _entry(self, plan: str, quiet: Run, watched: Run) -> Entry:
@@ -103,10 +112,11 @@ class _Runs:
         run = self._run(RANKS, observed=False)
         if run.status != "ok":
             return Entry(RANKS, run.status, run.message, trace=run.trace)
-        difference = rounded_difference(plain.shown, run.shown)
+        tolerance = TOLERANCES[self._comparison.precision]
+        difference = rounded_difference(plain.shown, run.shown, tolerance)
         if difference is not None:
             return Entry(RANKS, DIFFERS, str(difference))
-        return Entry(RANKS, CLOSE, f"losses differ by less than {TOLERANCE}", values=len(run.shown))
+        return Entry(RANKS, CLOSE, f"losses differ by less than {tolerance}", values=len(run.shown))
 
     def _run(self, run: str, *, observed: bool) -> Run:
         """Run one request. An error while the model is loaded ends the comparison."""
@@ -122,6 +132,7 @@ class _Runs:
             observed,
             str(disk),
             str(self._folder / f"run_{self._count}.pt"),
+            comparison.precision,
         )
         found = run_child(request, comparison.limit_s)
         if run == PLAIN and found.status == "refused":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from headwater.conform.subject import Subject, seed_all
 from headwater.conform.train import Course, batch_of
 from headwater.core.batches import num_samples, slice_batch
 from headwater.core.errors import ModelError
+from headwater.core.precision import PrecisionName, autocast
 from headwater.core.units import counted
 
 NUM_CSX = 2
-TOLERANCE = 1e-4
+TOLERANCES: Mapping[PrecisionName, float] = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-3}
 """Largest relative difference of a loss. Matrix products of other sizes are rounded differently."""
 
 
@@ -42,7 +43,9 @@ def train_in_parts(subject: Subject, course: Course) -> list[Shown]:
             )
         size, before, total = samples // NUM_CSX, torch.get_rng_state(), 0.0
         for part in range(NUM_CSX):
-            loss = subject.loss(subject.model, slice_batch(batch, part * size, (part + 1) * size)) / NUM_CSX
+            with autocast(course.precision, "cpu"):
+                loss = subject.loss(subject.model, slice_batch(batch, part * size, (part + 1) * size))
+            loss = loss / NUM_CSX
             loss.backward()
             total += loss.item()
         if not torch.equal(before, torch.get_rng_state()):
@@ -63,7 +66,8 @@ def train_ranks(subject: Subject, course: Course, prepare: Callable[[nn.Module],
     shown: list[Shown] = []
     for step in range(course.steps):
         seed_all(course.seed + step)
-        loss: Any = subject.loss(model, take_part(batch_of(subject, step)))
+        with autocast(course.precision, "cpu"):
+            loss: Any = subject.loss(model, take_part(batch_of(subject, step)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -71,11 +75,11 @@ def train_ranks(subject: Subject, course: Course, prepare: Callable[[nn.Module],
     return shown
 
 
-def rounded_difference(plain: list[Shown], ranks: list[Shown]) -> Difference | None:
-    """Return the first loss that differs by more than the tolerance, or `None`."""
+def rounded_difference(plain: list[Shown], ranks: list[Shown], tolerance: float) -> Difference | None:
+    """Return the first loss whose relative difference is larger than the tolerance, or `None`."""
     for (name, expected), (_, found) in zip(plain, ranks, strict=True):
         off = abs(expected - found) / max(abs(expected), 1e-12)
-        # Not `off > TOLERANCE`: NaN must count as a difference.
-        if not off <= TOLERANCE:
+        # Not `off > tolerance`: NaN must count as a difference.
+        if not off <= tolerance:
             return Difference(name, repr(expected), repr(found), f"relative difference {off:.3g}")
     return None

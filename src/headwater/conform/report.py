@@ -43,6 +43,7 @@ class Report:
         target: the model.
         steps: number of training steps.
         seed: seed of initial values and random numbers.
+        precision: precision of the forwards.
         parameters: number of elements of the model's parameters.
         versions: name -> version of Python and of the packages that were used.
         entries: one entry for each run, the plain run first.
@@ -51,6 +52,7 @@ class Report:
     target: str
     steps: int
     seed: int
+    precision: str
     parameters: int
     versions: dict[str, str]
     entries: tuple[Entry, ...]
@@ -84,8 +86,8 @@ class Report:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
             f"model    {self.target} ({self.parameters:,} parameters)",
-            f"compared {counted(self.steps, 'step', 'steps')}, seed {self.seed}: losses, outputs, gradients, "
-            "parameters, buffers, optimizer state",
+            f"compared {counted(self.steps, 'step', 'steps')} in {self.precision}, seed {self.seed}: "
+            "losses, outputs, gradients, parameters, buffers, optimizer state",
             f"versions {versions}",
             "",
         ]

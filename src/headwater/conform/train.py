@@ -13,9 +13,12 @@ from torch import nn
 from headwater.conform.record import Shown, settled
 from headwater.conform.subject import Subject, seed_all
 from headwater.core.module_calls import surround
+from headwater.core.precision import Precision, autocast
 from headwater.core.trees import map_tensors, tensors_in
 
 _MOST_BYTES = 512 << 20
+
+FP32 = Precision()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +31,13 @@ class Course:
         observed: true if gradients, parameters and buffers are read in each step. If false, only losses and
             outputs are read in each step, and the other values after the last step. The two take different
             code paths in the engine.
+        precision: the precision of the forwards and losses; all but fp32 run under autocast.
     """
 
     steps: int
     seed: int
     observed: bool
+    precision: Precision = FP32
 
 
 class Record:
@@ -93,7 +98,8 @@ def train(subject: Subject, course: Course, prepare: Callable[[nn.Module], nn.Mo
         # In each step: a dry run or a longer forward must not shift the random numbers of later steps.
         seed_all(course.seed + step)
         outputs.clear()
-        loss = subject.loss(model, batch_of(subject, step))
+        with autocast(course.precision, "cpu"):
+            loss = subject.loss(model, batch_of(subject, step))
         loss.backward()
         at = f"step {step}:"
         record.add(f"{at} loss", loss)

@@ -13,6 +13,7 @@ from headwater.conform.grammar.judge import BAD, Verdict
 from headwater.conform.grammar.workers import run_cases
 from headwater.core.errors import ConfigError
 from headwater.core.files import check_place, disk_errors, make_folder
+from headwater.core.precision import PrecisionName
 from headwater.fabric.alike import program
 
 _CASES, _CAMPAIGN, _PROGRAMS = "cases.jsonl", "campaign.json", "programs"
@@ -43,26 +44,29 @@ class Folder:
     Args:
         path: path of the folder; it is created if it is missing.
         seed: seed of the campaign.
+        precision: precision of its forwards.
 
     Raises:
-        ConfigError: if the folder belongs to a campaign with another seed.
+        ConfigError: if the folder belongs to a campaign with another seed or precision.
         RunError: if a file has the path of the folder, or the folder cannot be written.
     """
 
-    def __init__(self, path: Path, seed: int) -> None:
+    def __init__(self, path: Path, seed: int, precision: PrecisionName = "fp32") -> None:
         self.path = path
         check_place(path, expected="a folder")
         with disk_errors(path):
             make_folder(path / _PROGRAMS)
         about = path / _CAMPAIGN
         if not about.exists():
-            about.write_text(json.dumps({"seed": seed}))
-        found = json.loads(about.read_text())["seed"]
-        if found != seed:
+            about.write_text(json.dumps({"seed": seed, "precision": precision}))
+        found = {"precision": "fp32"} | json.loads(about.read_text())  # older folders name no precision
+        if (found["seed"], found["precision"]) != (seed, precision):
             raise ConfigError(
-                f"expected a folder of models of seed {seed}, found models of seed {found}",
+                f"expected a folder of models of seed {seed} in {precision}, found models of seed "
+                f"{found['seed']} in {found['precision']}",
                 where=str(path),
-                remedy=f"pass another folder (--out), or --seed {found}",
+                remedy="pass another folder (--out), or "
+                f"--seed {found['seed']} --precision {found['precision']}",
             )
 
     def outcomes(self) -> list[Outcome]:
@@ -92,6 +96,7 @@ def run_campaign(
     *,
     workers: int,
     limit_s: float,
+    precision: PrecisionName = "fp32",
     folder: Folder | None = None,
     shrinks: bool = True,
     progress: Callable[[Sequence[Outcome]], None] = lambda outcomes: None,
@@ -106,6 +111,7 @@ def run_campaign(
         count: number of cases.
         workers: number of processes at a time.
         limit_s: seconds for each run of a case.
+        precision: precision of the forwards.
         folder: folder of the campaign.
         shrinks: true to make programs with faults smaller.
         progress: called with all outcomes after each case.
@@ -115,7 +121,9 @@ def run_campaign(
     before = {outcome.case: outcome for outcome in known if outcome.version == version or _is_equal(outcome)}
     outcomes = [outcome for case, outcome in before.items() if case < count]
     todo = [case for case in range(count) if case not in before]
-    for outcome in run_cases(seed, todo, workers=workers, limit_s=limit_s, shrinks=shrinks):
+    for outcome in run_cases(
+        seed, todo, workers=workers, limit_s=limit_s, precision=precision, shrinks=shrinks
+    ):
         outcome = dataclasses.replace(outcome, version=version)
         if folder is not None:
             folder.add(outcome)

@@ -13,6 +13,7 @@ from headwater.conform.grammar.judge import BAD, Finding, Verdict, draw_plans, j
 from headwater.conform.grammar.program import Program
 from headwater.conform.grammar.shrink import shrink
 from headwater.conform.grammar.standalone import standalone
+from headwater.core.precision import PrecisionName
 
 PLAIN = "plain"
 """Name that stands for plain PyTorch among the plans of a case."""
@@ -89,16 +90,24 @@ Listener = Callable[[Part], None]
 """Function that is called with each part of a case before the part begins."""
 
 
-def run_case(seed: int, case: int, *, shrinks: bool = True, begin: Listener = lambda part: None) -> Outcome:
+def run_case(
+    seed: int,
+    case: int,
+    *,
+    precision: PrecisionName = "fp32",
+    shrinks: bool = True,
+    begin: Listener = lambda part: None,
+) -> Outcome:
     """Draw, judge and, if it has a fault, shrink one case.
 
     Args:
         seed: seed of the campaign.
         case: number of the case.
+        precision: precision of the forwards.
         shrinks: true to make programs with faults smaller.
         begin: called before each part of the work.
     """
-    program, plain = _draw_usable(seed, case, begin)
+    program, plain = _draw_usable(seed, case, precision, begin)
     plans = draw_plans(seed, case)
     findings = judge(program, plain, plans, lambda plan: _tell(begin, case, plan, program))
     smallest: list[tuple[str, ...]] = []
@@ -119,10 +128,10 @@ def _tell(begin: Listener, case: int, plan: str, program: Program) -> None:
     begin(Part(case, plan, program.features(), standalone(program, plan)))
 
 
-def _draw_usable(seed: int, case: int, begin: Listener) -> tuple[Program, Ran]:
+def _draw_usable(seed: int, case: int, precision: PrecisionName, begin: Listener) -> tuple[Program, Ran]:
     """Return the first program of a case that plain PyTorch trains, and its plain run."""
     for attempt in range(_MOST_DRAWS):
-        program = draw(seed, case, attempt)
+        program = draw(seed, case, attempt, precision=precision)
         begin(Part(case, PLAIN, program.features(), program.source()))
         plain = usable(program)
         if plain is not None:

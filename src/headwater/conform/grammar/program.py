@@ -107,11 +107,13 @@ class Program:
         seed: seed of the initial values and the batches.
         settings: a piece whose code is the loop; see `settings.py`.
         pieces: the features, in the order of their code.
+        autocast: the dtype of the autocast around forwards and losses, a name of torch; `None`: no autocast.
     """
 
     seed: int
     settings: Piece
     pieces: tuple[Piece, ...]
+    autocast: str | None = None
 
     def without(self, *dropped: Piece) -> Program:
         """Return the program without these pieces."""
@@ -144,7 +146,7 @@ class Program:
             for field in dataclasses.fields(Code)
             if field.name != "squares"
         }
-        source: str = self.settings.kind.write(self.seed, parts, **self.settings.choices)
+        source: str = self.settings.kind.write(self.seed, parts, self.autocast, **self.settings.choices)
         return source
 
 

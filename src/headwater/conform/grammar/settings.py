@@ -83,12 +83,13 @@ class _Settings:
     sizes: str
 
 
-def _write(seed: int, parts: Parts, **choices: Any) -> str:
+def _write(seed: int, parts: Parts, autocast: str | None, **choices: Any) -> str:
     """Return the source of a program.
 
     Args:
         seed: seed of its random numbers.
         parts: the lines of its features.
+        autocast: the dtype of the autocast around forwards and losses, or `None`.
         choices: the attributes of `_Settings`.
     """
     settings = _Settings(**choices)
@@ -98,7 +99,7 @@ def _write(seed: int, parts: Parts, **choices: Any) -> str:
         f"{top}\n\n",
         _network(parts),
         _HELPERS.format(optimizer=OPTIMIZERS[settings.optimizer]),
-        _run(seed, parts, settings),
+        _run(seed, parts, settings, autocast),
     )
     return "".join(parts_of_source)
 
@@ -149,7 +150,7 @@ class Net(nn.Module):
 """
 
 
-def _run(seed: int, parts: Parts, settings: _Settings) -> str:
+def _run(seed: int, parts: Parts, settings: _Settings, autocast: str | None) -> str:
     """Return the source of the function that trains the model."""
     return f"""\
 
@@ -162,23 +163,28 @@ def run(compile, show):
     optimizer = make_optimizer(model)
 {indented(parts["begin"], 1)}\
     for step in range({settings.steps}):
-{indented(_step(parts, settings), 2)}\
+{indented(_step(parts, settings, autocast), 2)}\
     show_all(show, "final", model.state_dict())
     show_all(show, "final", dict(model.named_buffers()))
     show_all(show, "final optimizer", optimizer.state_dict()["state"])
     model.eval()
     with torch.no_grad():
-        show("final eval", model(x, tokens))
+{indented(_cast(autocast, ['show("final eval", model(x, tokens))']), 2)}\
 """
 
 
-def _step(parts: Parts, settings: _Settings) -> list[str]:
+def _cast(autocast: str | None, lines: Sequence[str]) -> Sequence[str]:
+    """Return lines, inside of autocast to a dtype if one is given."""
+    if autocast is None:
+        return lines
+    return [f'with torch.autocast("cpu", dtype=torch.{autocast}):\n{indented(lines, 1)}']
+
+
+def _step(parts: Parts, settings: _Settings, autocast: str | None) -> list[str]:
     """Return the lines of one step."""
     size, look = _SIZES[settings.sizes], _LOOKS[settings.look]
     micro_batch = [
-        "y = model(x, tokens)",
-        LOSSES[settings.loss],
-        *parts["loss"],
+        *_cast(autocast, ["y = model(x, tokens)", LOSSES[settings.loss], *parts["loss"]]),
         "loss.backward()",
         'show(f"step {step} output", y)',
         'show(f"step {step} loss", loss)',

@@ -16,6 +16,7 @@ import torch
 
 from headwater.conform.grammar.case import PLAIN, Outcome, Part, run_case
 from headwater.conform.isolated import PRELOADED
+from headwater.core.precision import PrecisionName
 from headwater.fabric.parent import end_with_parent
 
 _START_S = 60.0
@@ -47,7 +48,13 @@ class _Worker:
 
 
 def run_cases(
-    seed: int, cases: Iterable[int], *, workers: int, limit_s: float, shrinks: bool = True
+    seed: int,
+    cases: Iterable[int],
+    *,
+    workers: int,
+    limit_s: float,
+    precision: PrecisionName = "fp32",
+    shrinks: bool = True,
 ) -> Iterator[Outcome]:
     """Yield the outcome of each case, in the order in which the cases finish.
 
@@ -57,6 +64,7 @@ def run_cases(
         workers: number of processes at a time.
         limit_s: seconds for each part of a case. After this time the process is killed, and the outcome of
             the case is a crash.
+        precision: precision of the forwards.
         shrinks: true to make programs with faults smaller.
     """
     for module in PRELOADED:
@@ -68,7 +76,7 @@ def run_cases(
         while waiting or running:
             while waiting and len(running) < workers:
                 chunk = deque(waiting.popleft() for _ in range(min(_CHUNK, len(waiting))))
-                running.append(_start(seed, chunk, shrinks))
+                running.append(_start(seed, chunk, precision, shrinks))
             # Looked at before the time limits: a message that has arrived renews the limit of its process.
             ready = wait([worker.receiver for worker in running], timeout=1.0)
             for worker in list(running):
@@ -86,11 +94,11 @@ def run_cases(
             worker.process.join()
 
 
-def _start(seed: int, cases: deque[int], shrinks: bool) -> _Worker:
+def _start(seed: int, cases: deque[int], precision: PrecisionName, shrinks: bool) -> _Worker:
     """Start a process with these cases."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(seed, list(cases), shrinks, sender), daemon=True)
+    process = context.Process(target=_work, args=(seed, list(cases), precision, shrinks, sender), daemon=True)
     process.start()
     # Otherwise this process, and those forked later, would keep the pipe open when the worker has ended.
     sender.close()
@@ -131,11 +139,11 @@ def _exit(process: BaseProcess) -> str:
     return f"signal {-code}" if code is not None and code < 0 else f"code {code}"
 
 
-def _work(seed: int, cases: list[int], shrinks: bool, sender: Connection) -> None:
+def _work(seed: int, cases: list[int], precision: PrecisionName, shrinks: bool, sender: Connection) -> None:
     """Run the cases; this is the main function of a process."""
     end_with_parent()
     torch.set_num_threads(1)
     for case in cases:
         gc.collect()
         gc.freeze()  # the engine looks through all objects that are not frozen, once for each model
-        sender.send(run_case(seed, case, shrinks=shrinks, begin=sender.send))
+        sender.send(run_case(seed, case, precision=precision, shrinks=shrinks, begin=sender.send))
