@@ -119,6 +119,20 @@ def test_parameters_with_shared_memory_are_refused(tie, when, tmp_path):
         place.release()
 
 
+def test_parameters_made_in_inference_mode_are_refused(tmp_path):
+    with torch.inference_mode():
+        model = nn.Linear(4, 4)
+    with pytest.raises(StreamError, match="parameter weight was made inside"):
+        cstorch.compile(model, cstorch.backend("CSX", tier="memory"))
+    model = cstorch.compile(
+        nn.Sequential(nn.LazyLinear(4)), cstorch.backend("CSX", tier="disk", disk=tmp_path)
+    )
+    with torch.inference_mode():
+        model(torch.ones(2, 4))
+    with pytest.raises(StreamError, match="call of a lazy layer"):
+        model(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("tie", TIES[:3])
 def test_tying_weights_by_data_after_a_forward_is_refused(tie, tmp_path):
     model = Place("memory", tmp_path).compile(stack())

@@ -1,5 +1,6 @@
 """Loops under autocast to bf16 compute the bits of plain PyTorch, whatever reads weights and gradients."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,6 +170,68 @@ def test_each_weight_is_read_as_in_plain_pytorch(kind, plan, tmp_path):
     assert_equal(plain_step, kind, plan, tmp_path)
 
 
+class OtherDtypes(Net):
+    """Each block has layers whose dtypes autocast does not cast, and a layer in bf16."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Linear(WIDTH, WIDTH, dtype=dtype)
+                for dtype in (torch.float64, torch.complex64, torch.bfloat16)
+            )
+
+        def forward(self, x):
+            return sum(layer(x.to(layer.bias.dtype)).real.float().tanh() for layer in self.layers)
+
+    def block(self):
+        return self.Block()
+
+
+class AsksForDtypes(Net):
+    """Each block computes what the dtype of its weight decides. The last one also reads it in NumPy."""
+
+    class Block(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
+
+        def forward(self, x):
+            x = self.how(x * 1.001, self.layer.weight) * 3
+            return self.layer(x)
+
+    def __init__(self):
+        super().__init__()
+        ways = [
+            lambda x, w: x.to(w.dtype),
+            lambda x, w: x.to(w),
+            lambda x, w: x.type_as(w.t()) * float(np.abs(w.detach().numpy()).mean()),
+        ]
+        for block, how in zip(self.blocks, ways, strict=True):
+            block.how = how
+
+    def block(self):
+        return self.Block(None)
+
+
+class TorchLayers(Net):
+    """Layers of torch, whose code depends on the dtype of their bias, and is another one in evaluation."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+            self.decoder = nn.TransformerDecoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.decoder(x + self.attention(x, x, x, need_weights=False)[0], x.flip(1))
+
+    def block(self):
+        return self.Block()
+
+
 def clipped_norm(model, optimizer, number):
     plain_step(model, optimizer, number)
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
@@ -209,6 +272,20 @@ def hooked(model, optimizer, number):
     return plain_step(model, optimizer, number)
 
 
+def transformed(model, optimizer, number):
+    """Differentiate the model as a function of a weight, with values that are read between two forwards."""
+    loss = plain_step(model, optimizer, number)
+    weights = {name: param.detach() for name, param in model.named_parameters()}
+
+    def loss_for(weight):
+        return loss_of(
+            lambda x: torch.func.functional_call(model, {**weights, "blocks.0.1.weight": weight}, x), x
+        )
+
+    x = batch(number)
+    return loss, torch.func.grad(loss_for)(weights["blocks.0.1.weight"]).sum().item()
+
+
 def evaluated(model, optimizer, number):
     with torch.no_grad():
         before = loss_of(model.eval(), batch(10 + number)).item()
@@ -219,11 +296,23 @@ def evaluated(model, optimizer, number):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "step",
-    [clipped_norm, changed_gradients, accumulated, gradients_of_inputs, penalized, hooked, evaluated],
+    [
+        clipped_norm,
+        changed_gradients,
+        accumulated,
+        gradients_of_inputs,
+        penalized,
+        hooked,
+        evaluated,
+    ],
     ids=lambda step: step.__name__,
 )
 def test_gradients_have_the_dtype_and_the_bits_of_plain_pytorch(step, plan, tmp_path):
     assert_equal(step, Tied, plan, tmp_path)
+
+
+def test_transforms_between_forwards_read_the_weights(tmp_path):
+    assert_equal(transformed, Tied, "memory", tmp_path)  # with few slabs a transform is refused
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -258,6 +347,37 @@ def test_weights_halfway_between_two_numbers_are_rounded_as_in_plain_pytorch(opt
         return getattr(torch.optim, optimizer)(params, lr=1e-7)
 
     assert_equal(step, Net, plan, tmp_path, optimizer=made)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", [OtherDtypes, AsksForDtypes, TorchLayers], ids=lambda kind: kind.__name__)
+def test_layers_that_autocast_does_not_cast_or_that_ask_for_a_dtype(kind, plan, tmp_path):
+    def step(model, optimizer, number):
+        losses = evaluated(model, optimizer, number), plain_step(model, optimizer, 20 + number)
+        return losses, {name: str(param.grad.dtype) for name, param in model.named_parameters()}
+
+    assert_equal(step, kind, plan, tmp_path)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_layer_that_is_converted_between_steps_has_its_new_dtype(dtype, plan, tmp_path):
+    def step(model, optimizer, number):
+        if number == 2:
+            model.blocks[1].to(dtype)
+        return plain_step(model, optimizer, number)
+
+    def made(params):
+        return torch.optim.SGD(params, lr=1e-2)
+
+    class Converted(Net):
+        def forward(self, x):
+            hidden = self.words(x)
+            for block in self.blocks:
+                hidden = hidden + block(hidden.to(block[1].bias.dtype)).float()
+            return self.head(hidden)
+
+    assert_equal(step, Converted, plan, tmp_path, optimizer=made)
 
 
 def test_gradients_of_a_released_model_have_the_dtype_of_its_parameters(tmp_path):

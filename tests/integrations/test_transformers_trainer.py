@@ -202,12 +202,13 @@ def test_peft_adapters_equal_plain(tmp_path):
     assert_same_run(resumed, plain)
 
 
-def test_mixed_precision_streams_narrow_weights(tmp_path):
-    plain = trained(None, tmp_path / "plain", max_steps=20, bf16=True)
-    ours = trained(backend("slabs", tmp_path), tmp_path / "ours", max_steps=20, bf16=True)
+@pytest.mark.parametrize("model", [gpt2, llama])
+def test_mixed_precision_equals_plain_trainer(model, tmp_path):
+    options = {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 5, "bf16": True}
+    plain = trained(None, tmp_path / "plain", model(), **options)
+    ours = trained(backend("slabs", tmp_path), tmp_path / "ours", model(), **options)
     assert streamed(ours.model).engine.plan.precision.name == "bf16"
-    losses, expected = ([e["loss"] for e in history(t) if "loss" in e] for t in (ours, plain))
-    assert losses == pytest.approx(expected, rel=5e-3) and losses[-1] < losses[0] - 1
+    assert_same_run(ours, plain)
 
 
 def test_fp16_on_a_cpu_computes_in_fp32_as_the_plain_trainer_does(tmp_path):

@@ -20,7 +20,7 @@ STAGES = [
 
 @pytest.fixture(params=["memory", "disk"])
 def buffer(request, tmp_path):
-    made = MemoryBuffer() if request.param == "memory" else DiskBuffer(STAGES, tmp_path, lambda wire: wire)
+    made = MemoryBuffer() if request.param == "memory" else DiskBuffer(STAGES, tmp_path, None)
     yield made
     made.close()
 
@@ -61,7 +61,7 @@ def test_a_sparse_gradient_keeps_its_entries(buffer):
 def test_a_step_can_be_undone_after_its_sums_could_not_be_saved(tmp_path):
     folder = tmp_path / "gradients"
     folder.mkdir()
-    sums = BufferedSums(STAGES, DiskBuffer(STAGES, folder, lambda wire: wire))
+    sums = BufferedSums(STAGES, DiskBuffer(STAGES, folder, None))
     sums.put(0, [torch.ones(3, 2), None])
     sums.begin_undoable({0})
     shutil.rmtree(folder)
@@ -73,7 +73,7 @@ def test_a_step_can_be_undone_after_its_sums_could_not_be_saved(tmp_path):
 
 
 def test_a_step_can_be_undone_after_the_copy_of_its_sums_could_not_be_written(tmp_path, monkeypatch):
-    sums = BufferedSums(STAGES, DiskBuffer(STAGES, tmp_path, lambda wire: wire))
+    sums = BufferedSums(STAGES, DiskBuffer(STAGES, tmp_path, None))
     sums.put(0, [torch.ones(3, 2), None])
     sums.begin_undoable({0})
     with monkeypatch.context() as patch:

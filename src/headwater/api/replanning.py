@@ -17,7 +17,7 @@ from headwater.api.references import warn_of_references
 from headwater.api.retracing import traces_of, unnoticed
 from headwater.api.same_model import check_same_model
 from headwater.api.updaters import Updaters, live_optimizers
-from headwater.api.watcher import Structure, refuse_shared_memory
+from headwater.api.watcher import Structure, refuse_inference_parameters, refuse_shared_memory
 from headwater.core.copies import apart
 from headwater.core.empty import settle_lazy_parameters
 from headwater.core.precision import Precision
@@ -102,9 +102,10 @@ class Replanning:
             self.trained = target.trained
 
     def _prepare(self) -> None:
-        """Refuse parameters that share memory. Read lazy parameters that take their values from a store."""
+        """Refuse parameters that cannot be streamed. Read lazy parameters whose values a store has."""
         now, model = self._current, self._current.model
         refuse_shared_memory(model)
+        refuse_inference_parameters(model)
         # These parameters are read now, because the store may not have their values later.
         settle_lazy_parameters(model, lambda param: values_of(param) is not None)
         if now.engine is None:

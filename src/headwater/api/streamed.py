@@ -19,7 +19,12 @@ from headwater.api.replanning import Replanning, trained_names
 from headwater.api.same_model import check_same_trained
 from headwater.api.step_participant import StreamedSteps
 from headwater.api.updaters import Updaters
-from headwater.api.watcher import Structure, has_lent_parameters, refuse_shared_memory
+from headwater.api.watcher import (
+    Structure,
+    has_lent_parameters,
+    refuse_inference_parameters,
+    refuse_shared_memory,
+)
 from headwater.core.empty import initial_values
 from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.module_calls import cannot_be_copied
@@ -51,6 +56,7 @@ class StreamedModel:
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         refuse_shared_memory(model)
+        refuse_inference_parameters(model)
         planner = Planner(backend)
         self.model = model
         self.precision: Precision | None = None

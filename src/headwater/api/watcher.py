@@ -9,6 +9,7 @@ from itertools import chain
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.utils import stateless
@@ -149,6 +150,24 @@ def refuse_shared_memory(model: nn.Module) -> None:
             where=type(model).__name__,
             remedy=f"tie them as one Parameter, model.{second} = model.{first}, or separate them, "
             f"model.{second}.data = model.{second}.data.clone()",
+        )
+
+
+def refuse_inference_parameters(model: nn.Module) -> None:
+    """Raise if a trained parameter was made in inference mode.
+
+    Raises:
+        StreamError: if there is one: autograd makes no gradient for it that could reach the store.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # parameters may be at rest
+        found = [
+            name for name, param in model.named_parameters() if param.requires_grad and param.is_inference()
+        ]
+    if found:
+        raise StreamError(
+            f"parameter {found[0]} was made inside torch.inference_mode(), so it cannot be trained",
+            where=type(model).__name__,
+            remedy="build the model outside of it; for the first call of a lazy layer use torch.no_grad()",
         )
 
 

@@ -104,6 +104,15 @@ class ParamSpec:
         """The dtype in which autograd makes and adds its gradients."""
         return self.dtype if self.full_gradient else self.wire_dtype
 
+    def sum_dtype(self, wide: torch.dtype | None) -> torch.dtype:
+        """Return the dtype in which its gradients are summed.
+
+        Args:
+            wide: the dtype for a parameter that computes in fewer bits than its master has; `None` for the
+                dtype of the gradients. Any other parameter has a sum in its own dtype, as in plain PyTorch.
+        """
+        return self.gradient_dtype if wide is None or self.wire_dtype == self.dtype else wide
+
     @property
     def row_numel(self) -> int:
         """The number of elements in a row of the parameter; each index in the first dimension is a row."""

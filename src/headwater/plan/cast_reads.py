@@ -5,7 +5,8 @@ Autocast casts fp32 weights to 16 bits where a matrix product or a convolution r
 read them in fp32: an embedding, a product with a scale, a part of the forward that has left autocast. If each
 read of a weight is such a cast, the store can cast it once and send 16 bits, and all results have the bits of
 plain PyTorch. Any other weight must be sent in fp32. A dry run with fp32 weights tells them apart: below
-autocast, a cast is the operator `_to_copy`.
+autocast, a cast is the operator `_to_copy`. A weight that is asked for its dtype is sent in fp32 too, since
+the answer may decide what is computed, as in `nn.MultiheadAttention`.
 
 The gradient of a cast weight is in 16 bits, and the backward of the cast converts it to fp32. Autocast casts
 a weight once in a forward, so gradients of several operators that read this copy are added in 16 bits first.
@@ -14,11 +15,12 @@ a weight once in a forward, so gradients of several operators that read this cop
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from headwater.core.loss_function import LossFunction
 from headwater.core.stage import ParamSpec
@@ -30,6 +32,13 @@ if TYPE_CHECKING:
     from headwater.plan.trace_recorder import OperatorCall
 
 _CAST = torch.ops.aten._to_copy.default
+
+_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_LIKE = (torch.Tensor.to, torch.Tensor.type_as)
+"""Functions that may return a tensor in the dtype of their second argument."""
+
+_LEAVES_TORCH = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+"""Functions that return the values of their argument as another object."""
 
 
 @final
@@ -75,7 +84,8 @@ class CastReads:
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss. The parameters of the model are those of the dry run now."""
         self._name_of_memory = {memory_key(param): name for name, param in model.named_parameters()}
-        return self._loss_function(model, batch)
+        with _ReadsInPython(self._name_of_memory, self._as_they_are.add):
+            return self._loss_function(model, batch)
 
     def observe(self, call: OperatorCall) -> None:
         """Note the weights that an operator reads. A view of a weight has the memory of the weight."""
@@ -93,6 +103,29 @@ class CastReads:
                 copy.num_reads += 1
                 if copy.num_reads > 1:
                     self._shared.add(copy.name)
+
+
+class _ReadsInPython(TorchFunctionMode):
+    """Notes each weight whose dtype is read, or whose values leave torch. No operator does either.
+
+    Args:
+        name_of_memory: the name of each parameter, by its memory.
+        note: called with the name.
+    """
+
+    def __init__(self, name_of_memory: Mapping[int, str], note: Callable[[str], None]) -> None:
+        self._name_of_memory, self._note = name_of_memory, note
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        read = args[:1] if func == _DTYPE or func in _LEAVES_TORCH else args[1:2] if func in _LIKE else ()
+        for tensor in read:
+            if isinstance(tensor, torch.Tensor):
+                name = self._name_of_memory.get(memory_key(tensor))
+                if name is not None:
+                    self._note(name)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclasses.dataclass

@@ -34,8 +34,7 @@ class GradientOptions:
     """Options that decide how gradients are summed, and where the sums are kept.
 
     Attributes:
-        sum_dtype: dtype in which gradients narrower than fp32 are summed over micro-batches; `None` for their
-            own dtype.
+        sum_dtype: see `ParamSpec.sum_dtype`.
         folder: where gradients wait on disk; `None` if they wait in memory.
         verify: compare all that is read from disk with checksums of what was written.
         page_lock: locks the pages of sums in host memory, so that a device copies them faster; `None` if no
@@ -136,9 +135,7 @@ def _buffer(
     if options.folder is None:
         return MemoryBuffer()
     in_files = [stage for stage in stages if stage.index not in on_device]
-    on_disk = DiskBuffer(
-        in_files, options.folder, lambda wire: options.sum_dtype or wire, verify=options.verify
-    )
+    on_disk = DiskBuffer(in_files, options.folder, options.sum_dtype, verify=options.verify)
     return SplitBuffer(frozenset(on_device), on_disk) if on_device else on_disk
 
 

@@ -91,10 +91,10 @@ def arriving_bytes(layout: StageLayout, sum_dtype: torch.dtype | None) -> int:
 
     Args:
         layout: the layout of the stage.
-        sum_dtype: dtype of the sums; `None` for the dtype of the weights.
+        sum_dtype: see `ParamSpec.sum_dtype`.
     """
     params = (param for param in layout.stage.params if param.requires_grad)
-    sizes = (param.numel * (sum_dtype or param.gradient_dtype).itemsize for param in params)
+    sizes = (param.numel * param.sum_dtype(sum_dtype).itemsize for param in params)
     return sum(round_up(size, ARRIVAL_ALIGNMENT_BYTES) for size in sizes)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headwater.core.modes import apart_from_modes
 from headwater.core.stage import ParamKey, ParamSpec, dense_strides
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class Home:
             return self.spec.like_the_parameter(torch.empty(self.spec.shape, device="meta"))
 
     def read(self) -> torch.Tensor:
-        """Return a copy of the master on `device`, as a normal tensor even in inference mode."""
-        with torch.inference_mode(False):
+        """Return a copy of the master on `device`, a normal tensor in any mode and any transform."""
+        with apart_from_modes():
             return self.store.parameters.read_param(self.key).to(self.device)
 
     def pieces(self) -> Iterator[torch.Tensor]:
@@ -66,7 +67,7 @@ class Home:
         """True if the store can keep `value`: it has the parameter's shape, dtype and strides."""
         spec = self.spec
         alike = tuple(value.shape) == spec.shape and dense_strides(value) == spec.strides
-        return alike and value.dtype in (spec.dtype, spec.wire_dtype)
+        return alike and value.dtype == spec.dtype
 
     def leave(self, device: torch.device) -> None:
         """Turn the parameter into a plain parameter, with its values copied from the store to a device."""

@@ -23,7 +23,7 @@ class StoreSettings:
         on_disk: indices of the stages on disk.
         folder: folder of the files; `None` if nothing is on disk.
         gradients_on_disk: true if gradients are kept on disk until the update.
-        sum_dtype: dtype in which gradients are summed; `None` for the dtype of the gradients.
+        sum_dtype: see `ParamSpec.sum_dtype`.
         shares_slabs: true if the ranks of a host share slabs.
         moments: when and by which thread stages are updated in backward; `None` if stages are updated when
             they are fetched.

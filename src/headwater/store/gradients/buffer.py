@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import final
 
@@ -105,7 +105,7 @@ class DiskBuffer(GradientBuffer):
     Args:
         stages: the stages whose gradients are put here.
         folder: where the files are created.
-        dtype_of: returns the dtype in which a gradient is held, from the parameter's wire dtype.
+        sum_dtype: see `ParamSpec.sum_dtype`.
         verify: compare what is read with checksums of what was written.
     """
 
@@ -113,13 +113,13 @@ class DiskBuffer(GradientBuffer):
         self,
         stages: Sequence[StageSpec],
         folder: Path,
-        dtype_of: Callable[[torch.dtype], torch.dtype],
+        sum_dtype: torch.dtype | None,
         *,
         verify: bool = False,
     ) -> None:
         self._stages = {stage.index: stage for stage in stages}
         self._verify = verify
-        self._dtype_of = dtype_of
+        self._sum_dtype = sum_dtype
         self._paths = {s.index: folder / f"gradient_{s.index:04d}.bin" for s in stages}
         self._files = dict(zip(self._stages, self._open(list(self._stages)), strict=True))
         self._present: dict[int, list[bool]] = {}
@@ -141,7 +141,7 @@ class DiskBuffer(GradientBuffer):
         """Return a view of each parameter's gradient in `buffer`, which holds the bytes of the file."""
         views, offset = [], 0
         for param in stage.params:
-            dtype = self._dtype_of(param.gradient_dtype)
+            dtype = param.sum_dtype(self._sum_dtype)
             count = param.numel * dtype.itemsize
             views.append(param.arranged(buffer[offset : offset + count].view(dtype)))
             offset += round_up(count, 64)
@@ -149,7 +149,7 @@ class DiskBuffer(GradientBuffer):
 
     def _span(self, stage: StageSpec) -> int:
         """Return the size in bytes of the gradient file of a stage."""
-        sizes = (param.numel * self._dtype_of(param.gradient_dtype).itemsize for param in stage.params)
+        sizes = (param.numel * param.sum_dtype(self._sum_dtype).itemsize for param in stage.params)
         return round_up(sum(round_up(size, 64) for size in sizes))
 
     def put(self, stage: int, gradients: Gradients) -> None:

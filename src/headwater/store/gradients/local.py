@@ -25,8 +25,8 @@ class LocalGradients(EditableGradients):
     Args:
         stages: the stages.
         buffer: where sums wait.
-        sum_dtype: dtype of the sums. `None` keeps the gradient's own dtype until a second one is added,
-            which is exact if a step has one micro-batch.
+        sum_dtype: see `ParamSpec.sum_dtype`. `None` keeps the gradient's own dtype until a second one is
+            added, which is exact if a step has one micro-batch.
     """
 
     is_shared = False
@@ -50,10 +50,12 @@ class LocalGradients(EditableGradients):
         opened = self._sums.open(stage)
         before = opened.gradients[param]
         # With `backward(create_graph=True)` the loop may differentiate the gradients that it reads.
-        recorded = (
-            _recorded(self._sums, key, before, gradient, self._sum_dtype) if gradient.requires_grad else None
-        )
-        total = self._added(key, before, gradient) if recorded is None else recorded.detach()
+        recorded = None
+        spec = self._stages[stage].params[param]
+        dtype = gradient.dtype if self._sum_dtype is None else spec.sum_dtype(self._sum_dtype)
+        if gradient.requires_grad:
+            recorded = _recorded(self._sums, key, before, gradient, dtype)
+        total = self._added(key, before, gradient, dtype) if recorded is None else recorded.detach()
         opened.gradients[param] = total
         if total is not before or total.is_sparse:  # an addition gives a sparse tensor other memory
             self._sums.stop_lending(key)
@@ -69,10 +71,12 @@ class LocalGradients(EditableGradients):
             self._sums.settle(stage)  # on disk this frees the memory of the stage's gradients
         return False
 
-    def _added(self, key: ParamKey, total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    def _added(
+        self, key: ParamKey, total: torch.Tensor | None, gradient: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the sum of a gradient and those before. A first gradient is converted to `dtype`."""
         if total is None:
-            wide = self._sum_dtype or gradient.dtype
-            return gradient.detach() if gradient.dtype == wide else gradient.to(wide)
+            return gradient.detach() if gradient.dtype == dtype else gradient.to(dtype)
         if total.dtype in NARROW:
             total = total.to(self._stages[key[0]].params[key[1]].dtype)
         return add(total, gradient, in_place=self._sums.may_change(key))
@@ -183,10 +187,10 @@ def _recorded(
     key: ParamKey,
     total: torch.Tensor | None,
     gradient: torch.Tensor,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return the sum of a gradient that has a graph and of the gradients before, with its graph."""
     if total is None:
-        return gradient if dtype is None else gradient.to(dtype)
+        return gradient.to(dtype)
     before = sums.loans.kept(key, total)
     return add(total if before is None else before, gradient, in_place=False)

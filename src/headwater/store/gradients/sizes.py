@@ -21,7 +21,7 @@ class SumSizes:
 
     Args:
         stages: the stages.
-        dtype: the dtype of the sums; `None` for the dtype in which the gradient arrives.
+        dtype: see `ParamSpec.sum_dtype`.
     """
 
     def __init__(self, stages: Sequence[StageSpec], dtype: torch.dtype | None) -> None:
@@ -32,7 +32,7 @@ class SumSizes:
             if param.requires_grad
         }
         self._numel = {key: spec.numel for key, spec in specs.items()}
-        self.dtypes = {key: dtype or spec.gradient_dtype for key, spec in specs.items()}
+        self.dtypes = {key: spec.sum_dtype(dtype) for key, spec in specs.items()}
         arriving = Counter[int]()
         for (stage_index, _), spec in specs.items():
             arriving[stage_index] += spec.numel * spec.gradient_dtype.itemsize
