@@ -369,6 +369,13 @@ def test_files_of_a_run_that_are_in_the_way_or_damaged(headwater, params, tmp_pa
     assert "the manifest is damaged: it is not JSON" in "".join(map(str, result))
 
 
+def test_too_little_text_names_the_input(headwater, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("hello")
+    result = headwater("data", text, "--out", tmp_path / "out", "--vocab_size", 300)
+    assert_refused(result, "too little text: it makes 0 samples", f"where: {text}", "use more text")
+
+
 def test_a_file_with_another_name_is_not_suggested_for_its_suffix(headwater, tmp_path):
     (tmp_path / "rand.yaml").touch()
     result = headwater("fit", tmp_path / "nosuch.yaml")

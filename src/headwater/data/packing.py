@@ -177,13 +177,16 @@ def arrange(lengths: Tokens, capacity: int, packing: Packing | None) -> tuple[Pl
     return places, len(places) * capacity - filled if packing is not None else 0
 
 
-def split_samples(num_samples: int, val_fraction: float, seed: int) -> dict[str, Indices]:
+def split_samples(
+    num_samples: int, val_fraction: float, seed: int, *, where: str | None = None
+) -> dict[str, Indices]:
     """Return the sample numbers of `train` and of `val`, each in random order.
 
     Args:
         num_samples: number of samples to split.
         val_fraction: fraction of the samples for `val`; at least one sample unless it is 0.
         seed: seed of the order.
+        where: the inputs of the samples, for the error.
 
     Raises:
         DataError: if no sample would be left for `train`.
@@ -193,6 +196,6 @@ def split_samples(num_samples: int, val_fraction: float, seed: int) -> dict[str,
         made = counted(num_samples, "sample", "samples")
         what = f"too little text: it makes {made}, too few for training and validation"
         remedy = "use more text, a smaller sequence_length or a smaller val_fraction"
-        raise DataError(what, remedy=remedy)
+        raise DataError(what, where=where, remedy=remedy)
     order = permutation(num_samples, derive_seed(seed, "split"))
     return {"train": order[num_val:], "val": order[:num_val]}

@@ -27,6 +27,7 @@ from headwater.data.inputs import Inputs
 from headwater.data.journal import Corpus
 from headwater.data.modes import Mode, find_mode
 from headwater.data.near_duplicates import KEPT_FILE, find_kept
+from headwater.data.order import Indices
 from headwater.data.packing import Encode, WriteSamples, arrange, split_samples
 from headwater.data.raw_records import BadRecords
 from headwater.data.record_check import RecordCheck
@@ -216,16 +217,20 @@ class _Preparation:
         length = self.settings.sequence_length
         # - 1: the last token of the stream is only a label.
         count = (corpus.progress.values - 1) // length
-        splits = split_samples(count, self.settings.val_fraction, self.settings.seed)
+        splits = self._split(count)
         write = WriteSamples(corpus.values_path, length)
         return _Written(self.output.write(splits, lambda samples: samples, write, ".h5"))
+
+    def _split(self, num_samples: int) -> dict[str, Indices]:
+        settings = self.settings
+        return split_samples(num_samples, settings.val_fraction, settings.seed, where=self.inputs.names)
 
     def _write_examples(self, make: MakeExamples, corpus: Corpus) -> _Written:
         mode, settings = self.mode, self.settings
         places, padding = arrange(
             corpus.lengths(), settings.sequence_length, mode.packing if mode.in_rows else None
         )
-        splits = split_samples(len(places), settings.val_fraction, settings.seed)
+        splits = self._split(len(places))
         is_table = settings.options.dynamic_mask and settings.mode == "masked"
         suffix = ".txt" if mode.line is not None else ".csv" if is_table else ".h5"
         write = WriteExamples(corpus.values_path, make)
