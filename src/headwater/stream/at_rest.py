@@ -321,7 +321,7 @@ class _Operation:
             self._wholes[leaf.home] = leaf.home.read()
         view: torch.Tensor = leaf.selection(self._wholes[leaf.home])
         if leaf.requires_grad and not torch.is_grad_enabled():
-            # Although nothing is recorded: torch selects the kernel of a matrix product by this flag.
+            # Nothing is recorded here, but torch selects the kernel of a matrix product by this flag.
             return view.detach().requires_grad_()
         return view
 
@@ -331,9 +331,9 @@ class _Operation:
             if _is_recorded(values[key]) and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise changed_while_recording(leaf.home)
             if leaf.owner is not None:
-                # Makes autograd raise in a backward that has saved the old values.
+                # This makes autograd raise in a backward that has saved the old values.
                 torch.autograd.graph.increment_version(leaf.owner)
-        # Once for each home: two views of one parameter are changed in the same memory.
+        # Each home is written once: two views of one parameter are changed in the same memory.
         for home in {self._at_rest[key].home for key in changed}:
             home.write(self._wholes[home])
 

@@ -101,7 +101,7 @@ class Binder:
         """
         stage, index = key
         param = self.stages[stage].let_go(index)
-        # Before the drop: it copies the gradient.
+        # `on_leave` copies the gradient, so it comes before the drop.
         self.on_leave(key, param, device)
         self._store.drop_gradient(key)
         self.departed[key] = param

@@ -66,7 +66,7 @@ def find_calls(
         return surround(block, layer)
 
     def recorded_loss(model: nn.Module, batch: Any) -> Any:
-        # Here and not before: these layers must be inside of those of the dry run, which see fake weights.
+        # These layers are added here, inside those of the dry run, which see fake weights.
         removes = [recording(name, blocks[name]) for name in names]
         try:
             return loss(model, batch)

@@ -45,7 +45,7 @@ def measure_block(
         except subprocess.TimeoutExpired:
             return f"a block was not compiled and measured within {most_wall_s:g} s"
         finally:
-            # Also if the process has ended itself: processes of the compiler may be left.
+            # This is needed even if the process has ended: processes of the compiler may be left.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:

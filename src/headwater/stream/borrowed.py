@@ -99,13 +99,13 @@ class BorrowedWeights(WeightsInSlabs):
         with self._directory.exclusive():
             # The caller has made its views of the former stage by now, so `_let_go` sees them.
             self._wanted = NOTHING
-            # Before the wait: the leader may need the slab that this rank no longer uses.
+            # This comes before the wait: the leader may need the slab that this rank no longer uses.
             self._let_go()
             index = self._directory.find(want)
             self._directory.want(want if index is None else None)
             if index is None:
                 return None
-            # Inside the lock of `find`: the leader could evict the stage in between.
+            # This is inside the lock of `find`: otherwise the leader could evict the stage in between.
             self._directory.hold(index)
             slab = self._pool.slabs[index]
             slab.stage = self._wanted = want.stage

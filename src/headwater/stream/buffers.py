@@ -33,7 +33,7 @@ class Buffers:
 
     def move(self, device: torch.device) -> None:
         """Move the buffers to a device. A buffer that has several names stays one tensor."""
-        # With the old buffers: another tensor could get the identity of one that is freed.
+        # The entries keep the old buffers, because another tensor could get the identity of a freed one.
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, buffer in self._model.named_buffers(remove_duplicate=False):
             _, there = moved.setdefault(id(buffer), (buffer, buffer.to(device)))

@@ -134,7 +134,7 @@ class Engine:
         checksums = {}
         for stage in self.store.stages:
             if not isinstance(initial, WeightStore):
-                # Before `adopt`, which frees the present values.
+                # The store is filled before `adopt`, which frees the present values.
                 checksums[stage.name] = self._fill(stage.index, initial)
             self._binder.adopt(stage.index)
         if checksums and self.store.ownership.replicated:
@@ -197,7 +197,7 @@ class Engine:
             # A retry must not add to the gradients of the step that failed. Before the context below: some of
             # them may still be on their way from the device.
             self.store.begin_step()
-        # Outermost, so that errors of a GPU reach it as errors of this package.
+        # `early.step` is outermost, so that errors of a GPU reach it as errors of this package.
         with nullcontext() if early is None else early.step(update), _errors(self.plan.device):
             return self._step.run(micro_batches, update, before_commit, loss_weights)
 
@@ -255,7 +255,7 @@ class Engine:
             # The executor first: its hooks bind the parameters that are released next.
             self.executor.leave()
         finally:
-            # After the executor, whose recomputed forwards call the compiled ones.
+            # This follows the executor, whose recomputed forwards call the compiled ones.
             self._restore_forwards()
             self._binder.release()
 
@@ -264,7 +264,7 @@ class Engine:
 
         Only another engine can stream them after this. A backward through an earlier graph raises an error.
         """
-        # Once more: an engine that could not be built may have adopted some of them.
+        # `detach` is called once more: an engine that could not be built may have adopted some parameters.
         self.detach()
         self.executor.refuse_backwards()
         for stage in self.store.stages:

@@ -102,7 +102,7 @@ class Executor:
                 lambda stages: self._current._versions(stages),
             )
             made.pop_all()
-        # By stage, added to the version in the store, so that versions continue those of the predecessor.
+        # Numbers by stage, which are added to the version in the store: versions continue the predecessor's.
         self._earlier_versions = [0] * len(plan.trace.stages)
         self._forwards_expected = 0  # of the step that `begin` has announced
         self._successor: Executor | None = None
@@ -154,7 +154,7 @@ class Executor:
     def _resolve(self, handle: WeightHandle) -> torch.Tensor:
         """Fetch the stage of a weight that autograd has saved as a handle, and return the weight."""
         current = self._current
-        # Before the fetch: if the stage was updated, the slab would hold weights of another step.
+        # The check is first: if the stage was updated, the slab would hold the weights of another step.
         current._binder.stages[handle.stage].check_unchanged(handle)
         image = current._require(handle.stage)
         current._binder.note_place(handle.stage, image)
@@ -196,7 +196,7 @@ class Executor:
         self._forwards_expected = num_micro_batches
         if self._binder.unseen is not None:
             self._binder.unseen.next_step(trains=num_micro_batches > 0)
-        # Before `Weights.begin`, which counts the bytes that it fetches ahead.
+        # Statistics are new before `Weights.begin`, which counts the bytes that it fetches ahead.
         self._weights.statistics = StreamStatistics()
         if num_micro_batches:
             self._weights.begin(self._plan.schedule * num_micro_batches)

@@ -95,7 +95,7 @@ def exposed_on(device: torch.device, host: Tensor) -> Tensor:
     exposed = None if reference is None else reference()
     if exposed is None:
         exposed = ExposedGradient(host, device)
-        # Weak, to avoid a reference cycle: `exposed` has a reference to `host`.
+        # The reference is weak, to avoid a cycle: `exposed` has a reference to `host`.
         host.exposed = weakref.ref(exposed)  # type: ignore[attr-defined]
     return exposed
 

@@ -128,7 +128,7 @@ class Forwards:
                 if self._depth[stage] <= 0:
                     self._unbind(stage)
         finally:
-            # In `finally`: a stage that refuses a changed weight must not leave the forward open.
+            # This is in `finally`: a stage that refuses a changed weight must not leave the forward open.
             self._nesting -= 1
             self._resume()
             if self._packing is not None:

@@ -66,7 +66,7 @@ class GradientCopies:
 
         def add() -> None:
             copied.synchronize()
-            # Only now may the memory on the device be used again.
+            # The memory on the device may be used again only from here on.
             sent.clear()
             gradient, *norms = received
             # The list would keep a gradient on the device beside the sum.
@@ -106,7 +106,7 @@ class GradientCopies:
         try:
             self.finish()
         finally:
-            # After `finish`: to drop an addition earlier would free memory that its copy still uses.
+            # This follows `finish`: to drop an addition earlier would free memory that its copy still uses.
             self._additions.close()
 
 

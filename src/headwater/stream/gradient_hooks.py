@@ -66,7 +66,7 @@ class GradientHooks:
             self._registered = hooks.pop_all()
 
     def _hook(self, key: ParamKey, spec: ParamSpec) -> Callable[[torch.Tensor], None]:
-        # Weak: Python's garbage collector does not see the references of a tensor's hook.
+        # The reference is weak, because Python's garbage collector does not see those of a tensor's hook.
         reference = weakref.ref(self)
         name = self._store.stages[key[0]].name
         giving: Work = (GRADIENT, name)
@@ -87,7 +87,7 @@ class GradientHooks:
             hooks._weights.statistics.bytes_out += num_bytes
             try:
                 hooks._give(key, spec, gradient)
-                # Not needed here any more: the update frees its memory only if there is no other reference.
+                # The update frees the gradient's memory only if there is no other reference.
                 del gradient
                 if hooks._store.in_backward is not None:
                     hooks._store.in_backward.advance(key[0], last=hooks.last_micro_batch)

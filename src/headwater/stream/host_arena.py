@@ -113,7 +113,7 @@ class HostArena:
         """Unlock the memory. Memory that is still lent is unlocked when it is freed."""
         with self._lock:
             self._sort_returned()
-            # Before the loop: a block that is freed from now on is unlocked by the thread that frees it.
+            # From here on a block that is freed is unlocked by the thread that frees it.
             self._closed = True
             while self._idle:
                 self._unlock_one(next(iter(self._idle)))

@@ -39,7 +39,7 @@ def give_back(
         device: the device of the copies; see [Note: parameters that leave the store].
     """
     param.data = store.parameters.read_param(key).to(device)
-    # After the assignment: former views share the new memory.
+    # This follows the assignment, because former views share the new memory.
     leave_store(param)
     gradient = store.borrow_gradient(key)
     if gradient is not None:

@@ -107,7 +107,7 @@ def faster_products() -> frozenset[Product]:
 
 def _gain(left: torch.Tensor, right: torch.Tensor) -> float:
     """Time both libraries in turn. Return the speed of oneDNN divided by that of torch's default."""
-    # In turn: a change of the clock rate then affects both.
+    # Both are timed in turn, so that a change of the clock rate affects both.
     times = [(_seconds(torch.mm, left, right), _seconds(onednn_product, left, right)) for _ in range(6)]
     return min(default for default, _ in times) / min(onednn for _, onednn in times)
 

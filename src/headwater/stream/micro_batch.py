@@ -95,7 +95,7 @@ class MicroBatches:
             with self._part():
                 loss = self._forward(batch, update.step, index)
             value = self._checked(loss, batch, update, index)
-            # After the check: a scaled loss may overflow where the loss itself is finite.
+            # The loss is scaled after the check: a scaled loss may overflow where the loss itself is finite.
             if update.loss_scale != 1.0:
                 loss = loss * update.loss_scale
             parts = count * self._fabric.num_csx

@@ -154,7 +154,7 @@ class HostOffload(Offload):
                 following.back = self._copy_back(following)
                 self._ahead.add(following)
             self._stack.pop()
-        # Last, so that the copies ahead, which wait for work queued on `compute`, do not wait for this event.
+        # This is last: copies ahead wait for work queued on `compute`, and must not wait for this event.
         self._device.compute.wait(returned)
         return flat
 
@@ -236,7 +236,7 @@ class DiskOffload(Offload):
 
     def move(self, tensor: torch.Tensor) -> Moved:
         num_bytes = tensor.untyped_storage().nbytes()
-        # Before the write is queued: a queue without a limit would keep all activations in memory.
+        # This blocks before the write is queued: an unlimited queue would keep all activations in memory.
         self._leaving.enter(num_bytes)
         path = self._folder / f"activation_{next(self._numbers)}.bin"
         moved = _OnDisk(self, tensor, path, self._writers)
@@ -257,7 +257,7 @@ class DiskOffload(Offload):
                     break
                 self._read(following)
             self._stack.pop()
-        # Only now: `_has_room` above drops used storages, and this one must stay.
+        # The flag is set only now: `_has_room` above drops used storages, and this one must stay.
         moved.was_used = True
         return back.result()
 
@@ -316,7 +316,7 @@ class _OnDisk(Moved):
                 buffer[: block.numel()].copy_(block)
                 file.write(start, buffer[: round_up(block.numel())])
             self._source()  # check that it did not change during the write
-        # Only now: the check above needs the tensor.
+        # The tensor is dropped only now, because the check above needs it.
         self._tensor = None
         return file
 

@@ -90,7 +90,7 @@ def leave_memory(param: Any) -> None:
     """Prepare `param` for other memory: copy its values from the store for views of the present memory."""
     memory = _memories.pop(id(param), None)
     if memory is not None and memory.kept is None:
-        # Before the new values are written: former views keep the old ones.
+        # The old values are copied before the new ones are written, because former views keep them.
         memory.kept = param.home.read()
 
 

@@ -158,7 +158,7 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
     leave_memory(param)
     value = plain_value(value)
     if not home.fits(value):
-        # Before the assignment: on leaving, the store's values are copied to the parameter.
+        # This comes before the assignment, because it copies the store's values to the parameter.
         home.leave(HOST if value.is_meta else value.device)
         DATA.__set__(param, value)
         return

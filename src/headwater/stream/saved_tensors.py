@@ -133,7 +133,7 @@ def keep_weights_out_of_node(handle_of: HandleOf, resolve: Resolve) -> None:
     enabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
     if enabled and not are_weights_kept_out(handle_of, checkpoints=False):
         hooks = _WithoutWeights(handle_of, resolve, lambda tensor: None, _innermost_hooks())
-        # Never popped: autograd restores the hooks of the backward's caller before each node.
+        # These hooks are not popped: autograd restores those of the backward's caller before each node.
         torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
 
 

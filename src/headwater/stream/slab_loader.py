@@ -111,8 +111,8 @@ class SlabLoader:
             # Other ranks wait for the stage, and raise this text.
             self._directory.fail(f"stage {spec.name!r} cannot be read: {reason(error)}")
             raise
-        # Last: other ranks read the slab as soon as they find the stage. Ranks share slabs only in host
-        # memory, where the copy is complete here.
+        # This is last: other ranks read the slab as soon as they find the stage. Ranks share slabs only in
+        # host memory, where the copy is complete here.
         self._directory.publish(index, want)
         return self._last_copy
 

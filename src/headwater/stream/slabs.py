@@ -33,7 +33,7 @@ class Slab:
         self.version = NO_VERSION  # of the stage that it holds
         self.ready: Future[Event] | None = None  # its event: the copy into the slab is done
         self._storage = buffer.untyped_storage()
-        # Counted now, because torch and this object hold a number of references themselves.
+        # References are counted now, because torch and this object hold some themselves.
         self._own_references = self._references()
 
     def _references(self) -> int:
@@ -162,7 +162,7 @@ class SlabDirectory:
         The text is never cleared. The ranks give up the step at different places. If they continued, a rank
         could take part in a collective of another step.
         """
-        # Padded with zeros, which overwrite the rest of an earlier, longer text.
+        # The text is padded with zeros, which overwrite the rest of an earlier, longer one.
         data = text.encode()[: _TEXT_BYTES - 1].ljust(_TEXT_BYTES, b"\0")
         self._text[:_TEXT_BYTES] = np.frombuffer(data, np.uint8)
 

@@ -122,7 +122,7 @@ class StageParameters:
 
     def _adopt(self, index: int, param: nn.Parameter) -> None:
         """Replace a parameter's values by its placeholder, and move its gradient to the store."""
-        # Before `param.data` changes: it compares the old memory.
+        # This comes before `param.data` changes, because it compares the old memory.
         enter_store(param)
         gradient, param.grad = param.grad, None
         if gradient is not None:  # from a backward before streaming began
@@ -223,7 +223,7 @@ class StageParameters:
         Raises:
             StreamError: see `rest`.
         """
-        # Before the parameters point to placeholders: afterwards the values cannot be read.
+        # The values are read before the parameters point to placeholders.
         values = self._values_to_keep()
         if self._address is not None and not self._stable:
             self._point_to_placeholders()

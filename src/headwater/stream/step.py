@@ -100,7 +100,7 @@ class TrainStep:
             # The forward may put values into BatchNorm statistics that are not finite.
             unless_applied.callback(self._buffers.remember())
             loss, refusal = self._accumulate(batches, update, loss_weights)
-            # Before any other collective: all ranks raise here, or none does, so none waits for another.
+            # This is the first collective: all ranks raise here, or none does, so none waits for another.
             losses = self._agree(loss, refusal, update)
             before_commit(update)
             with RECORDER.span(GRADIENT):
@@ -158,7 +158,7 @@ class TrainStep:
         """
         losses = self._fabric.gather(loss)
         if not (update.skip_non_finite or all(map(math.isfinite, losses))):
-            # Only in this branch: a gather of objects is slow, and all ranks come here together.
+            # Objects are gathered only in this branch, because that is slow. All ranks come here together.
             refusals = self._fabric.gather_objects(refusal, HeadwaterError | None)
             errors = [error for error in refusals if error is not None]
             # Prefer the error of a rank that knows the stage to that of a rank that knows only its loss.

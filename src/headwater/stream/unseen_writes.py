@@ -73,7 +73,7 @@ class UnseenWrites:
             StreamError: if an earlier step has changed a weight.
         """
         self.raise_found()
-        # Only these stages begin a new round: other forwards may use other stages.
+        # A new round has only these stages: other forwards may use other stages.
         if self._may_check and self._seen <= self._checked:
             self._checked -= self._seen
         self._before = None
@@ -87,7 +87,7 @@ class UnseenWrites:
         if not self._may_check or self._finding is not None:
             return
         self._seen.add(spec.index)
-        # In an order that changes: a forward may change weights in every tenth call only.
+        # The order changes at random, because a forward may change weights in every tenth call only.
         if spec.index in self._checked or self._random.random() < 0.5:
             return
         self._may_check = False

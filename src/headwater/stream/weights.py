@@ -228,7 +228,7 @@ class SlabWeights(WeightsInSlabs):
         # The slab has undefined bytes: it must not count as current.
         if slab.ready.exception() is not None:
             slab.version = NO_VERSION
-        # Outside of the host's lock: other ranks look for slabs meanwhile.
+        # This waits outside of the host's lock, because other ranks look for slabs meanwhile.
         self._loader.await_on_device(slab.ready)
 
     def _prefetch(self) -> None:
@@ -326,11 +326,11 @@ class SlabWeights(WeightsInSlabs):
                     self._bring(want.stage, None)
 
     def close(self) -> None:
-        # First the server: it starts fetches in the loader.
+        # The server is closed first, because it starts fetches in the loader.
         if self._server is not None:
             self._server.close()
         self._loader.close()
-        # After the loader, whose thread writes to slabs.
+        # The pool is closed after the loader, whose thread writes to slabs.
         self._pool.close()
         self._resident.clear()
 
@@ -364,7 +364,7 @@ class MixedWeights(Weights):
     def require(self, stage: int) -> torch.Tensor:
         if stage not in self._in_memory:
             return self._slabs.require(stage)
-        # First: the update in `require` takes time, in which slabs can be filled from disk.
+        # This is first: the update in `require` takes time, in which slabs can be filled from disk.
         self._slabs.look_ahead()
         return self._in_place.require(stage)
 
