@@ -48,8 +48,14 @@ class OperatorTotal:
     written_bytes: int = 0
 
     def __add__(self, other: OperatorTotal) -> OperatorTotal:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return OperatorTotal(*(mine + its for mine, its in pairs))
+        # Not by `dataclasses.astuple`: it copies the fields deeply, and there is a sum for every operator.
+        return OperatorTotal(
+            forward=self.forward + other.forward,
+            backward=self.backward + other.backward,
+            flops=self.flops + other.flops,
+            read_bytes=self.read_bytes + other.read_bytes,
+            written_bytes=self.written_bytes + other.written_bytes,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
