@@ -18,6 +18,7 @@ from headwater.store.rounding import prepare_rounding, round_stochastically, sta
 
 if TYPE_CHECKING:
     from headwater.store.rule import UpdateRule
+    from headwater.store.update import Update
 
 
 @final
@@ -76,8 +77,7 @@ class TorchPieces(PieceUpdate):
                 _Loaded(
                     each,
                     spec,
-                    part.update.step,
-                    part.update.autocast,
+                    part.update,
                     rule,
                     job.options(piece.param),
                     fields,
@@ -111,7 +111,7 @@ class TorchPieces(PieceUpdate):
             for each in todo:
                 (alike if each.is_like(first) else others).append(each)
             todo = others
-            with only_autocast(first.autocast):
+            with only_autocast(first.update.autocast):
                 new = first.rule.apply(
                     [each.master for each in alike],
                     [each.gradient for each in alike],
@@ -136,8 +136,7 @@ class _Loaded:
     Attributes:
         operands: the piece, its wire values and its gradient.
         spec: its parameter.
-        step: number of the update.
-        autocast: see `Update`.
+        update: the update.
         rule: its optimizer.
         options: arguments of the optimizer.
         fields: its tensors beside the wire image.
@@ -151,8 +150,7 @@ class _Loaded:
 
     operands: Operands
     spec: ParamSpec
-    step: int
-    autocast: Mapping[str, torch.dtype]
+    update: Update
     rule: UpdateRule
     options: dict[str, Any]
     fields: Mapping[str, torch.Tensor]
@@ -167,7 +165,7 @@ class _Loaded:
         """True if one call of the optimizer can update this piece and `other`."""
         mine, its = self.gradient, other.gradient
         same_kind = mine.dtype == its.dtype and mine.is_sparse == its.is_sparse
-        same_kind = same_kind and self.autocast == other.autocast
+        same_kind = same_kind and self.update.autocast == other.update.autocast
         return same_kind and self.rule is other.rule and self.options == other.options
 
 
@@ -178,7 +176,7 @@ def _round_states(loaded: _Loaded, scalars: Scalars) -> None:
         loaded: the piece, after its update.
         scalars: the new scalars of its parameter.
     """
-    count = int(scalars.get("step", loaded.step))
+    count = int(scalars.get("step", loaded.update.step))
     for name, values in loaded.wide_states.items():
         out = loaded.fields[name].view(-1)
         stream = state_stream(loaded.spec.name, name, count)
