@@ -289,5 +289,5 @@ def test_a_forward_whose_weights_cannot_be_fetched_has_ended(setting, tmp_path, 
 def test_a_file_in_the_place_of_the_folder_of_gradients_is_refused(tmp_path):
     place = tmp_path / "taken"
     place.write_text("a file")
-    with pytest.raises(StoreError, match="found a file"):
+    with pytest.raises(StoreError, match="because a file is there"):
         make_engine(make_job(), Setting("memory", 2, gradient_tier="disk"), place)
