@@ -114,6 +114,7 @@ class _ReadsInPython(TorchFunctionMode):
     """
 
     def __init__(self, name_of_memory: Mapping[int, str], note: Callable[[str], None]) -> None:
+        super().__init__()
         self._name_of_memory, self._note = name_of_memory, note
 
     def __torch_function__(
