@@ -205,8 +205,11 @@ def test_damaged_checkpoints_are_errors(tmp_path):
     file.unlink()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         list(import_hf(out)[1])
-    shutil.rmtree(out)
+    (out / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json"):
+        import_hf(out)
+    shutil.rmtree(out)
+    with pytest.raises(ConfigError, match="the folder does not exist"):
         import_hf(out)
 
 

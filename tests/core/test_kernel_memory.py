@@ -19,6 +19,7 @@ from headwater.core.native import load
 from headwater.sparsity import products
 from headwater.sparsity.masks import PackedMask
 from headwater.sparsity.products import MaskedProducts
+from headwater.store.layout import tie_bytes
 from headwater.store.native_adam import AdamKernel, AdamPiece, AdamSettings
 
 FLAGS = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
@@ -97,12 +98,14 @@ def update(numel, encoding, narrow, fences):
     kernel = AdamKernel(load(native._SOURCES / "adam.c", ("-fno-math-errno", *FLAGS)), 8)
     state = torch.bfloat16 if narrow else torch.float32
     wire = fences.copy(torch.ones(numel, dtype=torch.bfloat16 if encoding else torch.float32))
-    master = fences.copy(torch.zeros(numel, dtype=torch.int16)) if encoding else None
+    # All masters are ties, and all bits are set: the update reads and writes every byte.
+    master = fences.copy(torch.full((numel,), -0x8000, dtype=torch.int16)) if encoding else None
+    ties = fences.copy(torch.full((tie_bytes(numel),), 255, dtype=torch.uint8)) if encoding == 2 else None
     gradient = fences.copy(torch.ones(numel, dtype=state))
     moments = [fences.empty((numel,), state) for _ in range(2)]
     for step in (1, 2):
         piece = AdamPiece(
-            *(None if each is None else each.data_ptr() for each in (wire, master, gradient, *moments)),
+            *(None if each is None else each.data_ptr() for each in (wire, master, ties, gradient, *moments)),
             *(numel, 0, 0, 0, encoding, narrow, narrow, step == 1, 0.5, 1.0),
         )
         kernel.run([piece], [AdamSettings(0.1, 0.9, 0.99, 1e-8, 0.1, step, True, False)])
@@ -166,7 +169,7 @@ def test_a_child_that_leaves_its_memory_is_noticed():
 
 
 @pytest.mark.parametrize("numel", [1, 7, 513, 20_003])
-@pytest.mark.parametrize("encoding", [0, 1])
+@pytest.mark.parametrize("encoding", [0, 1, 2])
 @pytest.mark.parametrize("narrow", [True, False])
 @pytest.mark.parametrize("side", ["low", "high"])
 def test_an_update_stays_inside_of_its_piece(numel, encoding, narrow, side):

@@ -171,7 +171,7 @@ def test_a_wrong_key_or_value_is_refused(keys):
 
 def test_error_names_a_missing_or_wrong_data_dir(tmp_path):
     (tmp_path / "set" / "train").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"(?s)not a folder.*data_dir: .*sett.*did you mean .*set\?"):
+    with pytest.raises(DataError, match=r"(?s)does not exist.*data_dir: .*sett.*did you mean .*set\?"):
         make(tmp_path / "sett")
     with pytest.raises(DataError, match=r"(?s)no HDF5 files.*data_dir: .*write data_dir: .*train"):
         make(tmp_path / "set")
