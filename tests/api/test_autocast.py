@@ -203,8 +203,8 @@ class AsksForDtypes(Net):
     def __init__(self):
         super().__init__()
         ways = [
-            lambda x, w: x.to(w.dtype),
-            lambda x, w: x.to(w),
+            lambda x, w: x.type(torch.result_type(w, x)).type_as(other=w),
+            lambda x, w: x.to(w) if x.itemsize < w.itemsize else x,
             lambda x, w: x.type_as(w.t()) * float(np.abs(w.detach().numpy()).mean()),
         ]
         for block, how in zip(self.blocks, ways, strict=True):
@@ -360,6 +360,18 @@ def test_layers_that_autocast_does_not_cast_or_that_ask_for_a_dtype(kind, plan, 
 
 
 @pytest.mark.parametrize("plan", PLANS)
+def test_values_in_the_dtype_that_a_weight_shows_keep_the_weight_in_fp32(plan, tmp_path):
+    def step(model, optimizer, number):
+        if number == 2:
+            weight = model.blocks[1][1].weight
+            weight.data = torch.linspace(-1, 1, weight.numel()).view(weight.shape).to(weight.dtype)
+            model.to(next(model.head.parameters()).dtype)
+        return plain_step(model, optimizer, number)
+
+    assert_equal(step, Net, plan, tmp_path)
+
+
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_layer_that_is_converted_between_steps_has_its_new_dtype(dtype, plan, tmp_path):
     def step(model, optimizer, number):
@@ -396,4 +408,7 @@ def test_weights_that_are_only_cast_are_sent_in_bf16(tmp_path):
     plain_step(model, None, 0)
     assert model.words.weight.dtype == torch.float32
     assert model.blocks[0][0].weight.dtype == torch.float32
-    assert model.blocks[0][1].weight.dtype == torch.bfloat16
+    weight = model.blocks[0][1].weight
+    assert weight.home.spec.wire_dtype == torch.bfloat16
+    found = weight.dtype, weight.data.dtype, weight.t().dtype, weight.grad.dtype
+    assert found == (torch.float32,) * 4 and weight.nbytes == 4 * WIDTH**2  # as in plain PyTorch

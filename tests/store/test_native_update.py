@@ -198,7 +198,7 @@ def test_each_number_of_threads_has_the_bits_of_torch(threads):
 
 @pytest.mark.parametrize("step_size", [0.0, 2.0**-9, 1e-3])
 def test_ties_are_rounded_to_even_in_every_update(step_size):
-    """A rate of zero keeps all ties; the first rate moves many masters from one tie to another."""
+    """A rate of zero keeps all ties; the second rate moves many masters from one tie to another."""
     params = (ParamSpec("a", (3 * PIECE + 5,), FP32, BF16, exact_cast=True),)
     kernel = Counting()
     own, plain = (Stage(params, OptimizerSpec("Adam", {"eps": 0.0}), each, 0) for each in (kernel, None))

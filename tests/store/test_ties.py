@@ -1,5 +1,7 @@
 """Masters whose bf16 wire values have the bits of torch's cast, which rounds ties to even."""
 
+import dataclasses
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -7,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 
+from headwater.core.buffers import PAGE_BYTES
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.store.layout import Encoding, StageLayout, encoding_of, tie_bytes
+from headwater.store.layout import Encoding, StageLayout, StateTensor, encoding_of, tie_bytes
 from headwater.store.masters import join_at_once, read_master, split_at_once, write_master
 from headwater.store.ties import lower_ties_at_once, raise_ties_at_once, tie_flags
 
@@ -70,7 +73,8 @@ def test_few_ties_in_several_chunks():
 @pytest.mark.parametrize("count", [1, 7, 8, 1001])
 def test_a_gpu_stores_the_same_bits(lower, count):
     """A GPU raises and lowers ties with other operators, which this test runs on the CPU."""
-    master = floats(UPPER[:count] << 16 | np.uint32(lower))
+    upper = np.concatenate([UPPER[:count], UPPER[-count:]])[-count - count // 2 :][:count]  # both signs
+    master = floats(upper << 16 | np.uint32(lower))
     wire, rest = stored(master)
     high, low = torch.empty_like(wire), torch.empty(count, dtype=torch.int16)
     ties, flags = (
@@ -83,6 +87,33 @@ def test_a_gpu_stores_the_same_bits(lower, count):
     join_at_once(high, low, joined)
     raise_ties_at_once(joined, ties, flags.fill_(255))
     assert torch.equal(bits_of(joined), bits_of(master))
+
+
+@pytest.mark.parametrize("encoding", [Encoding.SPLIT, Encoding.EVEN])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC00000, 0xFFC00000])
+def test_a_master_that_is_not_a_number_computes_as_one(bits, encoding):
+    """The first is the NaN of CUDA. Rounding would make zeros of it."""
+    master = floats([bits, 0x3F800000])
+    wire = torch.zeros(2, dtype=torch.bfloat16)
+    rest = {"master.low": torch.zeros(2, dtype=torch.int16), "master.ties": torch.zeros(1, dtype=torch.uint8)}
+    write_master(encoding, master.clone(), wire, rest)
+    read = read_master(encoding, wire, rest, torch.empty(2))
+    assert wire.isnan().tolist() == read.isnan().tolist() == [True, False]
+    high, low = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int16)
+    split_at_once(master.clone(), high, low)
+    assert high.isnan().tolist() == [True, False]
+
+
+def test_an_empty_parameter_shares_no_page_with_its_neighbours():
+    spec = [
+        ParamSpec(name, (size,), torch.float32, torch.float32)
+        for name, size in (("a", 16), ("b", 0), ("c", 16))
+    ]
+    moments = {"moment": StateTensor(torch.float32, None)}
+    (group,) = StageLayout(StageSpec(0, "s", tuple(spec)), [moments] * 3, elementwise=True).groups
+    empty = dataclasses.replace(group, pieces=group.pieces[1:2])
+    assert empty.pieces[0].fields[0].offset % PAGE_BYTES and empty.pages_of({"moment"}) == []
+    assert len(group.pages_of({"moment"})) == 1
 
 
 def test_only_parameters_that_a_cast_must_match_have_the_bits():

@@ -162,6 +162,15 @@ static void keep_ties(const float *from, uint8_t *ties, int64_t at, int64_t coun
     }
 }
 
+/* Gives each NaN the same bits. Rounding would make zeros or infinity of others. */
+static void make_nans_canonical(float *restrict values, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = to_bits(values[i]);
+        values[i] = from_bits((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : bits);
+    }
+}
+
 static void keep_low_halves(const float *restrict from, int16_t *restrict to, int64_t count)
 {
     for (int64_t i = 0; i < count; i++)
@@ -231,8 +240,10 @@ static void update_run(
     if (p->encoding == EVEN)
         join_ties(p->ties, at, joined, count);
     adam(weight, gradient, mean, square, count, n, is_tail);
-    if (p->encoding != SAME)
+    if (p->encoding != SAME) {
+        make_nans_canonical(weight, count);
         keep_low_halves(weight, (int16_t *)p->master + at, count);
+    }
     if (p->encoding == SPLIT)
         round_to_wire(weight, (uint16_t *)p->wire + at, count);
     if (p->encoding == EVEN) {

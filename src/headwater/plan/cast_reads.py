@@ -33,12 +33,18 @@ if TYPE_CHECKING:
 
 _CAST = torch.ops.aten._to_copy.default
 
-_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-_LIKE = (torch.Tensor.to, torch.Tensor.type_as)
-"""Functions that may return a tensor in the dtype of their second argument."""
+_ASKS = frozenset({
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+    *(torch.Tensor.element_size, torch.Tensor.type, torch.result_type, torch.Tensor.to, torch.Tensor.type_as),
+    *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__),
+    *(torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.data_ptr),
+})  # fmt: skip
+"""Functions whose result depends on the dtype of an argument, or gives its values to other code."""
 
-_LEAVES_TORCH = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
-"""Functions that return the values of their argument as another object."""
+_CONVERTS = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as})
+"""Functions that read their first argument by an operator. It is a weight that the forward itself casts."""
 
 
 @final
@@ -84,6 +90,7 @@ class CastReads:
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss. The parameters of the model are those of the dry run now."""
         self._name_of_memory = {memory_key(param): name for name, param in model.named_parameters()}
+        # Not around the backward, in which code of this package reads dtypes too.
         with _ReadsInPython(self._name_of_memory, self._as_they_are.add):
             return self._loss_function(model, batch)
 
@@ -120,13 +127,15 @@ class _ReadsInPython(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        read = args[:1] if func == _DTYPE or func in _LEAVES_TORCH else args[1:2] if func in _LIKE else ()
-        for tensor in read:
-            if isinstance(tensor, torch.Tensor):
-                name = self._name_of_memory.get(memory_key(tensor))
-                if name is not None:
-                    self._note(name)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _ASKS:
+            own = args[1:] if func in _CONVERTS and (len(args) > 1 or kwargs) else args
+            for tensor in (*own, *kwargs.values()):
+                if isinstance(tensor, torch.Tensor):
+                    name = self._name_of_memory.get(memory_key(tensor))
+                    if name is not None:
+                        self._note(name)
+        return func(*args, **kwargs)
 
 
 @dataclasses.dataclass

@@ -164,6 +164,8 @@ def _whole_pages(spans: Iterable[slice]) -> list[slice]:
     """Return the whole pages that hold spans, which are in order; neighbours are joined."""
     pages: list[slice] = []
     for span in spans:
+        if span.start >= span.stop:  # of a parameter without elements, which may begin inside of a page
+            continue
         start = round_down(span.start)
         if pages and start <= pages[-1].stop:
             start = pages.pop().start

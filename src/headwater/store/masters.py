@@ -2,8 +2,8 @@
 
 Read as integers, an fp32 master is `(high << 16) + low` with `low` its lower sixteen bits as a signed number.
 Then `high` is the master rounded to the nearest bf16 (ties away from zero), so the wire copy costs nothing
-beyond the master's own four bytes, and no bit of the master is lost. Where ties must be rounded to even, see
-[Note: ties to even] in `store/ties.py`.
+beyond the master's own four bytes, and no bit of the master is lost, except that a NaN may get other bits.
+Where ties must be rounded to even, see [Note: ties to even] in `store/ties.py`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
         split_at_once(master, high, low)
         return
     for upper, lower, whole in _chunks(high, low, master):
+        _canonical(whole)
         bits = whole.view(torch.int32)
         # The copy keeps the lower 16 bits: integer conversion truncates.
         lower.copy_(bits)
@@ -75,9 +76,14 @@ def split_halves(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) ->
 
 def split_at_once(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
     """Do the same as `split_halves` with the fewest operators: on a GPU each operator starts a kernel."""
-    bits = master.view(torch.int32)
+    bits = _canonical(master).view(torch.int32)
     low.copy_(bits)
     torch.bitwise_right_shift(bits.add_(0x8000), 16, out=high.view(torch.int16))
+
+
+def _canonical(master: torch.Tensor) -> torch.Tensor:
+    """Give each NaN the bits 0x7fc00000, in place. Rounding would make zeros or infinity of others."""
+    return master.nan_to_num_(torch.nan, torch.inf, -torch.inf)
 
 
 def num_bits(encoding: Encoding, numel: int, device: torch.device) -> int:

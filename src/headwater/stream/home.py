@@ -48,9 +48,10 @@ class Home:
 
     @property
     def meta(self) -> torch.Tensor:
-        """A tensor with the parameter's shape and strides on the meta device."""
+        """A tensor with the parameter's shape, strides and dtype on the meta device."""
+        spec = self.spec
         with torch.inference_mode(False):
-            return self.spec.like_the_parameter(torch.empty(self.spec.shape, device="meta"))
+            return spec.like_the_parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
 
     def read(self) -> torch.Tensor:
         """Return a copy of the master on `device`, a normal tensor in any mode and any transform."""

@@ -29,7 +29,7 @@ from headwater.stream.home import Home
 from headwater.stream.leaving import HOST
 from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
 from headwater.stream.parameter_memory import Memory, leave_memory, present_memory, return_to_memory
-from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, is_metadata, stand_in
+from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, OF_DTYPE, is_metadata, stand_in
 
 _WITHOUT_VALUES = frozenset({torch.Tensor.detach_, torch._has_compatible_shallow_copy_type})
 """Functions that work on a consumed gradient, because they need no values."""
@@ -68,7 +68,8 @@ class ParameterAtRest(AtRest, nn.Parameter):
             gradient = self.home.gradient()
             return None if gradient is None else exposed_on(self.home.device, gradient)
         with torch._C.DisableTorchFunctionSubclass():
-            consumed = stand_in(ConsumedGradient, self.shape, self)
+            like = torch.empty((), dtype=self.home.spec.dtype, device=self.device)
+            consumed = stand_in(ConsumedGradient, self.shape, like)
         consumed.home = self.home
         return consumed
 
@@ -86,7 +87,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in LAYOUT:
+            if func in LAYOUT or func in OF_DTYPE:
                 return func(args[0].home.meta, *args[1:], **kwargs)
             if is_metadata(func) or func in BY_IDENTITY:
                 return func(*args, **kwargs)

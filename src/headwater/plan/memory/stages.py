@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.plan.step_trace import Trace
 from headwater.plan.types import StoreShare
@@ -23,7 +25,7 @@ class StageBytes:
         slab: the weights in wire precision, on the device and in the store.
         state: everything else in the store: the rest of the masters, and optimizer state.
         gradient: gradients as autograd makes them, in wire precision.
-        gradient_sum: gradients that wait for the update, if they are summed in fp32.
+        gradient_sum: gradients that wait for the update, if those in 16 bits are summed in fp32.
         trained: number of trained parameters.
         elements: number of them for which the store has optimizer state; see `ParamSpec.kept`.
         has_ties: true if the store rounds ties to even: see [Note: ties to even] in `store/ties.py`.
@@ -67,8 +69,7 @@ def _bytes_of(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) ->
         state=state,
         gradient=gradient,
         moved=2 * (stage.slab_bytes + state) + gradient if updated else 0,
-        # Sums have at least fp32, but fp64 gradients are not rounded.
-        gradient_sum=sum(max(param.numel * FP32_BYTES, _gradient_bytes(param)) for param in updated),
+        gradient_sum=sum(param.numel * param.sum_dtype(torch.float32).itemsize for param in updated),
         trained=sum(param.numel for param in updated),
         elements=elements,
         has_ties=any(encoding_of(param) is Encoding.EVEN for param in stage.params),
