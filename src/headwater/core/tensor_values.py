@@ -7,6 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+OF_DTYPE = frozenset({
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.element_size,
+})  # fmt: skip
+"""Functions of torch that tell the dtype of their argument or the size of an element."""
+
 
 def may_change(tensor: torch.Tensor) -> bool:
     """True if a forward may change a tensor in place, and a copy can restore its values."""

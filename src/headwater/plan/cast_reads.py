@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from headwater.core.loss_function import LossFunction
 from headwater.core.stage import ParamSpec
+from headwater.core.tensor_values import OF_DTYPE
 from headwater.core.trees import operands
 from headwater.plan.alive import memory_key
 from headwater.plan.partition import Partition
@@ -34,10 +35,8 @@ if TYPE_CHECKING:
 _CAST = torch.ops.aten._to_copy.default
 
 _ASKS = frozenset({
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    *(torch.Tensor.element_size, torch.Tensor.type, torch.result_type, torch.Tensor.to, torch.Tensor.type_as),
+    *OF_DTYPE,
+    *(torch.Tensor.type, torch.result_type, torch.Tensor.to, torch.Tensor.type_as),
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__),
     *(torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.data_ptr),
 })  # fmt: skip

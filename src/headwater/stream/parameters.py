@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from headwater.core.errors import StreamError
 from headwater.core.lazy import StoredTensor
+from headwater.core.tensor_values import OF_DTYPE
 from headwater.store.gradients.port import consumed_error
 from headwater.stream.at_rest import (
     LIKE_ANOTHER,
@@ -29,7 +30,7 @@ from headwater.stream.home import Home
 from headwater.stream.leaving import HOST
 from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
 from headwater.stream.parameter_memory import Memory, leave_memory, present_memory, return_to_memory
-from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, OF_DTYPE, is_metadata, stand_in
+from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, is_metadata, stand_in
 
 _WITHOUT_VALUES = frozenset({torch.Tensor.detach_, torch._has_compatible_shallow_copy_type})
 """Functions that work on a consumed gradient, because they need no values."""
@@ -87,6 +88,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            # The placeholder has the dtype of the wire image; plain PyTorch would show that of the master.
             if func in LAYOUT or func in OF_DTYPE:
                 return func(args[0].home.meta, *args[1:], **kwargs)
             if is_metadata(func) or func in BY_IDENTITY:

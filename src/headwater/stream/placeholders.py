@@ -24,15 +24,6 @@ DATA: Any = torch.Tensor.data
 LAYOUT = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
 """Functions that depend on strides. They run on `meta`, because a tensor at rest is one expanded element."""
 
-OF_DTYPE = frozenset({
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.element_size,
-})  # fmt: skip
-"""Functions that depend on the dtype. They run on `meta`, because a tensor at rest has the dtype of its wire
-image, and in plain PyTorch it would have that of its values, which are the masters."""
-
 BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 """Functions that identify tensors in an autograd graph and do not read their values."""
 
