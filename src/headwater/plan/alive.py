@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """True if a tensor has one storage for its elements, unlike sparse, nested and wrapped ones."""
-    if is_functorch_wrapped_tensor(tensor):  # of torch.func.grad or vmap, even after they have ended
+    if is_functorch_wrapped_tensor(tensor):  # made inside torch.func.grad or vmap, which may have ended
         return False
     if tensor.is_nested or tensor.layout is not torch.strided or tensor._is_zerotensor():
         return False
     return not _is_wrapper(type(tensor))
 
 
-@functools.lru_cache(maxsize=256)  # limited, because a program may make classes without end
+@functools.lru_cache(maxsize=256)  # limited, because a program may make any number of classes
 def _is_wrapper(kind: type[torch.Tensor]) -> bool:
-    """True for a class whose tensors only hold others."""
+    """True for a class whose tensors are only wrappers of other tensors."""
     return is_traceable_wrapper_subclass_type(kind)
 
 

@@ -1,6 +1,6 @@
 """Cache policy of the slabs: Belady's rule on a known schedule that repeats every step.
 
-A cache that knows the future evicts the entry that is used furthest in it (L. A. Belady, "A study of
+A cache that knows all future uses evicts the entry whose next use is furthest away (L. A. Belady, "A study of
 replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966). Needs no torch.
 """
 
@@ -77,14 +77,14 @@ class CachePolicy:
         use_at: int | None = None,
         others: Sequence[int] = (),
     ) -> int | None:
-        """Return the stage to evict, so that `stage` can have the slab of the evicted one.
+        """Return the stage to evict. Its slab then becomes free for `stage`.
 
         Args:
             stage: the stage that needs a slab.
             position: the use that runs now.
             candidates: stages in a slab that are not pinned; those of other classes are skipped.
             use_at: position of the use for which `stage` is fetched, if that is later than `position`.
-            others: positions of other ranks that use the same slabs. Stages that they need soon are kept.
+            others: positions of other ranks that use the same slabs. Stages that they soon use are kept.
 
         Returns:
             The candidate whose next use is furthest; `None` if there are no candidates, or if all are used
@@ -128,8 +128,8 @@ class Use:
     Attributes:
         position: position in the schedule.
         stage: the stage used.
-        fetched: True if it had to be fetched.
-        resident: the stages in slabs while it runs.
+        fetched: True if the stage had to be fetched for this use.
+        resident: the stages that are in slabs during this use.
     """
 
     position: int
@@ -162,6 +162,6 @@ def simulate(
 ) -> tuple[int, ...]:
     """Return the positions at which one step fetches a stage, in the last of `rounds` steps."""
     uses = replay(CachePolicy(schedule, slab_class, capacity), rounds)
-    # The first round begins with empty slabs, the others with those that the round before has filled.
+    # The first round begins with empty slabs, every later round with the slabs that the round before filled.
     first = (rounds - 1) * len(schedule)
     return tuple(use.position for index, use in enumerate(uses) if index >= first and use.fetched)

@@ -17,6 +17,7 @@ from headwater.plan.step_trace import Trace
 from headwater.plan.types import Activations, Budgets, Plan
 
 _SLACK_BYTES = 24 * MIB
+"""See `LimitedRequest.slack_bytes`. It is added only if the base memory was measured in this process."""
 
 _FEW_SIZES = 3
 """If there are more micro-batch sizes than this, their dry runs are first estimated."""
@@ -38,7 +39,7 @@ def make_plan(asked: PlanRequest) -> Plan:
     request, plan = _search(asked)
     if plan is None:
         sizes = asked.micro_batch_sizes()
-        # A refusal tries many settings: without estimates each of their sizes would get a dry run.
+        # A refusal tries many settings. Without estimates, each micro-batch size of them would get a dry run.
         made = sizes if len(sizes) <= _FEW_SIZES else ()
         raise refusal(request.asking(trace_for=estimated_traces(request.asked.trace_for, made=made)))
     return plan
@@ -90,7 +91,7 @@ def _as_stored(asked: PlanRequest) -> PlanRequest:
 
     def stored(trace_for: TraceFor) -> TraceFor:
         def trace(size: int) -> Trace:
-            # In this order: a parameter whose state is in bf16 is stored with its masked elements.
+            # `storing` comes first, because `keeping` leaves out no masked elements if the state is in bf16.
             found = trace_for(size).storing(asked.fixed.optimizer_state).keeping(asked.kept)
             return found if found.masks == asked.masks else dataclasses.replace(found, masks=asked.masks)
 
@@ -104,8 +105,8 @@ def _as_stored(asked: PlanRequest) -> PlanRequest:
 def _fastest(request: LimitedRequest) -> Plan | None:
     """Return the best plan. Many micro-batch sizes are compared by estimated dry runs.
 
-    The size that an estimate has chosen gets a real dry run and is planned again. If it does not fit then,
-    every size gets a dry run.
+    The size that was chosen by an estimate gets a real dry run, and is planned again. If no plan of this size
+    fits then, every size gets a real dry run.
     """
     asked = request.asked
     if len(asked.micro_batch_sizes()) <= _FEW_SIZES:
@@ -126,7 +127,7 @@ def _with_divided_stages(request: LimitedRequest) -> tuple[LimitedRequest, Plan 
     Returns:
         The request with the smallest stages, and `None`, if no plan fits.
     """
-    # Smaller stages have the same bytes. So dry runs and searches would be in vain if the store has no room.
+    # Smaller stages need as many bytes in the store. If the store has no room, no division can help.
     may_fit = has_room_for_store(request)
     for trace_for in request.asked.divided():
         request = request.asking(trace_for=trace_for)

@@ -101,7 +101,7 @@ def calibrate(
         ConfigError: if `disk` cannot be written to.
     """
     folder = None if disk is None else existing_ancestor(disk)
-    # Rates that were measured with another kernel of Adam are not those of this kernel.
+    # The key names the kernel of Adam, because another kernel updates parameters at another rate.
     key = f"{machine_key(device, folder)}|{adam_in_use()}"
     kernels = _kernels(device, fast=fast_products)
     key += "" if kernels == "torch" else f"|{kernels}"
@@ -117,7 +117,7 @@ def calibrate(
 
 
 def _kernels(device: str, *, fast: bool) -> Kernels:
-    """Return the kernels that a run uses whose `matmul` is `fast`, or `exact`."""
+    """Return the kernels of a run with `matmul: fast`, or with `matmul: exact` if not `fast`."""
     if device != "cpu":
         return "fast" if fast else "exact"
     return "converted" if fast and slow_half_dtypes() else "torch"
@@ -139,7 +139,7 @@ def _rates(
         return None if known is None else known.measurement.rates
     fresh = Known(measurement, time.time())
     if not fresh.quiet:
-        if known is not None and known.quiet and not recalibrate:  # older, but not distorted
+        if known is not None and known.quiet and not recalibrate:  # the older rates are not distorted
             return known.measurement.rates
         logger.warning(
             "this process got %.0f %% of its cores while the rates of the machine were measured: predicted "

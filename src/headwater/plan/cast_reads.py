@@ -43,7 +43,10 @@ _ASKS = frozenset({
 """Functions whose result depends on the dtype of an argument, or gives its values to other code."""
 
 _CONVERTS = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as})
-"""Functions that read their first argument by an operator. It is a weight that the forward itself casts."""
+"""Functions that cast their first argument by an operator, which `CastReads.observe` sees.
+
+Only their other arguments count as asked for a dtype. Without other arguments, `type()` returns a dtype.
+"""
 
 
 @final
@@ -87,9 +90,9 @@ class CastReads:
         return dataclasses.replace(param, exact_cast=True, full_gradient=param.name not in self._shared)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the loss. The parameters of the model are those of the dry run now."""
+        """Return the loss. The dry run calls this while the model has the dry run's parameters."""
         self._name_of_memory = {memory_key(param): name for name, param in model.named_parameters()}
-        # Not around the backward, in which code of this package reads dtypes too.
+        # The mode does not cover the backward, because code of this package reads dtypes there.
         with _ReadsInPython(self._name_of_memory, self._as_they_are.add):
             return self._loss_function(model, batch)
 
@@ -112,7 +115,7 @@ class CastReads:
 
 
 class _ReadsInPython(TorchFunctionMode):
-    """Notes each weight whose dtype is read, or whose values leave torch. No operator does either.
+    """Notes each weight whose dtype is read, or whose values leave torch. `observe` does not see either.
 
     Args:
         name_of_memory: the name of each parameter, by its memory.

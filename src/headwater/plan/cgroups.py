@@ -103,7 +103,7 @@ def memory_groups(cgroup: str, mountinfo: str) -> list[Group]:
 def _mounts(mountinfo: str) -> Iterator[tuple[int, str, Path]]:
     """Yield (version, mounted part of the hierarchy, mount point) of each mount that limits memory."""
     for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")  # the number of fields before it varies
+        before, _, after = line.partition(" - ")  # the number of fields before the dash varies
         fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
         version = {"cgroup": 1, "cgroup2": 2}.get(kind)
         if version == 2 or (version == 1 and "memory" in options.split(",")):

@@ -12,12 +12,12 @@ from headwater.plan.types import Blocks
 LEAST_GAIN = 0.02
 """Blocks stay eager if compilation, which changes the bits of results, saves less of their time than this."""
 MOST_GAIN = 0.2
-"""Compilation rarely saves more than this fraction of a step. A run for which that is too little to pay for
-the compilation is not measured."""
+"""Compilation rarely saves more than this fraction of a step. If even this gain would not pay for the
+compilation, the blocks are not measured."""
 COMPILE_S = 30.0
 """Seconds that the compilation of one kind of block usually takes."""
 PAYS_TIMES = 2.0
-"""The saved time must be this multiple of the time that compilation takes."""
+"""The saved time must be at least this multiple of the time that compilation takes."""
 MOST_VARIANTS = 8
 """Maximum number of variants of a function that torch compiles. It warns, and runs further variants eagerly.
 

@@ -1,4 +1,4 @@
-"""The time of a step's first forward on a GPU, beside which the host updates the stages and copies them."""
+"""The time of a step's first forward on a GPU, while the host updates the stages and copies them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Use:
 def forward_s(uses: Iterable[Use], slabs: int) -> float:
     """Return the seconds until the last stage is computed.
 
-    One thread updates the stages in the order of their uses, and the GPU copies each one after its update. A
-    copy needs a free slab: that of the stage which is `slabs` copies earlier, when its computation has ended.
+    One thread updates the stages in the order of their uses, and the GPU copies each stage after its update.
+    A copy needs a free slab. It gets the slab of the stage that was copied `slabs` copies before it, as soon
+    as that stage has been computed.
 
     Args:
         uses: the stages in the order of the forward.

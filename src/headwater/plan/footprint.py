@@ -175,7 +175,7 @@ class Footprint:
             moments = [(alive, held, 0) for alive, held in zip(activations, gradients, strict=True)]
             if plan.device == "cpu":
                 moments += self._masking_moments(plan)
-            # The allocator's part grows with the tensors, so the total is largest where the tensors are.
+            # The allocator's part grows with the tensors, so the total is largest when the tensors are.
             largest = max(moments, key=sum)
             peak = Peak(*largest, ranges=plan.ranges, on_gpu=plan.device != "cpu")
             if keeps_pages:
@@ -191,7 +191,7 @@ class Footprint:
         if not self._masking.first:
             return []
         held = self.gradients.after_backward(plan)
-        if plan.gradient_tier == "disk":  # those of one stage are read
+        if plan.gradient_tier == "disk":  # the gradients of one stage at a time are read
             held = self._compute_ranks * max(stage.gradient_sum for stage in self.stages)
         return [(0, 0, self._masking.first), (0, held, self._masking.in_step)]
 

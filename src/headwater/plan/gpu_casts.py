@@ -82,7 +82,7 @@ WIDEST = _names(
 """Operators that run in the widest dtype of their inputs. `cat` and `stack` do so without autocast."""
 
 REFUSED = ("binary_cross_entropy",)
-"""Operators for which a GPU raises an error under autocast. The dry run leaves this to the forward itself."""
+"""Operators for which a GPU raises an error under autocast. The dry run neither casts nor refuses them."""
 
 _ONLY_ON_CPU = "aten::mkldnn_rnn_layer"
 """An LSTM of the CPU. A GPU runs another operator, which is cast in the same way."""
@@ -145,7 +145,7 @@ def _registered() -> DispatchKey:
         )
     rest, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _LIBRARIES.extend((rest, aten))
-    # Without it, an operator that has no kernel for the key would raise an error.
+    # Without this fallback, an operator that has no kernel for the key would raise an error.
     rest.fallback(torch.library.fallthrough_kernel, _NAME)
     on_gpu, on_cpu = _cast_operators("AutocastCUDA"), _cast_operators("AutocastCPU")
     known = policies()
@@ -181,7 +181,7 @@ def _kernel(operator: OpOverload, policy: str | None, key: DispatchKey) -> Kerne
 
     def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if cast is None or not torch.is_autocast_enabled("cpu"):
-            # Operators that this one calls are cast all the same.
+            # Operators that this one calls are still cast.
             return operator.redispatch(keys & below, *args, **kwargs)
         # As in torch's kernels, operators that this one calls are not cast again.
         with torch._C._ExcludeDispatchKeyGuard(autocasts):

@@ -78,7 +78,7 @@ _RESULTS: dict[Hashable, _Result | None] = {}
 def call_known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return `func(*args, **kwargs)` on fake tensors, made from an equal result if one is known."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    # Within vmap and the like, a new tensor would belong to a level of these.
+    # Inside vmap and similar transforms, a new tensor would belong to a level of the transform.
     if mode is None or not _is_known_by_layouts(func) or torch._C._functorch.peek_interpreter_stack():
         return func(*args, **kwargs)
     arguments = _Arguments(mode)
@@ -155,7 +155,7 @@ class _Arguments:
                 return None
             if isinstance(each, _New):
                 storage = result.untyped_storage()._cdata
-                if storage in storages:  # two results in one new storage would get two
+                if storage in storages:  # `_make` would give two results in one storage a storage each
                     return None
                 storages.add(storage)
             made.append(each)
@@ -167,7 +167,7 @@ class _Arguments:
             return None
         if result.layout is not torch.strided or result.fake_device != _CPU:
             return None
-        # An operator in place returns its first argument, which is the first of equal arguments too.
+        # An in-place operator returns its first argument, even if other arguments are the same tensor.
         if self._tensors and result is self._tensors[0]:
             return _Argument(0)
         storage, layout = result.untyped_storage(), (result.shape, result.stride(), result.dtype)
@@ -241,5 +241,5 @@ def _is_known_by_layouts(func: Any) -> bool:
         for index, argument in enumerate(arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    # Only operators that change their first argument return a certain one of their arguments.
+    # If an operator changes another argument than the first, it is unknown which argument it returns.
     return not written or (written == [0] and str(arguments[0].type) == "Tensor")

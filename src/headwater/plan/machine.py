@@ -41,8 +41,8 @@ and each has up to 32 MiB of workspace for cuBLAS and 32 MiB for cuBLASLt. CUDA 
 memory when they are first used."""
 
 LATE_BYTES = 48 * MIB
-"""Host memory that a run takes after its plan is made, weights and activations aside: pages of kernels, the
-logs, threads, readers of data, pictures. Measured: see docs/benchmarks.md."""
+"""Host memory that a run takes after its plan is made, without weights and activations: pages of kernels, the
+logs, threads, readers of data, pictures. It was measured: see docs/benchmarks.md."""
 
 WORKER_BYTES = 160 * MIB
 """Host memory that a data worker does not share: objects of `import torch`, and its batches."""
@@ -60,7 +60,7 @@ def held_bytes() -> int:
 
 @lru_cache(maxsize=1)
 def _children(process: int, second: int) -> list[psutil.Process]:
-    """Return the children that a process had at some time in a second of the clock.
+    """Return the children of a process. Calls with the same `second` of the clock return a cached list.
 
     A run asks after every step, and for each answer psutil reads the states of all processes of the machine.
     """
@@ -183,7 +183,7 @@ def free_host_bytes() -> int:
     That is the free memory of the machine, or less within a container (control groups) or under a limit of
     the address space (`ulimit -v`).
     """
-    # The tightest one: memory beyond it ends the process, or makes the system slow.
+    # The tightest limit counts: memory beyond it ends the process, or makes the system slow.
     rooms = (psutil.virtual_memory().available, memory_room(), _address_room())
     return min(room for room in rooms if room is not None)
 

@@ -82,7 +82,7 @@ def smallest_on_device(footprint: Footprint, plan: Plan, budgets: Budgets) -> li
 class _Mixes(Sequence[Plan]):
     """Plans with 0, 1, 2, … stages in one kind of memory.
 
-    A search by bisection looks at few of them, so each is made when it is asked for.
+    A search by bisection looks at few of these plans, so each plan is made when the search asks for it.
 
     Args:
         make: stages in that memory, in the order of stages -> the plan.

@@ -74,8 +74,8 @@ def _of_kernel(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Opera
 
 
 def _of_kernel_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorFlops:
-    # Over the size of keys: the scores again, and the gradients of query and key. Over that of values:
-    # the gradients of value and of the weights.
+    # Three products run over the size of keys: the scores again, and the gradients of query and key. Two run
+    # over the size of values: the gradients of value and of the attention weights.
     _, query, key, value, _, _, is_causal = args[:7]
     count = _attention(query, key, value, is_causal=is_causal, products=(3, 2))
     return OperatorFlops(count, kernel_attention=count)
@@ -117,7 +117,7 @@ def _attention(
 ) -> int:
     """Return the operations of torch's fused attention on a CPU, which torch does not count.
 
-    With `is_causal` only pairs of a query and a key that is not after it count: others are not computed.
+    With `is_causal` a query is paired only with the keys up to its position. Other pairs are not computed.
 
     Args:
         query: [batch, heads, queries, size].

@@ -61,7 +61,7 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
     Raises:
         PlanError: if a pattern matches no module, or the model has no parameters.
     """
-    # Named units are first: a later unit around them does not get the parameters that they have taken.
+    # Named units come first and take their parameters. A later unit around them gets only the others.
     units = list(_named_units(model, patterns)) if patterns else []
     units += _divide(model, "", _numel(model), frozenset(unit.path for unit in units))
     names = _names_by_param(model)
@@ -158,7 +158,7 @@ def _names_by_param(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _norm_params(model: nn.Module) -> set[int]:
-    # By name too: other libraries define classes such as `LlamaRMSNorm`.
+    # Layers are found by name too, because other libraries define classes such as `LlamaRMSNorm`.
     layers = (m for m in model.modules() if isinstance(m, _NORM_LAYERS) or type(m).__name__.endswith("Norm"))
     return {id(param) for layer in layers for param in layer.parameters(recurse=False)}
 

@@ -37,9 +37,9 @@ OPERATOR_S = 1.5e-5
 """Time of a CPU for each operator beside its arithmetic: Python, autograd and the call. See docs/log.md."""
 
 _DEVICE_UPDATE_PASSES = 3.5
-"""Bytes that the kernels of an update on a device read and write, for each byte that the update needs."""
+"""Bytes that the kernels of an update on a device read and write, for each byte that the update must move."""
 
-_FORWARD_SHARE = 1 / 3  # of the time outside of matrix products
+_FORWARD_SHARE = 1 / 3  # the forward's share of the time outside of matrix products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Predictor:
 
     def stage_seconds(self, plan: Plan) -> list[StageSeconds]:
         """Return the seconds of one micro-batch in each stage, without `USE_OVERHEAD_S`."""
-        # Everything of a plan on which they depend. The search asks for many plans that differ in the rest.
+        # The key has all that the seconds depend on. Many plans of a search differ only in other attributes.
         work = plan.activations, plan.precision.name, plan.num_micro_batches
         key = work, plan.device, plan.on_device, plan.returns_pages
         if key not in self._known_seconds:
@@ -94,7 +94,7 @@ class Predictor:
         return self._known_seconds[key]
 
     def _count_seconds(self, plan: Plan) -> list[StageSeconds]:
-        """Return what `stage_seconds` returns."""
+        """Return the result of `stage_seconds`, without a look into its cache."""
         trace, name = self.footprint.trace, plan.precision.name
         products_per_s, attention_per_s = (
             self._rates.flops_per_s(name),
@@ -304,7 +304,7 @@ class Predictor:
             fetched, share = self._fetched_bytes(plan, elsewhere), self.footprint.share
             updated = self._updated(elsewhere)
             slabs, state = sum(stage.slab for stage in updated), sum(stage.state for stage in updated)
-            # With images a stage is updated before its fetch, and read twice.
+            # With `StoreShare.images`, an update reads a stage's weights, and the fetch reads them again.
             again = share.state * (state + (slabs if share.images else 0))
             written, in_backward = slabs + share.state * state, plan.updates == "in_backward"
             write = _add(write, *((0, written) if in_backward else (written, 0)))

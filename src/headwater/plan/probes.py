@@ -24,7 +24,7 @@ from headwater.plan.rates import ADAMW_BYTES, Calibration
 from headwater.plan.update_probe import StageOfAllKinds
 
 QUIET_CPU_SHARE = 0.8
-"""A process with at least this share of its cores has them for itself; beside a busy process it gets half."""
+"""A process that gets at least this share of its cores' time is alone on them. A busy process takes half."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MATRIX_SHAPES = ((512, 768, 3072), (256, 768, 8192))
@@ -36,8 +36,8 @@ _DEVICE_ATTENTION_SHAPE = (4, 32, 4096, 128)
 _SMALL_DEVICE_MATRIX_SHAPES, _SMALL_DEVICE_BLOCK_SHAPE = ((4096, 2048, 8192),), (4, 1024, 1024, 16)
 _SMALL_DEVICE_ATTENTION_SHAPE = (4, 16, 1024, 64)
 _SMALL_DEVICE_BYTES = 24 * GIB
-"""Shapes of large models, on which a GPU reaches the rates of a run: small products end before the launch of
-the next one. A GPU with less free memory gets smaller ones."""
+"""The shapes above are those of large models, on which a GPU reaches the rates of a run: a small product ends
+before the next one is launched. A GPU with less free memory than this gets the small shapes."""
 _KERNEL = "attention by the package's kernel"
 _TRIAL_SHAPE, _TRIALS = (128, 256, 256), 3  # few rows would make products that convert weights look slow
 _SLOW_MATRIX_SHAPES, _SLOW_BLOCK_SHAPE = ((64, 768, 512),), (1, 32, 256, 4)
@@ -109,7 +109,13 @@ class _Moved:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Sizes of the probes of one dtype."""
+    """Sizes of the probes of one dtype.
+
+    Attributes:
+        matrices: rows, inner size and columns of each matrix product.
+        block: number of sequences, their length, width and number of heads.
+        attention: number of sequences, number of heads, length and size of a head.
+    """
 
     matrices: tuple[tuple[int, int, int], ...]
     block: tuple[int, int, int, int]
@@ -160,7 +166,7 @@ def measure(device: str, folder: Path | None) -> Measurement:
         folder: an existing folder of the disk tier, if there is one.
 
     Returns:
-        The rates.
+        The rates, and the conditions of the measurement.
 
     Raises:
         ConfigError: if `folder` cannot be written to.
@@ -170,7 +176,8 @@ def measure(device: str, folder: Path | None) -> Measurement:
         sizes = {name: _sizes(device, dtype) for name, dtype in _DTYPES.items()}
         blocks = {name: _Block(device, dtype, sizes[name].block) for name, dtype in _DTYPES.items()}
         updates = StageOfAllKinds(_ADAMW_PARAMS if device == "cpu" else _DEVICE_ADAMW_PARAMS)
-        # A machine with a GPU has many cores. Only one of them works between two pieces of an update.
+        # A machine with a GPU has many cores, and only one of them works between two pieces of an update. So
+        # the CPU time of an update would not show whether other programs use the cores.
         update = Probe(updates.update, on_cores=device == "cpu")
         copied = _copied_bytes(device)
         probes = {"quick": _quick(device), "copy": _copy(device, copied), "adamw": update} | disk
@@ -361,17 +368,17 @@ def _copied_bytes(device: str) -> int:
 
 
 def _copy(device: str, num_bytes: int) -> Probe:
-    # Not `empty`: pages that were never written are all the same page of zeros, which stays in the cache.
+    # The source has ones: pages that were never written are all one page of zeros, which stays in the cache.
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Probe(lambda: target.copy_(source), on_cores=device == "cpu")
 
 
 def _new_pages() -> dict[str, Probe]:
-    """Return probes that fill tensors in new pages of the system, and one old tensor as often."""
+    """Return two probes: one fills tensors in new pages of the system, the other refills one old tensor."""
 
     def new() -> Tensor:
-        # A mapping, as malloc makes it for a large block if it returns pages. Here it might keep them.
+        # malloc maps a large block like this if it returns pages. In this process it may keep pages instead.
         return torch.frombuffer(mmap.mmap(-1, _NEW_TENSOR_BYTES), dtype=torch.uint8)
 
     old = new()

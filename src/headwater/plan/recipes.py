@@ -12,9 +12,9 @@ recipes. Nothing here keeps a tensor alive that autograd would not keep: operato
 references, and only a recipe that is used holds its inputs.
 
 An operator may change a tensor in place later. Values that are made from it are then computed first. A value
-that is changed itself is kept from then on, so backward gets what plain PyTorch would give it. This holds
-while the module runs whose operators are watched. A change after that raises an error if a version counter
-counts it; `tensor.data.mul_(2)` is not counted.
+that is changed itself is kept from then on, so backward gets what plain PyTorch would give it. This is so
+while the module runs whose operators are watched. A later change raises an error if it increases the version
+counter of the tensor; `tensor.data.mul_(2)` does not.
 
 A backward node runs on the stream on which its forward ran, and a value that is computed again stays for the
 next node that needs it. So all operators of a recipe, and the saving of its value, are on one stream: then
@@ -22,10 +22,11 @@ the order of this stream is enough.
 
 [Note: memory that kernels write]
 A custom `autograd.Function` may write memory by a kernel that torch does not know, for example one in
-Triton. Nothing sees this. So what such a function saves is kept, and values that are made without gradients,
-as inside its forward, have no recipes. A function of this package says with `saves_unchanged_inputs` that its
-kernels do not write what it saves. A kernel outside of a custom function, or one that changes an input
-without `mark_dirty`, must not write into values of cheap operators.
+Triton. torch does not notice this. So the tensors that such a function saves are kept, and values that are
+made without gradients, as inside its forward, have no recipes. A function of this package says with
+`saves_unchanged_inputs` that its kernels do not write to the tensors that it saves. A kernel outside of a
+custom function, or one that changes an input without `mark_dirty`, must not write into values of cheap
+operators.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class _Made:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tensor that autograd keeps, and its layout among the arguments of an operator."""
+    """A tensor that autograd keeps, and the layout in which an operator takes it as an argument."""
 
     tensor: torch.Tensor
     version: int
@@ -173,7 +174,7 @@ class _Weight:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Again:
-    """The value of another recipe, and its layout among the arguments of an operator."""
+    """The value of another recipe, and the layout in which an operator takes it as an argument."""
 
     recipe: Recipe
     layout: _Layout
@@ -204,7 +205,7 @@ class Recipe:
         self._value: torch.Tensor | None = None
         self._is_pinned = False
         self._saved = 0  # how many times autograd has saved the value
-        self._left = 0  # how many of these backward has not yet asked for
+        self._left = 0  # how many of these saved tensors backward has not asked for yet
 
     def saved(self, layout: _Layout) -> Callable[[], torch.Tensor]:
         """Note that autograd saves the value. Return the function by which backward gets it."""
@@ -224,6 +225,7 @@ class Recipe:
     def pin(self) -> None:
         """Compute the value now, and keep it: an input is about to change."""
         value = self.value()
+        # Backward reads the value on the recipe's stream, so the current stream must have computed it before.
         if current_stream_id(value.device) != self._stream:
             torch.accelerator.current_stream(value.device).synchronize()
         self._value, self._is_pinned = value, True
@@ -288,7 +290,7 @@ class Recipes:
         """Record an operator of the forward that has run."""
         for tensor in filter(_is_plain, changed_by(func, args, kwargs)):
             self._forget(memory_key(tensor))
-        # Without gradients: see [Note: memory that kernels write].
+        # Values that are made without gradients have no recipes: see [Note: memory that kernels write].
         if func._schema.is_mutable or not torch.is_grad_enabled():
             return
         value = _first(out) if _is_cheap(func) else None

@@ -149,7 +149,7 @@ def _with_most_stages(free: LimitedRequest, name: str, fewest: int) -> Setting:
         name: name of the decision: the number of stages in this memory.
         fewest: the number of these stages in the plan. Fewer may not fit, because the others need memory too.
     """
-    if best_plan(_with_fixed(free, name, fewest)) is None:  # it may be other stages
+    if best_plan(_with_fixed(free, name, fewest)) is None:  # a fixed number may choose other stages
         return _left_out(free, name)
     most = len(free.asked.trace_for(free.asked.micro_batch_sizes()[-1]).stages)
     while fewest < most:

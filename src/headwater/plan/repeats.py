@@ -154,7 +154,7 @@ class Repeats:
         equal = self._equal.get(stage, [])
         if stage in equal[-_LAST:]:
             return None
-        # In the order of the calls, which may be another one than the model's.
+        # The calls have the order in which they ran, which may differ from the order of stages in the model.
         first_calls = [(other, call) for (other, index), call in self._calls.items() if index == 0]
         fitting = [
             (other, call) for other, call in first_calls if other in equal and call.fits(inputs, structure)
@@ -223,7 +223,7 @@ class _Repeated(torch.autograd.Function):
 
 def _equal_stages(model: nn.Module, partition: Partition) -> list[list[int]]:
     """Return lists of stages that cost the same if their inputs do, each in the order of the model."""
-    # Such a hook may do something else for each module.
+    # A global hook may do something different for each module.
     if _has_any_global_hook():
         return []
     groups: dict[Hashable, list[int]] = {}
@@ -279,7 +279,7 @@ def _module_key(module: nn.Module) -> Hashable | None:
         return None
     own = tuple((name, _value_key(values[name])) for name in sorted(values.keys() - _OF_MODULES))
     params = tuple((name, param is None) for name, param in module._parameters.items())
-    buffers = tuple((name, id(buffer)) for name, buffer in module._buffers.items())  # some share memory
+    buffers = tuple((name, id(buffer)) for name, buffer in module._buffers.items())  # must be shared
     children = tuple(
         (name, None if child is None else _module_key(child)) for name, child in module._modules.items()
     )
@@ -293,7 +293,7 @@ def _value_key(value: Any) -> Hashable:
         return type(value), tuple(map(_value_key, value))
     if isinstance(value, slice):
         return slice, _value_key((value.start, value.stop, value.step))
-    # With the type: 1, 1.0 and True are equal, but may lead to other code.
+    # The type is a part of the key: 1, 1.0 and True are equal, but may lead to other code.
     return (type(value), value) if type(value) in _SIMPLE else id(value)
 
 
@@ -336,7 +336,7 @@ def _described(leaves: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...] 
         if id(leaf) in indices:
             described.append(_Input(indices[id(leaf)]))
         elif isinstance(leaf, torch.Tensor):
-            wrong = leaf.requires_grad and not with_gradients  # of the original's own parameters alone
+            wrong = leaf.requires_grad and not with_gradients  # only because of the original's parameters
             if wrong or not leaf.is_floating_point() or not has_storage(leaf) or memory_key(leaf) in taken:
                 return None
             taken.add(memory_key(leaf))

@@ -82,7 +82,7 @@ def group_stages(plan: Plan) -> list[StageGroup]:
 
     groups = []
     for _, equal in groupby(_blocks(plan), key=key):
-        # One row for each part of a block, although the parts of a block follow each other.
+        # Equal blocks share their rows: there is one row for each part of a block.
         for same in zip(*equal, strict=True):
             first, last = stages[same[0]], stages[same[-1]]
             name = _joined_name(first.name, last.name)

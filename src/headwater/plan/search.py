@@ -68,10 +68,10 @@ def best_plan(request: LimitedRequest) -> Plan | None:
 def _frugal(best: Plan, request: LimitedRequest) -> Plan:
     """Return the plan with the least host memory among those that take at most 3 % longer than `best`.
 
-    Only for a CPU whose rates were measured, and if the user has asked for the disk tier without a limit of
-    host memory: weights are on disk to save memory. Otherwise return `best`. The plans differ in the number
-    of slabs, and in whether cheap operators are computed again. Everything else stays where `best` has it: a
-    step that moves gradients or activations to the disk writes more.
+    Other plans are considered only for a CPU whose rates were measured, and only if the user has asked for
+    the disk tier without a limit of host memory: then weights are on disk to save memory. Otherwise the
+    result is `best`. The plans differ in the number of slabs, and in whether cheap operators are computed
+    again. They do not move gradients or activations to the disk, since a step would then write more.
     """
     asked = request.asked
     saves_memory = asked.fixed.tier == "disk" and asked.resources.host_memory is None

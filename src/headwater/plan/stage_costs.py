@@ -76,7 +76,7 @@ class StageCosts:
         """Make `stage` current when backward reaches one of these tensors."""
         for tensor in tensors:
             if tensor.requires_grad:
-                # Weak: Python's garbage collector does not see the references of a tensor's hook.
+                # The hook has a weak reference: the garbage collector cannot free a cycle through a hook.
                 tensor.register_hook(functools.partial(_set_current, weakref.ref(self), stage))
 
     def save(self, tensor: torch.Tensor, inputs: set[int]) -> None:
@@ -90,7 +90,7 @@ class StageCosts:
         if key in self._not_saved:
             return
         before, is_cheap = self._recipes.num_bytes, False
-        if self._depth:  # the engine watches operators only there
+        if self._depth:  # the engine watches operators only inside the forward of a stage
             is_cheap = self._recipes.function_for(tensor) is not None
             if not is_cheap:
                 self._recipes.keep(tensor)

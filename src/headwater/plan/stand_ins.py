@@ -58,16 +58,16 @@ def call_operator(
     except DynamicOutputShapeException:
         with no_dispatch():
             out = func(*tree_map_only(torch.Tensor, lambda t: _or_ones(value(t), t), args), **kwargs)
-        # Outside of `no_dispatch`, so that the results are fake.
+        # The results are made outside of `no_dispatch`, so that they are fake.
         return tree_map_only(torch.Tensor, torch.empty_like, out)
 
 
 class Operators:
     """Runs the operators of a dry run. Results that depend on known values alone have real values.
 
-    Known are the integers and truth values of the batch (token ids, masks, image sizes), and everything that
-    a forward computes from them and from numbers in its code. So sizes and branches that depend on them are
-    those of a real step. Only decisions by weights or floating-point data need a stand-in.
+    The known values are the integers and truth values of the batch (token ids, masks, image sizes), and all
+    that a forward computes from them and from numbers in its code. So sizes and branches that depend on known
+    values are those of a real step. Only decisions by weights or floating-point data need a stand-in.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class _KnownValues:
             return
         with no_dispatch():
             real = torch.UntypedStorage(storage.nbytes())
-            # A copy: a forward that writes to its batch must not change the user's.
+            # The value is copied: a forward that writes to its batch must not change the user's batch.
             _view(fake, real).copy_(value)
         self._sweep()
         self._storages[storage._cdata] = (StorageWeakRef(storage), real)
@@ -216,7 +216,7 @@ class _KnownValues:
 
 def _is_small(tensor: torch.Tensor) -> bool:
     """True if the values of a tensor may be kept."""
-    # By its storage, which is kept whole: a small view may belong to a large one.
+    # The size of the storage decides, because all of it is kept: a small view may have a large storage.
     return _plain(tensor) and tensor.untyped_storage().nbytes() <= _KNOWN_BYTES
 
 

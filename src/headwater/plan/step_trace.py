@@ -26,7 +26,7 @@ class PhaseCost:
     attention_flops: int = 0
     kernel_attention_flops: int = 0
     new_bytes: int = 0
-    # Not compared: calls between stages count for either of them, and a dry run may skip equal parts.
+    # The number is not compared: calls between stages count for either, and a dry run may skip equal stages.
     operators: int = dataclasses.field(default=0, compare=False)
 
 

@@ -93,7 +93,7 @@ class RealTensors:
         self.written: set[str] = set()
         self._copied = copied
         self._shared: dict[object, str] = {}
-        self._alive: list[torch.Tensor] = []  # so that a key in `_shared` means one tensor
+        self._alive: list[torch.Tensor] = []  # kept, so that no new tensor gets a key in `_shared`
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _state(self) -> State:
-        """Return the tensors that replace those of the model, and note which they are."""
+        """Return the tensors that replace the model's, and note the stage of each parameter among them."""
         state = self._computes_on.state(self._model, self._partition)
         for stage in self._partition.stages:
             for param in stage.params:
@@ -149,8 +149,8 @@ class Recorder(TorchDispatchMode):
 
     def _recomputed(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module that backward calls again, as a checkpoint does. Then no stage may be skipped."""
-        # Only modules count: a layer's own backward may compute a function again, with gradients, and the
-        # costs of this are among those that a skipped layer takes over.
+        # Only calls of modules count. A layer's own backward may compute a function again with gradients, but
+        # that cost is among the costs that a skipped layer takes over.
         assert self._repeats is not None, "only a dry run that skips stages asks for this"
         self._repeats.refuse()
         return call(*args, **kwargs)
@@ -233,7 +233,7 @@ class Recorder(TorchDispatchMode):
                 stage = self._stage_of_memory.get(memory_key(tensor))
                 if stage is not None and self._reads.read(stage) and not self._reads.running:
                     self._costs.current = stage
-        # After the reads: a weight that is read outside of all stages makes its stage current.
+        # This comes after the reads: a weight that is read outside of all stages makes its stage current.
         flops = self._costs.add(func, args, kwargs, out)
         if self._observer is not None:
             arguments, at = (*args, *kwargs.values()), self._costs
@@ -345,7 +345,7 @@ class _Step(nn.Module):
 
 
 def _without_functions() -> AbstractContextManager[None]:
-    """Return a context in which torch asks no mode and no class about each attribute of a tensor."""
+    """Return a context without `__torch_function__`, which would slow down reads of a tensor's attributes."""
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return guard
 

@@ -17,7 +17,7 @@ _WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class StageOfAllKinds:
-    """A stage with as many parameters of each way to store a master, updated by AdamW as in a run.
+    """A stage that AdamW updates as in a run. Equally many parameters have each way to store a master.
 
     Args:
         num_params: the number of parameters.

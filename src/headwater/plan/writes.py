@@ -36,7 +36,7 @@ def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     changed = _changed_arguments(func)
     if not changed:
         return []
-    # Not strict: arguments at the end may be left out, or given by name.
+    # `zip` is not strict, because arguments at the end may be left out, or given by name.
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
     return operands(given.get(name) for name in changed)
 
@@ -53,7 +53,7 @@ def _changed_arguments(func: Any) -> tuple[str, ...]:
 class ParameterWrites(TorchFunctionMode):
     """Records which parameters a forward writes in place, and to which it assigns `param.data = ...`.
 
-    It refuses forwards that read or set gradients of parameters, which are in the store meanwhile.
+    It refuses forwards that read or set gradients of parameters: these are in the store during a forward.
 
     Attributes:
         units: the stages whose modules run while a parameter is written. They cannot run a second time.
@@ -68,7 +68,7 @@ class ParameterWrites(TorchFunctionMode):
         self._params = dict(params)
         self._running = running
         self._by_identity = {id(param): name for name, param in params.items()}
-        # Kept alive, so that no new storage gets the address of an old one.
+        # The storages are kept alive, so that no new storage gets the address of an old one.
         self._storages = {name: param.untyped_storage() for name, param in params.items()}
         self._names = {int(storage._cdata): name for name, storage in self._storages.items()}
         self._in_place: set[str] = set()
@@ -94,7 +94,7 @@ class ParameterWrites(TorchFunctionMode):
         name = self._by_identity.get(id(tensor))
         if name is not None:
             raise StreamError(
-                f"the forward reads or sets {name}.grad, and gradients are in the weight store meanwhile",
+                f"the forward reads or sets {name}.grad, but the weight store has the gradients meanwhile",
                 where=name,
                 remedy="use the gradient between forwards, and pass values of it to the model as an argument",
             )

@@ -33,8 +33,8 @@ _INDEX_ARGUMENT = {
 def dtype_problem(call: OperatorCall) -> str | None:
     """Return as text which dtypes an operator takes and which it got; `None` if the dtypes are right."""
     name, func = call.func._overloadpacket, call.func
-    # In the order of the arguments, so that the text reads like the call.
     if name in _ONE_DTYPE:
+        # The dtypes have the order of the arguments, so that the text reads like the call.
         found = list(dict.fromkeys(arg.dtype for arg in call.args if isinstance(arg, torch.Tensor)))
         return f"{func} takes tensors of one dtype, got {_listed(found)}" if len(found) > 1 else None
     position, allowed = _INDEX_ARGUMENT.get(name, (0, ()))

@@ -52,7 +52,7 @@ def export_call(module: nn.Module, call: ModuleCall) -> ExportedProgram:
     firsts: dict[int, str] = {}
     names = {name: firsts.setdefault(id(tensor), name) for name, tensor in state}
     weights = {name: tensor for name, tensor in state if names[name] == name}
-    # New leaves: the recorded tensors belong to the graph and the fake mode of the dry run.
+    # The inputs are new leaf tensors, because the recorded ones belong to graph and fake mode of the dry run.
     inputs = [_fresh(tensor) for tensor in tensors_in((call.args, call.kwargs))]
     function = StageFunction(module, call, names)
     with _without_state(module):

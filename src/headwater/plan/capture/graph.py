@@ -150,7 +150,7 @@ class _Capture:
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             try:
                 return action()
-            except Exception as error:  # noqa: BLE001  a forward may raise anything, and torch.export does
+            except Exception as error:  # noqa: BLE001  (a forward and torch.export may raise any exception)
                 frames = reversed(list(traceback.walk_tb(error.__traceback__)))
                 place = self._locator.find(frames) or start
                 self.findings.add_failure(failure + first_sentence(error), place, modules, captured=captured)

@@ -11,9 +11,9 @@ from headwater.plan.capture.place import NOT_THE_USERS
 
 
 def mark_places(program: ExportedProgram, path: str) -> None:
-    """Replace each operator's stack trace by the line that called it, with the module instead of a function.
+    """Replace each operator's stack trace by one line: the innermost line of the user, with its module.
 
-    torch would show the innermost line without a module: for a linear layer, a line of torch.
+    torch would show the innermost line of all, without a module: for a linear layer, a line of torch.
     """
     for graph_module in program.graph_module.modules():
         assert isinstance(graph_module, torch.fx.GraphModule), "graphs hold graphs"
@@ -33,8 +33,8 @@ def _module_of(node: torch.fx.Node, path: str) -> str:
 def graph_source(program: ExportedProgram) -> str:
     """Return the graph as Python, with one argument on each line, without details of torch."""
     text = program.graph_module.print_readable(print_output=False)
-    text = re.sub(r"\n.*aten\._assert_tensor_metadata\..*", "", text)  # dtypes stand beside each name
-    text = re.sub(r";  (\w+ = )+None$", "", text, flags=re.MULTILINE)  # when memory is released
+    text = re.sub(r"\n.*aten\._assert_tensor_metadata\..*", "", text)  # each name shows its dtype
+    text = re.sub(r";  (\w+ = )+None$", "", text, flags=re.MULTILINE)  # these only release memory
     return re.sub(r'(?<=["f]), (?=\w+: ")|(?<=self), ', ",\n            ", text)
 
 

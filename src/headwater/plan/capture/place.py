@@ -61,11 +61,11 @@ class Locator:
 
     Args:
         model: the model.
-        boundary: code of the function that calls into the user's code; what lies further out is ignored.
+        boundary: code of the function that calls the user's code. Its frame and its callers are ignored.
     """
 
     def __init__(self, model: nn.Module, boundary: CodeType) -> None:
-        # By the dictionary of its attributes: torch.export runs a forward on proxies, which share that.
+        # A module is recognized by its `__dict__`: torch.export calls forward on a proxy that shares it.
         self._paths = {id(vars(module)): path for path, module in model.named_modules()}
         self._boundary = boundary
 

@@ -48,7 +48,7 @@ class OperatorTotal:
     written_bytes: int = 0
 
     def __add__(self, other: OperatorTotal) -> OperatorTotal:
-        # Not by `dataclasses.astuple`: it copies the fields deeply, and there is a sum for every operator.
+        # `dataclasses.astuple` would be slow: it copies fields deeply, and there is a sum for every operator.
         return OperatorTotal(
             forward=self.forward + other.forward,
             backward=self.backward + other.backward,
@@ -133,7 +133,7 @@ def record_step(
     precision = precision or Precision()
     partition = find_stages(model, precision)
     with warnings.catch_warnings(record=True) as caught:
-        # By default a warning that this process has shown before would be missing.
+        # By default Python drops a warning that this process has shown before.
         warnings.simplefilter("always")
         if own_loop:
             with _Recorder(model, partition, loss_function).explaining() as first:
@@ -193,7 +193,7 @@ class _Recorder:
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of the batch from the user's function."""
-        # Here, because only inside the dry run the model has the parameters that get gradients.
+        # The parameters are read here: the model has those that get gradients only inside the dry run.
         self._params = dict(model.named_parameters())
         with self._watching_modules():
             loss = self._loss_function(model, batch)
@@ -249,7 +249,7 @@ class _Recorder:
         problem = dtype_problem(call)
         if problem is not None:
             raise RefusedCall(problem)
-        # Modules contain each other: an operator belongs to the calls of all that are open.
+        # Calls of modules are nested, so an operator belongs to every call that has not ended yet.
         for digest in self._open:
             digest.add(call)
         self._look_for_finding(call, name)

@@ -22,7 +22,7 @@ def optimizer_state_bytes(optimizer: OptimizerSpec, params: Iterable[ParamSpec])
     Raises:
         ConfigError: if the optimizer does not accept its arguments.
     """
-    # With numbers: an option that is a real tensor cannot meet fake ones in an operator.
+    # Options become numbers, because no operator accepts a real tensor together with fake ones.
     rule, total = UpdateRule(optimizer.with_numbers()), 0
     with FakeTensorMode(), _StandIns():  # type: ignore[no-untyped-call]
         for param in params:

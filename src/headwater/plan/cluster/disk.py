@@ -20,7 +20,7 @@ class DiskQueue:
     def __init__(self, timeline: Timeline, place: str, disk: Disk | None) -> None:
         self._timeline = timeline
         self._disk = disk
-        # One resource for both ways: reads and writes at the same time slow each other down.
+        # Reads and writes share one resource, because they slow each other down if they overlap.
         self._resource = timeline.resource(place, "disk") if disk is not None else -1
 
     def read(

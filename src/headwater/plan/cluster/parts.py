@@ -15,8 +15,9 @@ PARTS = (*(kind.value for kind in Kind), IDLE)
 def rank_parts(timeline: Timeline, rank: int) -> dict[str, float]:
     """Return how many seconds of a step one rank spends on each kind of work, or waits for that kind.
 
-    The time of a rank's own tasks counts by their kind. While the rank waits, the chain of tasks that led to
-    its next task counts. Each task of the chain began when the one before it ended.
+    While the rank runs a task, the time counts for the kind of this task. While the rank waits, the time
+    counts for the kinds of the tasks that led to its next task. Each of these began when the one before it
+    ended.
 
     Args:
         timeline: the timeline of a step.

@@ -149,7 +149,7 @@ def _events(timeline: Timeline, stages: Sequence[str]) -> Iterator[dict[str, Any
         arguments: dict[str, Any] = {"bytes": task.num_bytes} if task.num_bytes else {}
         if task.stage >= 0:
             arguments["stage"] = stages[task.stage]
-        # Once for each resource: a viewer draws a row for each of them.
+        # A task is an event of each of its resources, because a viewer draws a row for each resource.
         for resource in task.resources:
             yield {
                 "ph": "X",

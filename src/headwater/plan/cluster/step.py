@@ -68,7 +68,7 @@ class _Replay:
         self._updates: list[int] = []  # updates in backward, in order
         self._activations = MovedActivations(plan, host)
         self._seconds = predictor.stage_seconds(plan)
-        self._read: list[list[int]] = [[] for _ in host.ranks]  # by rank: the last use's reads in place
+        self._read: list[list[int]] = [[] for _ in host.ranks]  # by rank: reads of the last use without slab
 
     def run(self) -> None:
         """Add every task of the step."""
@@ -86,7 +86,7 @@ class _Replay:
         micro_batch, position = divmod(use, len(visits))
         place, phase = visits[position]
         stage, forward = self._plan.trace.uses[place], phase is Phase.FORWARD
-        # For a stage that is used twice the last use does the work: usually a tied embedding and its head.
+        # A stage that is used twice is usually a tied embedding and head. Its time counts at the last use.
         # The seconds of a backward contain those of recomputing the forward.
         works = place == self._plan.trace.last_use[stage] and phase is not Phase.AGAIN
         whole = self._seconds[stage].forward if forward else self._seconds[stage].backward
@@ -94,7 +94,7 @@ class _Replay:
         arrived = self._weights.take(use)
         tasks = []
         for rank, resource in enumerate(self._host.ranks):
-            # Weights that are used in place are read during the computation: only their next use waits.
+            # Weights in place are read while the rank computes. Only the next use of the rank waits for this.
             after = [*arrived[rank], *self._read[rank]]
             if phase is Phase.BACKWARD:  # one stage may wait for its update while another one is computed
                 after += self._updates[: -MOST_UNFINISHED - 1][-1:]

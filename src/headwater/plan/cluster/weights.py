@@ -148,7 +148,7 @@ def freed_by(plan: Plan) -> dict[int, int]:
     sizes = [stage.slab_bytes for stage in plan.trace.stages]
     uses = list(replay(slab_policy(schedule, sizes, plan.slabs, in_place), rounds=2))
     positions = slab_positions(schedule, in_place)
-    at = [*positions, *(len(schedule) + position for position in positions)]  # of each use, in two steps
+    at = [*positions, *(len(schedule) + position for position in positions)]  # position of each use
     distances = {}
     for index, (before, use) in enumerate(pairwise(uses), start=1):
         gone = before.resident - use.resident

@@ -22,7 +22,7 @@ class GradientMemory:
     on the device.
 
     Attributes:
-        sums_stay: True if several ranks add to the sums, which are then held until all ranks have.
+        sums_stay: True if several ranks add to the sums. The sums are then held until all ranks have added.
 
     Args:
         trace: the dry run.
@@ -77,7 +77,7 @@ class GradientMemory:
             return buffers
         held = self.all_held(plan)
         if plan.updates_free_gradients:
-            # Plus gradients that wait to be added to sums: at most as many bytes as the largest stage has.
+            # Gradients that wait to be added to sums have at most as many bytes as the largest stage has.
             held = max(self._waiting_in_backward(plan)) + largest
         return int(self._share.gradients * held) + buffers
 
@@ -93,7 +93,7 @@ class GradientMemory:
         and so it does if several ranks add to them. An update frees the gradients of a stage when the next
         forward reaches the stage, so that forward is the mirror image of backward.
         """
-        # Everything of a plan on which the methods below depend.
+        # The key has everything of a plan on which the methods below depend.
         where = plan.device, plan.tier, plan.gradient_tier, plan.in_memory, plan.on_device
         key = where, plan.num_micro_batches, plan.updates, plan.precision.name
         if key not in self._known_alive:
@@ -101,7 +101,7 @@ class GradientMemory:
         return self._known_alive[key]
 
     def _count_alive(self, plan: Plan) -> list[int]:
-        """Return what `alive` returns."""
+        """Return the result of `alive`, without a look into its cache."""
         if plan.device != "cpu":
             return self._alive_on_accelerator(plan)
         if plan.gradient_tier == "disk":
@@ -149,7 +149,7 @@ class GradientMemory:
             self._stages[stage].gradient if trace.first_use[stage] == position else 0
             for position, stage in enumerate(trace.uses)
         ]
-        # Backward begins at the last use: the largest that has left is among the uses from there on.
+        # Backward begins at the last use, so this is the maximum over each use and all later ones.
         return [*accumulate(reversed(complete), max)][::-1]
 
     @cached_property
@@ -165,7 +165,7 @@ class GradientMemory:
     @cached_property
     def _begun(self) -> list[int]:
         """Bytes of gradients, without new summands, between the last and the first use of their stages."""
-        # Changes of a running sum, because a model of thousands of stages is planned for thousands of plans.
+        # A running sum of changes is fast: a model of thousands of stages is planned for thousands of plans.
         changes = [0] * (len(self._trace.uses) + 1)
         for stage, first in self._trace.first_use.items():
             changes[first] += self._stages[stage].gradient

@@ -44,7 +44,7 @@ def minimum_slabs(trace: Trace, ranks: int = 1) -> int:
     for site in trace.sites:
         bound = {stage for module in _enclosing(site) for stage in trace.sites.get(module, ())}
         sizes = Counter(trace.stages[stage].slab_bytes for stage in bound)
-        # One more: the backward that starts to recompute a divided block has fetched a weight already.
+        # Divided blocks need one more: a backward that starts to recompute one has fetched a weight already.
         most = max(most, *(count + bool(trace.members) for count in sizes.values()))
     alike = max(Counter(stage.slab_bytes for stage in trace.stages).values())
     return max(most, min(ranks * most, alike))

@@ -59,7 +59,7 @@ class StoreMemory:
         return counted_bytes((self._stages[stage] for stage in plan.in_memory), self._share)
 
     def _on_device(self, plan: Plan) -> int:
-        # In full: with stages in device memory this host has the whole store; see [Note: replicas].
+        # No share is applied: with stages in device memory a host has the whole store; see [Note: replicas].
         return sum(self._stages[stage].stored for stage in plan.on_device)
 
 

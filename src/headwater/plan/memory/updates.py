@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headwater.optim.spec import UpdateKind
 
 _KERNEL_TENSORS: Mapping[UpdateKind, int] = {"fused": 0, "pieces": 6, "whole": 6}
-"""fp32 tensors that an update without a fused kernel adds on a device: 2 copies for an undo, 4 of its own."""
+"""fp32 tensors that an update without a fused kernel adds on a device: 2 copies to undo it, 4 temporary."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,8 @@ def update_space(trace: Trace, optimizer_state_bytes: int, update_kind: UpdateKi
     states = optimizer_state_bytes // (2 if narrow else 4)  # number of state tensors
     # Each piece has a master, a gradient, and fp32 copies of the state tensors that are stored in bf16.
     on_host = 2 + (states if narrow else 0)
-    # More on the device: the state that the first update makes, or the copies of it from which a later one is
-    # undone.
+    # The device needs more: the first update makes the state, and a later update keeps copies of the state to
+    # be undone.
     on_device = on_host + states + _KERNEL_TENSORS[update_kind]
     uncut = tuple(_largest_uncut(stage, update_kind) for stage in trace.stages)
     return UpdateSpace(on_host, on_device, uncut)
