@@ -56,7 +56,7 @@ def sample_checksums(name: str, indices: Sequence[int], values: npt.NDArray[Any]
         return np.concatenate([np.empty(0, dtype=np.uint64), *texts])
     words = _words(values.reshape(len(values), -1))
     # The upper half of each word is mixed into the lower half first. Otherwise two flipped top bits would
-    # cancel.
+    # cancel each other.
     mixed = np.right_shift(words, np.uint64(32))
     np.bitwise_xor(mixed, words, out=mixed)
     np.multiply(mixed, _multipliers(words.shape[1]), out=mixed)
@@ -69,7 +69,7 @@ def _texts(name: str, index: int, value: Any) -> Checksums:
     """Return the checksum [1] of a sample that is a text or an array of texts."""
     texts = np.atleast_1d(np.asarray(value, dtype=object)).reshape(-1)
     encoded = (text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text for text in texts)
-    # Separated by zeros: otherwise "ab", "c" and "a", "bc" would have one checksum.
+    # Zeros separate the texts. Otherwise "ab", "c" and "a", "bc" would have the same checksum.
     return sample_checksums(name, [index], np.frombuffer(b"\0".join(encoded), dtype=np.uint8)[None])
 
 
@@ -92,6 +92,7 @@ def _multipliers(count: int) -> npt.NDArray[np.uint64]:
 
 @functools.lru_cache(maxsize=256)
 def _head(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.uint64:
+    """Return the part of a checksum that depends on the dataset's name and on dtype and shape of a sample."""
     return np.uint64(zlib.crc32(f"{name} {dtype.str} {shape}".encode()) * _STEP % (1 << 64))
 
 

@@ -116,7 +116,7 @@ def _stacked(samples: Sequence[Mapping[str, Any]]) -> Fields:
 
 
 def _as_rows(batch: Mapping[str, Any]) -> Fields:
-    """Return a batch as arrays by name. The fields of a decoder, if there, are stacked in one: `data`."""
+    """Return a batch as arrays by name. The fields of a decoder are stacked in one array, `data`."""
     fields = {name: np.asarray(values) for name, values in batch.items()}
     channels = next((c for c in (CHANNELS, SPAN_CHANNELS) if set(fields) == set(c)), None)
     if set(fields) <= set(CHANNELS) and "input_ids" in fields:

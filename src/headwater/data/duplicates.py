@@ -39,7 +39,7 @@ class Duplicates:
             return True
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for block in blocks:
-            # Without any white space, so that the digest does not depend on the cuts between blocks.
+            # All white space is removed, so that the digest does not depend on the cuts between blocks.
             digest.update("".join(block.casefold().split()).encode("utf-8", "surrogatepass"))
         key = digest.digest()
         if key in self._seen:

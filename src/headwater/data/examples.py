@@ -99,7 +99,7 @@ class MakeExamples:
             np.bincount(np.concatenate(tokens), minlength=self._vocab_size)
             if tokens
             else np.zeros(self._vocab_size, dtype=np.int64),
-            # A copy, because the next task clears these counters: without workers it runs in this process.
+            # The counters are copied, because without workers the next task in this process clears them.
             collections.Counter(context.counts),
         )
 

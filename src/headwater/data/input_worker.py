@@ -58,14 +58,14 @@ class InputWorker:
             try:
                 connection, place = self._listener.accept()
             except ConnectionError:
-                continue  # the rank has gone
+                continue  # the rank has disconnected
             except OSError as error:
                 if self._listener.fileno() < 0 or error.errno in _CLOSED:
                     return
-                time.sleep(_PAUSE_S)  # for example no file descriptors are left for now
+                time.sleep(_PAUSE_S)  # for example, this process has too many open files at the moment
                 continue
             if not self._strangers.acquire(blocking=False):
-                connection.close()  # a rank tries again
+                connection.close()  # a rank will try to connect again
                 continue
             threading.Thread(target=self._serve, args=(connection, place), daemon=True).start()
 
@@ -91,7 +91,7 @@ class InputWorker:
                 while True:
                     found.send_message(reply_to(samples, bytes(found.receive_message()))).result()
             except OSError:
-                pass  # the rank has gone, or has been restarted
+                pass  # the rank has disconnected, or was restarted
             except RankError as error:
                 logger.warning("closed the connection from %s: %s", place[0], error)
 

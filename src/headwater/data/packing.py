@@ -124,8 +124,8 @@ def pack(sizes: Indices, capacity: int) -> tuple[Indices, Indices]:
         capacity: tokens per sample.
 
     Returns:
-        Numbers of the examples, grouped by sample, [examples]; and for each sample the end of its group
-        in them, [samples].
+        Numbers of the examples, grouped by sample, [examples]; and for each sample the position after its
+        last example in this list, [samples].
     """
     sample_of = np.empty(len(sizes), dtype=np.int64)
     with_room: dict[int, list[int]] = {}

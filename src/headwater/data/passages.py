@@ -73,7 +73,7 @@ def titled(tokenizer: Tokenizer, title: str, text: str, length: int) -> str | tu
 
 def _first_part(tokenizer: Tokenizer, text: str, most: int) -> str:
     """Return the beginning of a text, which has about `most` tokens, or the whole text if it has fewer."""
-    if len(text.encode()) <= most:  # so few bytes have no more tokens
+    if len(text.encode()) <= most:  # a token has at least one byte
         return text
     encoded = tokenizer.encode(text, add_special_tokens=False)
     if len(encoded.ids) <= most:

@@ -133,7 +133,7 @@ class _Preparation:
         texts = self.inputs.texts(BadRecords(skip_bad), self._duplicates())
         tokenizer = save_tokenizer(folder, self.settings, self.mode, texts)
         end = end_of_text_id(tokenizer, self.settings.end_of_text)
-        # Second counters, because the training of a tokenizer has already counted the same records.
+        # These are new counters, because the training of a tokenizer has already counted the same records.
         bad, duplicates = BadRecords(skip_bad), self._duplicates()
         with contextlib.closing(Corpus(folder, vocabulary_size(tokenizer))) as corpus:
             if self._is_stream:
@@ -215,7 +215,7 @@ class _Preparation:
 
     def _write_windows(self, corpus: Corpus) -> _Written:
         length = self.settings.sequence_length
-        # - 1: the last token of the stream is only a label.
+        # One token is subtracted, because the last token of the stream is only a label.
         count = (corpus.progress.values - 1) // length
         splits = self._split(count)
         write = WriteSamples(corpus.values_path, length)

@@ -281,8 +281,8 @@ def _json_values(path: Path, stream: IO[bytes]) -> Iterator[Any]:
             except (ValueError, RecursionError) as error:
                 if len(held) - place > MAX_RECORD_BYTES:
                     raise _too_long("record", f"{path}, record {number + 1}") from error
-                # The element is incomplete: read more. The amount doubles, so that the total cost of decoding
-                # a long element again and again stays proportional to its length.
+                # The element is incomplete, so more is read. The amount doubles each time. So the total cost
+                # of decoding a long element from its start is proportional to its length.
                 more = reader.read(max(_BLOCK_CHARS, len(held) - place))
                 if not more:
                     where = f"{path}, record {number + 1}"

@@ -168,6 +168,7 @@ class _Reader:
     """
 
     def __init__(self, workers: InputWorkers) -> None:
+        # This is a copy, because `close` must end the requests of this reader only.
         self._workers = InputWorkers(workers.addresses, workers.purpose, workers.secret, workers.patience_s)
         self._of_thread = threading.local()
         self._all: list[dict[Address, Connection]] = []

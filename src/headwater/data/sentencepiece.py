@@ -221,6 +221,7 @@ def _parse(data: bytes) -> _Model:
             normalizer = dict(_fields(_as_bytes(value)))
     if not pieces:
         raise ValueError("no pieces found")
+    # `sentencepiece_model.proto` defines the numbers of the fields, and their defaults.
     return _Model(
         pieces=pieces,
         type=int(trainer.get(3, _ModelType.UNIGRAM)),

@@ -85,7 +85,10 @@ class TrainBPE:
 
 
 def _short_words(text: str) -> Iterator[str]:
-    """Yield a text in parts without words longer than `_LONGEST_WORD`: training is quadratic in them."""
+    """Yield a text in parts whose words have at most `_LONGEST_WORD` characters.
+
+    The time of training grows with the square of the length of a word.
+    """
     start = 0
     for match in _LONG_WORD.finditer(text):
         for cut in range(match.start() + _LONGEST_WORD, match.end(), _LONGEST_WORD):

@@ -20,8 +20,8 @@ _MOST_WORDS = 1 << 18
 """Maximum words in the table; at about 300 bytes per word it takes less than 80 MB."""
 
 # The words of GPT-2's byte-level tokenizer (section 2.2 of "Language models are unsupervised multitask
-# learners") in ASCII text. A word next to a non-ASCII character matches the last alternative instead: all
-# text up to the next gap between two words, which the tokenizer then splits itself.
+# learners") in ASCII text. A word next to a non-ASCII character matches the last alternative instead. This
+# matches all text up to the next gap between two words, and the tokenizer splits it into words.
 _NO_OTHER = r"(?![^\t-\r -~])"
 _WORDS = re.compile(
     "|".join(

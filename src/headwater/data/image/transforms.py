@@ -72,7 +72,7 @@ def transform(
 
 def to_tensor(image: Image.Image) -> Tensor:
     """Return the pixels as numbers in [0, 1], fp32 [channels, h, w]."""
-    # A copy: Pillow shares its memory read-only, which torch does not support.
+    # `np.array` copies the pixels: Pillow shares its memory read-only, which torch does not support.
     pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
     return pixels.view(image.height, image.width, -1).permute(2, 0, 1).float() / 255
 

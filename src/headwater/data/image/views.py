@@ -26,7 +26,7 @@ _LEAST_RATIO = 0.3
 """Minimum number of patches, and minimum aspect ratio, of a masked block (arXiv:2106.08254, algorithm 1)."""
 
 _ATTEMPTS = 10
-"""Maximum number of random blocks that are tried until one masks more patches, but not too many."""
+"""Maximum number of random blocks to try until one masks at least one more patch, and not too many."""
 
 
 class ImageViews:

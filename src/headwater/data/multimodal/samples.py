@@ -105,7 +105,7 @@ class ImageTexts:
     def _places(self, stored: ImageText, order: npt.NDArray[np.int64]) -> Places:
         """Return the positions of image features, [images, features], after the tokens are put in `order`."""
         nowhere = self.sequence_length
-        # One entry more than positions: that of a missing image, which stays beyond the end.
+        # There is one entry more than positions. It is for a missing image, which stays beyond the end.
         new_place = np.full(nowhere + 1, nowhere, dtype=np.int64)
         new_place[order] = np.arange(nowhere)
         places = np.full((self._num_images, self._features), nowhere, dtype=np.int64)

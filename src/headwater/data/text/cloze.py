@@ -215,8 +215,8 @@ def _kind(answer: Sequence[_Word], place: int) -> Kind:
 def _answer(generator: random.Random, words: Sequence[_Word], begin: int, end: int) -> tuple[int, int, Kind]:
     """Return an answer [start, stop) and its kind.
 
-    A date, number or name is the whole run of words. Another long run gives a random part of itself, and a
-    short one sometimes grows by the words after it.
+    The answer is the whole run of words if this is a date, number or name. If another run is long, the answer
+    is a random part of it. If it is short, the words after it are sometimes added.
     """
     kind = _kind(words[begin:end], begin)
     if kind != "other":

@@ -48,8 +48,8 @@ class MaskedTexts:
     """A data set of tokenized texts with masked tokens to predict.
 
     A batch has `input_ids`, `attention_mask` and `token_type_ids`, int64 [batch, length];
-    `masked_lm_positions`, `masked_lm_ids` and `masked_lm_weights`, int64 [batch, predictions]; and with
-    `next_sentence` `next_sentence_label`, int64 [batch].
+    `masked_lm_positions`, `masked_lm_ids` and `masked_lm_weights`, int64 [batch, predictions]; and, if
+    `next_sentence` is set, `next_sentence_label`, int64 [batch].
 
     Args:
         files: CSV files with the columns `tokens`, `segment_ids` and, for next sentence prediction,

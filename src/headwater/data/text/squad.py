@@ -187,7 +187,7 @@ class Windows:
         }
 
     def _span(self, window: Window) -> tuple[int, int]:
-        """Return the positions of the first and last token of the answer; (0, 0) if the window lacks any."""
+        """Return the positions of the first and last token of the answer; (0, 0) if some are missing."""
         answer = self.questions[window.question].answers[0]
         characters = self._contexts[window.question].characters
         begins_before_end = characters[:, 0] < answer.start + len(answer.text)
