@@ -47,7 +47,7 @@ def join(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabric:
     """
     if is_watched():
         end_with_parent()
-    # Only at the first call: in a second rendezvous this rank would wait for ranks that are in the first.
+    # There is one rendezvous. In a second one this rank would wait for ranks that have met in the first.
     if joined.value is ALONE and is_rank():
         joined.value = join_ranks(timeout_s, num_memx)
     return joined.value
@@ -67,7 +67,7 @@ def join_ranks(timeout_s: float = DEFAULT_TIMEOUT_S, num_memx: int = 0) -> Fabri
         ConfigError: if all ranks would be store ranks.
         RankError: if ranks cannot be reached, or the ranks of a host are not numbered consecutively.
     """
-    # Even with a short timeout: another rank may still be measuring the machine.
+    # A short timeout is not used for the rendezvous, because another rank may still be measuring the machine.
     patience_s = max(timeout_s, DEFAULT_TIMEOUT_S)
     own = Process(host_name(), os.getpid(), os.memfd_create("headwater"))
     switchboard, processes = meet(own, patience_s)

@@ -54,7 +54,7 @@ def decode(message: bytes | bytearray | memoryview, kind: Any) -> Any:
     """
     plain, blobs = _split(memoryview(message))
     value = _read(plain, kind, blobs)
-    # Bytes that no value uses are a sign of another version.
+    # A sender of another version may add tensors that this version does not read.
     if any(blob is not None for blob in blobs):
         raise _unexpected("no further tensors", "unused tensors")
     return value
@@ -136,7 +136,7 @@ def _write_plain(value: Any, kind: Any, blobs: list[bytes]) -> Any:
 
 
 def _read_plain(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
-    # Not `isinstance`: True is an int in Python.
+    # `isinstance` would accept True as an int.
     if type(plain) not in _PLAIN[kind]:
         raise _unexpected(f"a value of type {getattr(kind, '__name__', kind)}", plain)
     return plain
@@ -223,7 +223,7 @@ def _read_tensor(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
     try:
         if not blob:
             return torch.empty(shape, dtype=dtype)
-        # A copy: a tensor over the message would keep all of it in memory.
+        # The bytes are copied: a tensor over the message would keep the whole message in memory.
         return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # torch refuses dtype or shape
         raise _unexpected("a tensor", plain) from error
@@ -311,7 +311,7 @@ def _read_mapping(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
         value = dict(pairs)
     except TypeError as error:
         raise _unexpected(f"{kind}", plain) from error
-    # Otherwise the last of two equal keys would win unnoticed.
+    # `dict` has silently dropped all but the last of equal keys.
     if len(value) != len(pairs):
         raise _unexpected("every key once", plain)
     return value

@@ -54,7 +54,7 @@ class Connection:
 
     def send(self, data: memoryview) -> Future[None]:
         """Begin to send bytes. They must not change until the returned future is done."""
-        # Only if no earlier send is still running, because bytes must leave in the order of the calls.
+        # This thread sends only if no earlier send is running: bytes must leave in the order of the calls.
         if self._out.is_idle and len(data) <= _SMALL_BYTES:
             try:
                 data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]

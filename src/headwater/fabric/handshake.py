@@ -64,7 +64,7 @@ def introduce(
     _send(connection, hello, end)
     answer = _receive(connection, _NONCE_BYTES + _CODE_BYTES, end)
     said = hello + answer[:_NONCE_BYTES]
-    # In constant time: a plain comparison would leak how many bytes are right.
+    # The comparison takes constant time. The time of a plain one would tell how many bytes are right.
     if not hmac.compare_digest(_code(secret, b"accepts", said), answer[_NONCE_BYTES:]):
         raise StrangerError(f"the process that answers for rank {other} does not know the secret")
     _send(connection, _code(secret, b"connects", said), end)
@@ -133,7 +133,7 @@ def _receive(connection: socket.socket, count: int, end: float) -> bytes:
 
 
 def _left(end: float) -> float:
-    # One deadline for the whole handshake: a stranger could send a byte a second.
+    # The whole handshake has one deadline. A timeout for each byte would let a stranger prolong it.
     left = end - time.monotonic()
     if left <= 0:
         raise TimeoutError("the other end did not complete the handshake in time")

@@ -49,7 +49,7 @@ class HostWatch:
         pause, looked = _FIRST_PAUSE_S, start
         while not condition():
             time.sleep(pause)
-            # Short at first: most waits of a step end within microseconds.
+            # The first pauses are short, because most waits of a step end within microseconds.
             pause = min(pause * 1.3, _LONGEST_PAUSE_S)
             now = time.monotonic()
             if now - looked > _LIVENESS_S:

@@ -153,7 +153,7 @@ def _store(rendezvous: _Rendezvous) -> Any:
     """Return the store to which rank 0 writes its address, or `None` if it listens at a known address."""
     rank = rendezvous.rank
     if not rank.given:
-        # A name may be known only after a pod or node has started.
+        # The name of a host may be known only some time after its pod or node has started.
         rendezvous.wait(rank.unknown_host, _SHORT_S)
     if torch.distributed.is_initialized():
         return torch.distributed.distributed_c10d._get_default_store()

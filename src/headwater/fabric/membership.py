@@ -63,7 +63,7 @@ def alone(place: str) -> Iterator[None]:
         yield
         return
     token, group = _alone_in.set(place), torch.distributed.GroupMember.WORLD
-    # Every function of `torch.distributed` reads this attribute.
+    # Every function of `torch.distributed` finds the process group in this attribute.
     torch.distributed.GroupMember.WORLD = None
     try:
         yield

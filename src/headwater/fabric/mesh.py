@@ -53,9 +53,9 @@ class Mesh:
         sending = [self._to(other).send_message(messages[other]) for other in others]
         received: list[bytes | bytearray] = [messages[index] for index in range(self.size)]
         for other in others:
-            # In the order of the members, so that the order of arrival does not matter.
+            # Messages are received in the order of the members, in whatever order they arrive.
             received[other] = self._to(other).receive_message()
-        # The sends end after the receives. The other way could block forever if all members wait for sends.
+        # This waits for the sends after the receives. Before them, all members could block forever in sends.
         _finish(sending)
         return received
 

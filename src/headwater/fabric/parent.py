@@ -30,7 +30,7 @@ def end_with(parent: int) -> None:
         parent: process number of the parent, which the parent has passed to this process.
     """
     end_with_parent()
-    if os.getppid() != parent:  # it ended before the line above took effect
+    if os.getppid() != parent:  # the parent ended before the line above took effect
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -80,7 +80,7 @@ class ProcessFabric(Fabric):
             self._leaders.share(values)
             self._host.barrier("the values of all hosts")
         every: list[float] = values.tolist()
-        # Afterwards a rank may overwrite its value.
+        # After this barrier a rank may overwrite its value.
         self._host.barrier("all ranks to read the values")
         return every
 

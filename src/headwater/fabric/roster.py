@@ -26,7 +26,7 @@ class Roster:
     @functools.cached_property
     def host_names(self) -> list[str]:
         """Name of each host."""
-        # In the order of ranks, so that host 0 has rank 0.
+        # The hosts have the order of their ranks, so host 0 has rank 0.
         return list(dict.fromkeys(process.host for process in self.processes))
 
     @functools.cached_property

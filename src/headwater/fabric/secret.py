@@ -37,7 +37,7 @@ def take_secret(environment: MutableMapping[str, str]) -> bytes:
     Raises:
         RankError: if the secret is missing, or other users can read it.
     """
-    # Removed, so that programs which this rank starts do not inherit it.
+    # The variable is removed, so that programs which this rank starts do not inherit the secret.
     text = environment.pop(SECRET, None)
     if text is not None:
         return _checked(text.encode(), where=f"environment variable {SECRET}")

@@ -47,7 +47,7 @@ def listen_at(address: str, port: int, backlog: int) -> socket.socket:
     """
     family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family)
-    # The port would stay taken for the next try.
+    # Without this, the port would stay taken after a failure, also for the next try.
     with on_failure(listener.close):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
@@ -192,7 +192,7 @@ class Switchboard:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._changed:
-            # Set under the lock, so that a handshake that ends later sees it and closes its own connection.
+            # The lock is held, so a handshake that ends later sees this and closes its own connection.
             self._is_closed = True
             for connection, _ in self._arrived.values():
                 connection.close()

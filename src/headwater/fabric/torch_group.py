@@ -49,7 +49,7 @@ def start_group(switchboard: Switchboard, size: int, timeout_s: float) -> None:
     """
 
     def make(options: Any, _: object) -> RankGroup:
-        # Empty for the default group.
+        # The list of ranks is empty for the default group, which has all ranks.
         ranks = options.global_ranks_in_group or range(size)
         mesh = Mesh(switchboard, ranks, options.timeout.total_seconds(), f"torch {options.group_id}")
         return RankGroup(mesh, options.group_rank, options.group_size)

@@ -42,7 +42,7 @@ def cores_of_ranks(count: int) -> list[set[int]] | None:
 
 @contextmanager
 def bound_to(cores: set[int] | None) -> Iterator[None]:
-    """Enter a context in which processes that this thread starts run on `cores`. `None`: on any core."""
+    """Enter a context in which this thread starts processes that run on `cores`; `None`: on any core."""
     if cores is None:
         yield
         return

@@ -59,7 +59,7 @@ class _Node:
 _HEAD = _Node(
     "ray-head",
     limits={"cpu": "2", "memory": "8192Mi"},
-    # No CPU for Ray, so that no rank is placed beside the command.
+    # Ray gets no CPU of the head, so that it places no rank beside the command.
     start={"num-cpus": "0"},
     ports={"gcs-server": 6379, "dashboard": 8265, "client": 10001},
 )

@@ -53,7 +53,7 @@ class Failure:
         if self.told.get("kind") == RankError.__name__:
             return 2, time_s  # this rank could not reach another rank, which probably failed before
         if not self.told and self.exit_code == -signal.SIGTERM:
-            # 3: the launcher has ended this rank because another rank had failed.
+            # The launcher has sent this SIGTERM: for the user, or because another rank had failed.
             return 1 if signal.SIGTERM in passed_on else 3, time_s
         return 0, time_s
 
@@ -90,7 +90,7 @@ def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> i
             return 128 - first.exit_code
         ended = f"was ended by {_signal_name(-first.exit_code)}"
     else:
-        # Rank 0 has printed why.
+        # Rank 0 has already printed the reason.
         if first.exit_code == INTERRUPTED or first.rank == 0:
             return first.exit_code
         ended = f"ended with exit code {first.exit_code}"

@@ -28,7 +28,7 @@ from headwater.fabric.launch.outcome import Failure, exit_code
 from headwater.fabric.report import ERROR_FILE, read_report
 from headwater.fabric.secret import SECRET, new_secret
 
-os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # default: 20, of 40 s each, if nothing answers
+os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # default: 20 tries of 40 s if nothing answers
 try:
     import ray
     from ray.exceptions import RayError
@@ -143,10 +143,10 @@ class RankActor:
         """Return the text added to a file since the last call; only whole lines unless `all_of_it`."""
         file, start = self._files[index].fileno(), self._read[index]
         new = os.pread(file, os.fstat(file).st_size - start, start)
-        # Half lines of several ranks would be mixed on the screen.
+        # Only whole lines are returned, so that parts of lines of several ranks are not mixed on the screen.
         if not all_of_it:
             new = new[: new.rfind(b"\n") + 1]
-        # Only by what was returned: the rest of a line comes with the next call.
+        # Only what is returned counts as read. The next call returns the rest of a line.
         self._read[index] += len(new)
         return new
 
@@ -273,7 +273,7 @@ def _place(request: Request) -> list[_Rank]:
         for index in range(count)
     ]
     nodes = ray.get([actor.node.remote() for actor in actors])
-    # Ray places actors in any order, and ranks of a node must be consecutive.
+    # Actors are sorted by node: Ray places them in any order, and ranks of a node must be consecutive.
     ids = list(dict.fromkeys(node.id for node in nodes))
     placed = sorted(zip(nodes, actors, strict=True), key=lambda pair: ids.index(pair[0].id))
     return [_Rank(number, actor, node) for number, (node, actor) in enumerate(placed)]
@@ -339,7 +339,7 @@ def _watch(ranks: Sequence[_Rank], heard: Sequence[int]) -> list[Failure]:
             elif news.exit_code:
                 failures.append(rank.failure(news.exit_code, news.told))
         if failures:
-            # Counted from the first failure.
+            # The grace period begins with the first failure. `min` keeps its end when others follow.
             end = min(end, time.monotonic() + _GRACE_S)
     return failures
 
