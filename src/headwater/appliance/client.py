@@ -42,13 +42,13 @@ class SharedQueue(RequestQueue):
         while True:
             try:
                 reply = json.loads(self._exchange(line))
-                # The server was busy and has not read the request.
+                # With `again`, the server was busy and has not read the request.
                 if not reply.get("again"):
                     break
             except (ConnectionRefusedError, FileNotFoundError):
                 pass
             except (OSError, ValueError) as error:
-                # See above: a repeated cancellation would kill the job.
+                # A repeated cancellation would kill the job, as the first comment says.
                 if request == "cancel":
                     raise QueueError(
                         "the connection broke: the job may or may not have been cancelled",
@@ -72,7 +72,7 @@ class SharedQueue(RequestQueue):
                 connection.connect(address)
             except BlockingIOError as error:  # the backlog is full; nothing was sent, so a retry is safe
                 raise ConnectionRefusedError(*error.args) from error
-            with suppress(ConnectionError):  # a connection that is one too many is refused before it is read
+            with suppress(ConnectionError):  # a busy server refuses a connection before it reads
                 connection.sendall(line)
             with connection.makefile("rb") as file:
                 return file.readline()

@@ -72,7 +72,7 @@ class Database:
         with _errors(folder.database):
             self._connection = _connect(folder.database)
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-        # Before any other query: the tables of another version may have other columns.
+        # This check comes before any other query: the tables of another version may have other columns.
         if version != _VERSION:
             self.close()
             raise QueueError(
@@ -100,12 +100,13 @@ class Database:
         """Run the statements of the context atomically, while other processes cannot write."""
         with _errors(self.folder.database):
             with self._connection:  # commits, or rolls back on any error
-                # Immediate: a transaction that reads first and writes later could find the rows changed.
+                # IMMEDIATE takes the write lock now. Otherwise another process could write between a read and
+                # a write of this transaction, and the write would fail.
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield
             if self._must_truncate_log:
                 self._must_truncate_log = False
-                # Otherwise the erased environment would stay in the write-ahead log until it is reused.
+                # Otherwise the erased environment would stay in the write-ahead log until the log is reused.
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     @property
@@ -148,7 +149,7 @@ class Database:
         changes += ", slots = CASE WHEN started IS NULL THEN '[]' ELSE slots END"
         values = (phase, reason, exit_code, now, number)
         self.execute(f"UPDATE jobs SET {changes} WHERE id = ?", values)
-        # In the same transaction: no CSX is free while its job still counts as running.
+        # This is in the same transaction, so that no CSX is free while its job still counts as running.
         self.execute("DELETE FROM leases WHERE job = ?", (number,))
         self._must_truncate_log = True
 
@@ -191,13 +192,13 @@ def create_database(folder: QueueFolder, slots: Sequence[Slot], grace_s: float) 
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         try:
             with closing(_connect(partial)) as connection:
-                # Readers, such as `jobs list`, then do not wait for writers.
+                # With a write-ahead log (WAL), readers such as `jobs list` do not wait for writers.
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.executescript(_SCHEMA)
                 for name, value in (("slots", slots_to_record(slots)), ("grace_s", grace_s)):
                     connection.execute("INSERT INTO settings VALUES (?, ?)", (name, json.dumps(value)))
             with suppress(FileExistsError):
-                # A link, not a rename: a database that another process has just made must stay.
+                # A rename would replace a database that another process has just made. A link does not.
                 folder.database.hardlink_to(partial)
         finally:
             partial.unlink()
@@ -220,7 +221,7 @@ def job_numbers(name: str) -> range:
     digits = name.removeprefix("wsjob-")
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_DIGITS):
         raise unknown_job(name)
-    # Only a full name has leading zeros, so such a text is the beginning of one.
+    # Only a full name has leading zeros, so this text is the beginning of a full name.
     if digits[0] == "0" and len(digits) < _DIGITS:
         return range(int(digits.ljust(_DIGITS, "0")), int(digits.ljust(_DIGITS, "9")) + 1)
     return range(int(digits), int(digits) + 1)

@@ -90,7 +90,7 @@ class EmbeddedQueue(Queue):
         database = self._database
         with database.transaction():
             row = self._live_row(name)
-            if row["phase"] == Phase.RUNNING:  # the process that watches over the job reads this and ends it
+            if row["phase"] == Phase.RUNNING:  # the job's watcher process reads `cancels` and ends the job
                 database.execute("UPDATE jobs SET cancels = cancels + 1 WHERE id = ?", (row["id"],))
             else:
                 who = f"cancelled by {user_name(self._caller.uid)} before it ran"
@@ -123,7 +123,7 @@ class EmbeddedQueue(Queue):
 
     def _ensure_served(self, jobs: list[Job]) -> list[Job]:
         if not all(job.phase.over for job in jobs):
-            # A supervisor without jobs has ended by itself.
+            # An idle supervisor ends by itself, so one may have to be started.
             self._wake()
         return jobs
 
@@ -143,7 +143,7 @@ class EmbeddedQueue(Queue):
         """Return the row of an unfinished job that the caller may change. Call it inside a transaction."""
         row = self._row(name)
         name = job_name(row["id"])
-        # Inside the transaction: the row cannot change before it is used.
+        # The caller's transaction ensures that the row cannot change before it is used.
         if self._caller.uid not in (0, row["uid"]):
             owner = row["user"]
             who = owner if row["uid"] == 0 else f"{owner}, or root"

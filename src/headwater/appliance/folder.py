@@ -155,7 +155,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        # Not `lockf`: its locks end when any descriptor of the file is closed in this process.
+        # A lock of `lockf` would end when this process closes any descriptor of the file.
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
@@ -168,7 +168,7 @@ def is_locked(path: Path) -> bool:
         return False
     lock = os.open(path, os.O_RDONLY)
     try:
-        # A shared lock, so that processes that test at the same time do not take each other for a holder.
+        # The lock is shared, so that two processes that test at once do not take each other for a holder.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -92,11 +92,11 @@ class Queue(ABC):
         name = self.show(name).name
         position, decoder = 0, codecs.getincrementaldecoder("utf-8")("replace")
         while True:
-            # Ask before the log is read: if the job is over, the log that is read next is complete.
+            # The job is read before its log. If the job is over, the log that is read next is complete.
             job = self.show(name)
             while data := self.read_log(job, position):
                 position += len(data)
-                # Incremental: a character may be cut by the end of a block.
+                # The decoder is incremental, because a block may end within a character.
                 yield decoder.decode(data)
             if job.phase.over or not follow:
                 return
@@ -110,7 +110,7 @@ def read_local_log(job: Job, position: int) -> bytes:
         QueueError: if the log cannot be read.
     """
     try:
-        # Opened again each time: the job may create the file later, on another machine.
+        # Each call opens the file again, because the job may create it later, on another machine.
         with job.log.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(position if position >= 0 else max(size + position, 0))

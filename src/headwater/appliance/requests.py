@@ -33,7 +33,7 @@ def _label(queue: Queue, arguments: _Arguments) -> Job:
         raise ConfigError(
             "expected strings or null as labels", where="the request: labels", remedy=SAME_VERSION
         )
-    # The rules for labels of the command line, because a client can send anything.
+    # The rules of the command line are checked here too, because a client can send anything.
     read_label_changes([f"{name}-" if value is None else f"{name}={value}" for name, value in labels.items()])
     return queue.label(arguments["name"], labels)
 
@@ -65,7 +65,7 @@ def answer(opened: Callable[[], AbstractContextManager[Queue]], line: bytes) -> 
         line: the request, from an untrusted sender.
     """
     try:
-        # Inside `try`: a bad request gets an answer, and must not end the server's thread.
+        # This is inside `try`, because a bad request gets an answer and must not end the server's thread.
         request = _parse(line)
         fields, ask = _ANSWERS[request.pop("ask")]
         arguments: _Arguments = read_fields(request, fields, "the request")

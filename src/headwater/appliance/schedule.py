@@ -43,7 +43,7 @@ def schedule(waiting: Iterable[Request], held: Iterable[int], free: int) -> list
         if free == 0:
             break
         if request.num_csx > free:
-            # Only the first one: jobs behind it have no claim that could be delayed.
+            # Only the first of these jobs is protected from delay.
             first = first or request
         elif first is None or not _delays(request.num_csx, first.num_csx - free, taken):
             chosen.append(request)

@@ -103,7 +103,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, or refuse at once if too many connections are open."""
-        # From the kernel: nothing in a request is trusted.
+        # The kernel reports the user, because nothing in a request is trusted.
         uid = caller_of(request).uid
         why = self._places.take(uid)
         if why is None:
@@ -138,10 +138,10 @@ class _Handler(socketserver.StreamRequestHandler):
 
     @contextmanager
     def _queue(self) -> Iterator[Queue]:
-        # One for each request: a connection belongs to one thread.
+        # Each request opens the database, because a connection to it belongs to one thread.
         database = Database(self.server.folder)
         try:
-            # From the kernel: nothing in a request is trusted.
+            # The kernel reports the user, because nothing in a request is trusted.
             yield EmbeddedQueue(database, caller_of(self.request), wake=lambda: None)
         finally:
             database.close()

@@ -94,7 +94,7 @@ class SlurmQueue(Queue):
         known = next((name for name, metadata in live if metadata.get("token") == token), None)
         if known is None:
             known = _submit(submission, token)
-            # While the job is held: Slurm cannot start it before it is checked.
+            # The job is still held, so Slurm cannot start it before this check.
             self._refuse_taken(known, submission)
             _ask("scontrol", "release", known)
         return self.show(known)
@@ -110,7 +110,7 @@ class SlurmQueue(Queue):
         job = self._live(name)
         metadata = _metadata(self._record(name)) or {}
         if job.phase == Phase.RUNNING and not metadata.get("cancelled"):
-            # Before the signal: the job may end at once, and its record cannot change afterwards.
+            # This comes before the signal: the job may end at once, and its record cannot change afterwards.
             self._write_metadata(name, {**metadata, "cancelled": True})
             # Signal only the main process, which forwards the signal. A rank that receives it a second time
             # would stop at once.
@@ -254,7 +254,7 @@ def _records() -> list[dict[str, str]]:
 
 def _phase(record: Mapping[str, str], metadata: Mapping[str, Any]) -> Phase:
     phase = _PHASES.get(record["State"], Phase.FAILED)
-    # Held by `_submit`, and not yet released.
+    # `submit` has not released this job yet.
     if phase == Phase.QUEUED and record["Reason"] == _HELD:
         return Phase.CREATED
     return Phase.CANCELLED if phase.over and metadata.get("cancelled") else phase

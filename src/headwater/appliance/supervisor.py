@@ -56,7 +56,7 @@ def supervise(folder: QueueFolder, idle_s: float | None = None) -> None:
             with serving(folder), _stopping() as stop:
                 Supervisor(database).run(stop, idle_s)
         finally:
-            # Before the look below: a client that finds the lock free starts a supervisor itself.
+            # The lock is released before the query below. From now on a client starts a supervisor itself.
             os.close(lock)
         # A client that submitted a job before the release of the lock saw a running supervisor and did not
         # start one. So look for unfinished jobs after the release, and continue if there are any.
@@ -139,9 +139,9 @@ class Supervisor:
             time.sleep(_TICK_S)
 
     def look(self) -> bool:
-        """Update the state of all jobs, and start those that can start. True if some job is not over."""
+        """Update the states of all jobs, and start those that can start. Return true if some are not over."""
         self._watchers = {number: one for number, one in self._watchers.items() if one.poll() is None}
-        # First: it frees CSXs that `_give_slots` can give away.
+        # This comes first, because it frees CSXs that `_give_slots` can give to other jobs.
         self._find_lost()
         self._admit()
         self._give_slots()
@@ -159,11 +159,11 @@ class Supervisor:
         for number in self._numbers(Phase.RUNNING):
             if not try_lock(self._locks, number):
                 continue
-            # Released at once: the lock was taken only to see that no watcher holds it.
+            # The lock is released at once: it was taken only to see that no watcher holds it.
             fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, number)
             if number not in self._numbers(Phase.RUNNING):
                 continue  # the watcher has recorded the end since the query
-            # Before its CSXs are free: the next job must not meet processes of this one.
+            # This comes before its CSXs are freed: the next job must not meet processes of this one.
             if not kill_processes(self._database.folder.path, job_name(number)):
                 logger.warning("some processes of %s do not end", job_name(number))
             reason = "its watcher process was killed, or the machine was restarted"
@@ -212,7 +212,7 @@ class Supervisor:
         for number in self._numbers(Phase.INITIALIZING):
             if number in self._watchers:
                 continue
-            # A watcher that dies before it claims the job would be started for ever.
+            # Without a limit, a watcher that dies before it claims the job would be started for ever.
             tries = self._tries[number] = self._tries.get(number, 0) + 1
             if tries > _TRIES:
                 reason = "its watcher process does not start; see the supervisor's log"
@@ -259,7 +259,7 @@ def ensure_supervisor(folder: QueueFolder) -> None:
 def _start_in_background(folder: QueueFolder) -> int:
     """Start a supervisor and return its process number.
 
-    It does not inherit the variables HEADWATER_*. The caller may be a job, and its variables are its own.
+    It does not inherit the variables HEADWATER_*: the caller may be a job, and these describe only that job.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADWATER_")}
     log = folder.open_supervisor_log()

@@ -124,7 +124,7 @@ class Watch:
                 code = status
             if ended == 0:
                 self._read_cancels()
-                if self._cancels or code is not None:  # after its exit, end what the job left running
+                if self._cancels or code is not None:  # after its exit, the job may have left processes
                     self._end_processes()
                 signal.sigtimedwait({signal.SIGCHLD}, _END_S if self._deadline else _WATCH_S)
         assert code is not None, "the process was a child of this one"
@@ -196,7 +196,7 @@ def _start(database: Database, row: sqlite3.Row) -> tuple[int, str | None]:
             os.write(child_end, str(error).encode())
         finally:
             os._exit(NOT_STARTED)
-    # Otherwise the read below would never end.
+    # This process closes its copy of the writing end. Otherwise the read below would never end.
     os.close(child_end)
     with os.fdopen(complaint, "rb") as pipe:
         text = pipe.read().decode(errors="replace")
@@ -222,7 +222,7 @@ def _become(row: sqlite3.Row, folder: Path, log: Path, slots: Sequence[Slot], wa
     os.umask(row["umask"])
     if row["uid"] != os.geteuid():
         _become_user(row["uid"], row["gid"])
-    # Die with the watcher. It may have died before prctl, so check that it is still the parent.
+    # This process must die with the watcher, which may have died before `prctl`. So its parent is checked.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     assert os.getppid() == watcher, "the watcher process is gone"
     os.chdir(row["folder"])
@@ -251,7 +251,7 @@ def _become_user(uid: int, gid: int) -> None:
         os.setgroups([gid])
     else:
         os.initgroups(name, gid)
-    # Before the user: afterwards this process may not change its groups.
+    # The groups are set before the user. Afterwards this process may not change its groups.
     os.setgid(gid)
     os.setuid(uid)
 

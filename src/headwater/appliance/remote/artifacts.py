@@ -125,7 +125,7 @@ def digest_of(listed: Sequence[Artifact]) -> str:
 
 
 def read_block(folder: Path, artifact: Artifact, position: int, known: str | None) -> tuple[str, bytes]:
-    """Return a block of an artifact: whether it is there, and its bytes.
+    """Return the state of a block of an artifact, and its bytes.
 
     Args:
         folder: the folder of the run.
@@ -155,7 +155,7 @@ def read_block(folder: Path, artifact: Artifact, position: int, known: str | Non
         size = max(min(BLOCK, artifact.size - position), 0)
         file.seek(position)
         data = file.read(size)
-        # Afterwards: a change before or during the read shows in the attributes.
+        # The attributes are read after the content, so that they show a change before or during the read.
         found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode) or not _begins_with(found, artifact) or len(data) != size:
         return "changed", b""

@@ -89,7 +89,7 @@ class Bundle:
 
 def _files_of(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
-        # In place: `walk` then leaves them out.
+        # The list itself is changed, so that `os.walk` does not enter the other folders.
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
         yield from (path for name in sorted(names) if (path := Path(place, name)).is_file())
 
@@ -130,7 +130,8 @@ def _send_file(connection: Connection, file: BundledFile, digest: str, position:
     with disk_errors(file.source), file.source.open("rb") as source:
         while position is not None:
             source.seek(position)
-            # At most `size`, if the file has grown meanwhile: the server then finds another checksum.
+            # If the file has grown meanwhile, only the first `size` bytes are sent. The server compares their
+            # checksum with the digest.
             data = source.read(min(_BLOCK, file.size - position))
             reply = connection.ask("add", data, digest=digest, size=file.size, position=position)
             before, position = position, reply.header["answer"]

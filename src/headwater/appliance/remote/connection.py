@@ -120,7 +120,7 @@ class Connection:
     def _receive(self, process: Process) -> Frame:
         while True:
             for frame in self._decoder.feed(process.receive(_REPLY_S)):
-                # Only one: the server sends a frame for each request.
+                # There is only one frame, because the server sends one for each request.
                 return frame
 
     def _end(self) -> Failure:

@@ -47,7 +47,7 @@ class Contents:
         path = self.path(digest)
         with disk_errors(path):
             if path.exists():
-                os.utime(path)  # it is needed now, so it is not deleted as unused
+                os.utime(path)  # the content is needed now, so it must not be deleted as unused
                 return None
             partial = _partial(path)
             return partial.stat().st_size if partial.exists() else 0

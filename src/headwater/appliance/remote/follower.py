@@ -69,7 +69,7 @@ class Follower:
         answer: dict[str, Any] = frame.header["answer"]
         job = Job.from_record(answer["job"])
         if frame.body:
-            # Counted first: an interruption while it is written must not repeat it.
+            # The part is counted before it is written, so that it is not repeated after an interruption.
             self._position += len(frame.body)
             self._write(frame.body)
         if job.phase != self._phase:

@@ -86,11 +86,12 @@ class _Worker:
 
     def _begin(self) -> str:
         """Start the process and wait until it serves. Return its address."""
-        # Without prompts: they would come in the middle of a run.
+        # With BatchMode ssh does not prompt. A prompt would come in the middle of a run.
         words = command_line(self._host, os.environ, "input_worker -", ("BatchMode=yes",))
         with tempfile.TemporaryFile() as messages:
             try:
-                # In its own session: after Ctrl-C the run finishes its step, which needs batches.
+                # The worker has a new session, so Ctrl-C does not end it. The run still finishes its step,
+                # which needs batches.
                 process = self._process = subprocess.Popen(
                     words,
                     stdin=subprocess.PIPE,

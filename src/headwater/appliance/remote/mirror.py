@@ -22,10 +22,10 @@ _SEAL = "manifest.json"
 class Mirror:
     """Copies the artifacts of one job to a folder.
 
-    A file is written under a name that ends with `.partial`, and renamed when it is whole. What an earlier
-    process has left there is compared block by block, and only other blocks are sent. Files that the
-    appliance deletes stay. Two processes never copy to a folder at the same time: they would write the same
-    partial files.
+    A file is written under a name that ends with `.partial`, and renamed when it is whole. Files that an
+    earlier process has left there are compared block by block, and only blocks that differ are sent. Files
+    that the appliance deletes stay. Two processes never copy to a folder at the same time: they would write
+    the same partial files.
 
     Args:
         connection: to the appliance.
@@ -118,7 +118,7 @@ class Mirror:
             return False
         if found.st_size != artifact.size:
             return False
-        # In memory too: a file system may round times.
+        # `_copied` is also compared, because a file system may round times.
         return self._copied.get(path) == artifact or found.st_mtime_ns == artifact.modified_ns
 
     def _copy(self, artifact: Artifact, path: str) -> Generator[None, None, bool]:

@@ -20,7 +20,7 @@ class RemoteQueue(RequestQueue):
         self._connection = connection
 
     def ask(self, request: str, **arguments: object) -> Any:
-        # Not again: a second cancellation kills the job at once.
+        # A cancellation is not sent a second time, because a second one kills the job at once.
         once = request == "cancel"
         fields = {"ask": request, **arguments}
         return self._connection.ask("queue", once=once, request=fields).header["answer"]

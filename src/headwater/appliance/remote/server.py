@@ -147,7 +147,7 @@ class Server:
         end = time.monotonic() + min(wait_s, _MAX_WAIT_S)
         with self._opened() as queue:
             while True:
-                # Before its log is read: if the job is over, the log that is read next is complete.
+                # The job is read before its log. If the job is over, the log that is read next is complete.
                 job = queue.show(fields["name"])
                 data = queue.read_log(job, fields["position"])
                 is_news = data or job.phase.over or job.phase != fields["phase"]
@@ -182,7 +182,7 @@ class Server:
 
     @contextmanager
     def _opened(self) -> Iterator[Queue]:
-        # Once for a connection: opening reads the file system and the environment.
+        # A connection opens the queue only once, because that reads the file system and the environment.
         self._queue = self._queue or open_queue()
         yield self._queue
 
@@ -204,7 +204,7 @@ def job_environment(own: Mapping[str, str], python_paths: Sequence[Path]) -> dic
         python_paths: folders from which the job imports modules, besides those of PYTHONPATH.
     """
     kept = {name: value for name, value in own.items() if not name.startswith(_UNSAFE)}
-    # First: `python` in a command then means the one that has Headwater.
+    # This folder comes first, so that `python` in a command means the one that has Headwater.
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
     paths = [*map(str, python_paths), *filter(None, [kept.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths)} if paths else kept

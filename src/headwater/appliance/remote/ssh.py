@@ -85,12 +85,12 @@ class Process:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        # A file, not a pipe: a full pipe of messages would block ssh.
+        # The messages go to a file, because a full pipe would block ssh.
         self._messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         words = command_line(address, os.environ)
         try:
             # Ctrl-C reaches the whole process group. The connection must survive it, and ssh keeps an ignored
-            # signal ignored. Its own process group would take the terminal away from its prompts.
+            # signal ignored. In a separate process group, ssh could not prompt on the terminal.
             with handled({signal.SIGINT: signal.SIG_IGN}):
                 self._process = subprocess.Popen(
                     words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._messages, bufsize=0

@@ -87,7 +87,7 @@ class Workspace:
                 f"expected at most {MAX_FILES} files in a submission, got {len(files)}",
                 remedy="send fewer files, or copy the data to the appliance first",
             )
-        # Under another name until it is complete: another connection may lay out the same job.
+        # The folder has another name until it is complete: another connection may lay out the same job.
         partial = folder.parent.with_name(f"{uuid.uuid4().hex}.partial")
         try:
             with disk_errors(folder):
@@ -126,7 +126,7 @@ class Workspace:
             raise QueueError(f"the content of {file['path']} is missing", remedy="submit again")
         target = folder / relative
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A copy, not a link: the job may change its file.
+        # The content is copied and not linked, because the job may change its file.
         shutil.copyfile(source, target)
         target.chmod(0o755 if file["executable"] else 0o644)
 
