@@ -77,7 +77,8 @@ class Peers(Links):
 
     @property
     def agreement_s(self) -> float:
-        return (self._hosts - 1) * self._network.latency_s  # gloo gathers from neighbour to neighbour
+        # This is an upper bound: the engine sends to all other hosts at once.
+        return (self._hosts - 1) * self._network.latency_s
 
 
 class Dedicated(Links):
