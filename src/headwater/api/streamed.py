@@ -98,7 +98,9 @@ class StreamedModel:
                 self.precision = Precision()
             return None
         with_gradients = torch.is_grad_enabled()
-        if self._serves() and not with_gradients and not self.current.has_changed:
+        is_known = self._serves() and not self.current.has_changed
+        widens = is_known and self._replanning.widens((args, kwargs))
+        if is_known and not widens and not with_gradients:
             return None  # any plan of this precision fits; generation makes many such calls
         trained = trained_names(self.model)
         news = self._news((args, kwargs), trained)
@@ -107,6 +109,7 @@ class StreamedModel:
             news = news.of_any_rank(current())
             self._check_trained(trained, retrained=news.retrained)
         fits = news.size <= self._largest_batch and not (news.trains_more or news.structure or news.precision)
+        fits = fits and not widens
         if self.engine is not None and fits and not news.first_training:
             return None
         if has_lent_parameters(self.model):

@@ -59,14 +59,22 @@ class CastReads:
         partition: the stages.
         loss_function: returns the scalar loss.
         dtype: the dtype of autocast.
+        uncast: the parameters that any forward reads without a cast. The dry run adds those that it sees, so
+            earlier dry runs of the model count too.
     """
 
-    def __init__(self, partition: Partition, loss_function: LossFunction, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        loss_function: LossFunction,
+        dtype: torch.dtype,
+        uncast: set[str],
+    ) -> None:
         self._partition = partition
         self._loss_function = loss_function
         self._dtype = dtype
         self._cast: set[str] = set()  # parameters that an operator casts to 16 bits
-        self._as_they_are: set[str] = set()  # parameters that any other operator reads
+        self._uncast = uncast
         self._shared: set[str] = set()  # parameters with a cast copy that several operators of a forward read
         self._name_of_memory: dict[int, str] = {}
         self._copies: dict[int, _Copy] = {}
@@ -85,7 +93,7 @@ class CastReads:
         return _with_params(self._partition, self._needed)
 
     def _needed(self, param: ParamSpec) -> ParamSpec:
-        if param.name not in self._cast or param.name in self._as_they_are:
+        if param.name not in self._cast or param.name in self._uncast:
             return _in_own_dtype(param)
         return dataclasses.replace(param, exact_cast=True, full_gradient=param.name not in self._shared)
 
@@ -93,7 +101,7 @@ class CastReads:
         """Return the loss. The dry run calls this while the model has the dry run's parameters."""
         self._name_of_memory = {memory_key(param): name for name, param in model.named_parameters()}
         # The mode does not cover the backward, because code of this package reads dtypes there.
-        with _ReadsInPython(self._name_of_memory, self._as_they_are.add):
+        with _ReadsInPython(self._name_of_memory, self._uncast.add):
             return self._loss_function(model, batch)
 
     def observe(self, call: OperatorCall) -> None:
@@ -105,7 +113,7 @@ class CastReads:
             key = memory_key(tensor)
             name, copy = self._name_of_memory.get(key), self._copies.get(key)
             if name is not None:
-                (self._cast if casts else self._as_they_are).add(name)
+                (self._cast if casts else self._uncast).add(name)
                 if casts:
                     self._copies[memory_key(call.out)] = _Copy(name, call.out)
             elif copy is not None and not call.backward:
