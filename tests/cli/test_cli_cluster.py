@@ -96,9 +96,10 @@ def test_a_file_of_this_machine_agrees_with_its_plan(headwater, tmp_path):
     (point,) = json.loads((folder / NUMBERS_FILE).read_text())["points"]
     assert point["step_s"] == pytest.approx(predicted, rel=0.02)  # printed with three digits
 
-    code, _, err = headwater(*TINY, "--write_cluster", file)
+    code, text, err = headwater(*TINY, "--write_cluster", file)
     assert code == 2
     assert "File exists" in err
+    assert text == ""  # the error comes before the plan
 
     wider = yaml.safe_load(file.read_text()) | {
         "hosts": 4,

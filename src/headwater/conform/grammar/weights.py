@@ -247,6 +247,22 @@ def unused(n: int, *, used: bool) -> Code:
     return Code(init=f"self.m{n} = nn.Linear({WIDTH}, {WIDTH})", forward=forward)
 
 
+@layer(1, mode=("training", "evaluation"), how=("scale", "fp32", "dtype", "numpy", "product"))
+def other_read(n: int, other: str, *, mode: str, how: str) -> Code:
+    """Return code that makes a random model read a layer's weight in one mode in another way."""
+    weight = f"self.{other}.weight"
+    read = {
+        "scale": f"x = x * {weight}.square().mean()",
+        "fp32": f"with torch.autocast('cpu', enabled=False):\n"
+        f"    x = F.linear(x.float(), {weight}).tanh()",
+        "dtype": f"x = x.to({weight}.dtype) / 3",
+        "numpy": f"x = x * float({weight}.detach().numpy().sum())",
+        "product": f"x = F.linear(x, {weight}).tanh()",
+    }[how]
+    body = "\n".join(f"    {line}" for line in read.splitlines())
+    return Code(forward=f"if {'' if mode == 'training' else 'not '}self.training:\n{body}")
+
+
 @layer()
 def empty_layer(n: int) -> Code:
     """Return code that adds to a random model a layer that has 0 outputs."""
