@@ -16,6 +16,7 @@ from headwater.core.units import counted
 from headwater.plan.cluster.drawing import draw_scaling, draw_timeline
 from headwater.plan.cluster.report import chrome_trace, render_scaling, scaling_document
 from headwater.trainer.job import Trainable
+from headwater.trainer.machine_file import refuse_existing
 from headwater.trainer.simulation import Simulation, cluster_of, simulate
 
 SCALING_FILE, TIMELINE_FILE = "scaling.png", "timeline.png"
@@ -49,11 +50,13 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_cluster_arguments(args: argparse.Namespace) -> None:
-    """Raise if options of the cluster simulator are combined with options that contradict them.
+    """Raise if options of a plan contradict each other, or name a file that would be overwritten.
 
     Raises:
-        ConfigError: if such options are combined; the error names the option.
+        ConfigError: names the option or the file.
     """
+    if args.write_cluster is not None:
+        refuse_existing(args.write_cluster)  # now, because the plan may take minutes
     for name in ("counts", "scaling", "out"):
         if args.cluster is None and getattr(args, name) is not None:
             raise ConfigError(f"--{name} needs --cluster", where="command line", remedy="add --cluster FILE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,26 @@ def write_machine(path: Path, rates: Calibration, free: Resources, device: str) 
         with path.open("x", encoding="utf-8") as file:
             yaml.safe_dump(machine_document(rates, free, device), file, sort_keys=False)
     except OSError as error:
-        raise ConfigError(
-            f"the cluster file cannot be written: {error.strerror}",
-            where=str(path),
-            remedy="name a file that does not exist, in a folder that can be written to",
-        ) from error
+        raise _not_written(path, error) from error
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise `ConfigError` if a cluster file cannot be written to `path`, because something is there."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _not_written(path, error) from error
+    raise _not_written(path, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
+
+
+def _not_written(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the cluster file cannot be written: {error.strerror}",
+        where=str(path),
+        remedy="name a file that does not exist, in a folder that can be written to",
+    )
 
 
 def machine_document(rates: Calibration, free: Resources, device: str) -> dict[str, Any]:

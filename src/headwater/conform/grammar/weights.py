@@ -253,8 +253,7 @@ def other_read(n: int, other: str, *, mode: str, how: str) -> Code:
     weight = f"self.{other}.weight"
     read = {
         "scale": f"x = x * {weight}.square().mean()",
-        "fp32": f"with torch.autocast('cpu', enabled=False):\n"
-        f"    x = F.linear(x.float(), {weight}).tanh()",
+        "fp32": f"with torch.autocast('cpu', enabled=False):\n    x = F.linear(x.float(), {weight}).tanh()",
         "dtype": f"x = x.to({weight}.dtype) / 3",
         "numpy": f"x = x * float({weight}.detach().numpy().sum())",
         "product": f"x = F.linear(x, {weight}).tanh()",
