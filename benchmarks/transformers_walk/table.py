@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import transformers
 
 from benchmarks.transformers_walk.walk import Outcome
+
+_LONGEST = 240
+"""Characters of a reason."""
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
@@ -20,20 +24,21 @@ def _lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     equal = [outcome for outcome in built if outcome.equal]
     yield "# The transformers library, class by class"
     yield ""
-    yield "`python -m benchmarks.transformers_walk --page docs/transformers.md` goes through the auto-model"
-    yield f"mappings of the transformers library ({transformers.__version__}). It builds every class in a"
-    yield "tiny random configuration if possible, and trains it for three steps in fp32, in plain PyTorch and"
-    yield "streamed with the fewest slabs. It compares losses, gradient norms and weights bit for bit, and"
-    yield "writes this page."
+    yield "`python -m benchmarks.transformers_walk --page docs/transformers.md` tests all model classes that"
+    yield f"the auto classes of the transformers library ({transformers.__version__}) can load. It makes a"
+    yield "tiny model of each class with random weights, and trains it for three steps in fp32: in plain"
+    yield "PyTorch, and streamed with the fewest slabs. It compares losses, gradient norms, weights and"
+    yield "buffers bit for bit, and writes this page."
     yield ""
     yield f"Of {len(outcomes)} classes {len(built)} could be built; **{len(equal)} of these are equal**."
+    yield "A class with several tasks is counted in one of them."
     yield ""
     yield from _by_task(outcomes)
     yield from _named("Not equal", "what happened", (o for o in built if not o.equal))
     yield "## Not built"
     yield ""
-    yield "Plain PyTorch does not train these classes either. Most often the reduced configuration"
-    yield "has invalid sizes, or a package is not installed."
+    yield "For these classes the benchmark found no tiny model that plain PyTorch can train, or a package is"
+    yield 'not installed. After "no inputs found" is the error of the first inputs that were tried.'
     yield ""
     yield from _named("", "why", (o for o in outcomes if not o.built))
 
@@ -65,4 +70,8 @@ def _named(title: str, column: str, outcomes: Iterable[Outcome]) -> Iterator[str
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")[:160]
+    """Return a reason without advice on how to install a package. A long reason is cut after a word."""
+    text = re.sub(r"(?<=\.) (?:You can|Please) install it.*", "", text)
+    if len(text) > _LONGEST:
+        text = text[: _LONGEST + 1].rpartition(" ")[0] + " …"
+    return text.replace("|", "\\|")

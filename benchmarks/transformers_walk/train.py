@@ -60,13 +60,17 @@ class History:
     weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
-    def difference(self, other: History) -> str:
-        """Return the first value whose bits differ; empty if all are equal."""
-        for what in ("losses", "norms"):
-            if getattr(self, what) != getattr(other, what):
-                return f"{what}: {getattr(self, what)} and {getattr(other, what)}"
+    def difference(self, plain: History) -> str:
+        """Return the first value whose bits differ from those of plain PyTorch; empty if all are equal."""
+        for what, mine, others in (
+            ("loss", self.losses, plain.losses),
+            ("gradient norm", self.norms, plain.norms),
+        ):
+            for step, (left, right) in enumerate(zip(mine, others, strict=True), 1):
+                if left != right:
+                    return f"{what} of step {step}: {left} streamed, {right} in plain PyTorch"
         for what in ("weights", "buffers"):
-            mine, others = getattr(self, what), getattr(other, what)
+            mine, others = getattr(self, what), getattr(plain, what)
             if mine.keys() != others.keys():
                 return f"names of {what}: {sorted(mine.keys() ^ others.keys())[:3]}"
             different = [name for name in mine if not _same(mine[name], others[name])]

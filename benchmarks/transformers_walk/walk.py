@@ -68,7 +68,7 @@ def walk(entry: Entry) -> Outcome:
         return dataclasses.replace(outcome, reason=_story(error), seconds=time.perf_counter() - start)
     difference = streamed.history.difference(plain)
     if difference and train_plain(job).difference(plain):
-        difference = f"plain PyTorch differs from itself, too; {difference}"
+        difference = f"two runs of plain PyTorch differ too; {difference}"
     return dataclasses.replace(
         outcome,
         equal=not difference,
