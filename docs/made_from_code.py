@@ -176,7 +176,9 @@ def _named(schema: Schema) -> Mapping[str, Schema]:
 def _plain(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    return str(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_plain, value))}]"
+    return "null" if value is None else str(value)
 
 
 def _kind(node: Schema) -> str:
@@ -194,10 +196,14 @@ def _kind(node: Schema) -> str:
         kinds = [
             _kind(each) for each in node["anyOf"] if each.get("type") != "null" and "pattern" not in each
         ]
-        return " or ".join(dict.fromkeys(kinds)) or "null"
+        return " or ".join(dict.fromkeys(kinds)) or "text"
     if node.get("deprecated"):
         return "any"
     kind = node.get("type", "any")
+    if kind == "array" and "prefixItems" in node:
+        kinds = [_kind(each) for each in node["prefixItems"]]
+        same = len(set(kinds)) == 1
+        return f"list of {len(kinds)}: {kinds[0]}" if same else f"list of {'; '.join(kinds)}"
     if kind == "array":
         return f"list of {_kind(node.get('items', {}))}"
     words = {"integer": "int", "number": "number", "boolean": "bool", "string": "text", "object": "mapping"}

@@ -54,7 +54,7 @@ _OPTIONS: Options = (
         list,
         "for each task, a file with programs of its first problems",
     ),
-    ("save_every_k_tasks", int, "problems after which the programs so far are saved"),
+    ("save_every_k_tasks", int, "save the programs after this number of problems"),
     ("save_generations", bool, "write the programs, which is the default"),
     ("save_generations_path", str, "file of the programs; the task is added to its name (generations.json)"),
     ("save_references", bool, "write the tests, which is the default"),

@@ -148,8 +148,8 @@ def _add_duplicate_arguments(group: argparse._ArgumentGroup) -> None:
     kinds.add_argument(
         "--deduplicate_near",
         action="store_true",
-        help="of each group of equal or similar documents or records keep the first; count the others (if "
-        "the first is too long for a sample, --longer skip loses the whole group)",
+        help="keep the first of each group of equal or similar documents or records; count the others (if "
+        "the first is too long for a sample, --longer skip leaves out the whole group)",
     )
     group.add_argument(
         "--near_threshold",

@@ -47,7 +47,7 @@ def add_retriever_arguments(group: argparse._ActionsContainer) -> None:
         "--encoder_dir",
         type=Path,
         metavar="DIR",
-        help="folder of the run that made the index (where it was then)",
+        help="folder of the run that made the index (its place at that time)",
     )
 
 

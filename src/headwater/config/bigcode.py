@@ -21,7 +21,7 @@ class BigCodeArguments(Section):
         load_data_path: the same as `include_path`.
         n_samples: programs for each problem.
         do_sample: draw tokens at random; otherwise take the most likely ones.
-        temperature: of drawn tokens.
+        temperature: temperature of drawn tokens; 0: always the most likely token.
         top_k: draw only among the k most likely tokens; 0: among all.
         top_p: draw only among the most likely tokens whose probability reaches this.
         seed: seed of drawn tokens.
@@ -35,7 +35,7 @@ class BigCodeArguments(Section):
         generation_only: write programs without running them; the default without `allow_code_execution`.
         load_generations_path: file with programs that are run instead of new ones.
         load_generations_intermediate_paths: for each task, a file with the programs of its first problems.
-        save_every_k_tasks: problems after which the programs so far are saved; -1: only at the end.
+        save_every_k_tasks: save the programs after every k problems; -1: only at the end.
         save_generations: write the programs.
         save_generations_path: file of the programs; the name of the task is added.
         save_references: write the tests.
@@ -133,7 +133,7 @@ class BigCodeEvalHarnessConfig(TaskCallback):
     """An evaluation on tasks that ask for programs, during training and at its end.
 
     Attributes:
-        bigcode_args: what is evaluated.
+        bigcode_args: the tasks, and how they are evaluated.
     """
 
     bigcode_args: BigCodeArguments

@@ -114,7 +114,7 @@ class TaskCallback(Section):
             default, the micro-batch of the plan.
         max_sequence_length: largest number of tokens that the model may read at once; its positions if not
             given.
-        tokenizer_file_path: tokenizer.json; that of the training data if not given.
+        tokenizer_file_path: file `tokenizer.json`; that of the training data if not given.
         pretrained_model_name_or_path: a local folder with a tokenizer, instead of `tokenizer_file_path`.
         eos_id: id of the token that ends a text; found in the tokenizer's files if not given.
         name_scope: folder in the model_dir for the results.
@@ -131,7 +131,7 @@ class TaskCallback(Section):
     data_dir: Annotated[str | None, _Loader] = None
     shuffle: Annotated[bool, NoEffect("requests are sorted by length")] = False
     num_workers: Annotated[int, _Loader] = 0
-    flags: Annotated[dict[str, Any] | None, NoEffect("these settings are those of a wafer")] = None
+    flags: Annotated[dict[str, Any] | None, NoEffect("it only configures a Cerebras system")] = None
 
     @property
     def tokenizer(self) -> Path | None:
@@ -143,7 +143,7 @@ class EleutherEvalHarnessConfig(TaskCallback):
     """An evaluation with lm-evaluation-harness during training, and at its end.
 
     Attributes:
-        eeh_args: what is evaluated.
+        eeh_args: the tasks, and how they are evaluated.
     """
 
     eeh_args: HarnessArguments

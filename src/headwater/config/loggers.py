@@ -60,7 +60,7 @@ class MLflowLoggerConfig(Section):
         run_name: name of the run; the name of the model_dir if absent.
         run_id: an existing run in which to log.
         tags: tags of the run.
-        resume: as that of `WandbLogger`.
+        resume: the same as `resume` of `WandbLogger`.
     """
 
     experiment_name: str = "headwater"
@@ -79,7 +79,7 @@ class TrackioLoggerConfig(Section):
         run_name: name of the run; the name of the model_dir and a random number if absent.
         group: group of the run.
         space_id: the Space; TRACKIO_SPACE_ID if absent.
-        resume: as that of `WandbLogger`.
+        resume: the same as `resume` of `WandbLogger`.
     """
 
     project: str = "headwater"

@@ -427,7 +427,7 @@ class NotificationConfig(Section):
     """A message at the end of the training, to a URL or to a command.
 
     Attributes:
-        url: gets the message as JSON by HTTP POST.
+        url: URL that gets the message as JSON by HTTP POST.
         command: program with its arguments, which reads the message from its input.
     """
 
@@ -452,8 +452,8 @@ class EmailConfig(NotificationConfig):
         port: port of the mail server: 465 for TLS from the start; otherwise STARTTLS is used if the server
             offers it.
         subject: subject of the e-mail.
-        url: the key `notification_endpoint`: gets `{"mailto", "subject", "body"}`. If it is missing, the
-            environment variable CEREBRAS_NOTIFICATION_ENDPOINT is used.
+        url: URL that gets `{"mailto", "subject", "body"}` by HTTP POST. If it is missing, the environment
+            variable CEREBRAS_NOTIFICATION_ENDPOINT is used.
     """
 
     mailto: Annotated[tuple[str, ...], OneOrMore, Field(min_length=1)]
@@ -477,7 +477,7 @@ class SlackConfig(NotificationConfig):
 
     Attributes:
         channels: channels or users; each gets a message.
-        url: gets `{"channel", "text"}`, as an incoming webhook of Slack expects it. If it is missing, the
+        url: URL that gets `{"channel", "text"}`, as an incoming webhook of Slack does. If it is missing, the
             environment variable HEADWATER_SLACK_URL is used.
     """
 

@@ -71,7 +71,7 @@ class PowerConfig(_ScheduleSection):
 
     Attributes:
         init: number of step 0.
-        beta: factor of one step.
+        beta: factor on the number in each step.
     """
 
     type: Literal["power"]

@@ -103,7 +103,7 @@ class RandomHorizontalFlipConfig(Section):
     """A transform that randomly flips the image horizontally.
 
     Attributes:
-        p: probability.
+        p: probability of the flip.
     """
 
     name: Literal["random_horizontal_flip"]
@@ -114,7 +114,7 @@ class RandomVerticalFlipConfig(Section):
     """A transform that randomly flips the image vertically.
 
     Attributes:
-        p: probability.
+        p: probability of the flip.
     """
 
     name: Literal["random_vertical_flip"]
@@ -129,7 +129,7 @@ class OccasionalTransform(Section):
     """A transform that is applied with a probability.
 
     Attributes:
-        p: probability; a number, or one for each crop of an image.
+        p: probability of the transform: a number for all crops of an image, or one for each crop.
     """
 
     p: PerCrop = (1.0,)

@@ -37,7 +37,7 @@ class ImageFolderDataConfig(LoaderSection):
     """Images with a folder for each class: `data_dir`/`split`/CLASS/….
 
     Attributes:
-        data_dir: the folder.
+        data_dir: folder of the images.
         split: subfolder of `data_dir`.
         image_size: height and width of the model's images; without `transforms`, images are scaled to it.
         num_classes: number of classes; must be that of the model.
@@ -71,7 +71,7 @@ class SegmentationDataConfig(LoaderSection):
     """Images with a class for each pixel: files with the same names in `data_dir`/image and `data_dir`/label.
 
     Attributes:
-        data_dir: the folder.
+        data_dir: folder with the subfolders `image` and `label`.
         train_test_split: fraction of the files for training, the first ones in the order of their names.
         is_training: true for the training files, false for the other ones.
         image_size: height and width of the crops; whole images if absent.

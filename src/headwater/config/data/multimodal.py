@@ -17,8 +17,9 @@ class ImageTextDataConfig(LoaderSection):
     """Texts in HDF5 files, and their images in image files.
 
     Attributes:
-        data_processor: with the first, the image is at `image_start_idx` of the model in all samples, unless
-            the files contain its place; with the second, the files contain the places of the images.
+        data_processor: with `LlavaHDF5MapDataProcessor`, the image is at `image_start_idx` of the model in
+            all samples, unless the files contain its place. With `MultimodalSimpleHDF5MapDataProcessor`, the
+            files contain the places of the images.
         data_dir: folders with HDF5 files.
         img_data_dir: folder of the images.
         image_data_size: channels, height and width of the images after the transforms; must be those of the

@@ -24,7 +24,7 @@ class ImagenetConfig(Section):
     """Images with a folder for each class: `root`/`split`/CLASS/….
 
     Attributes:
-        root: the folder.
+        root: folder of the images.
         split: subfolder of `root`.
     """
 

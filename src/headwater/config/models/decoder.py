@@ -77,7 +77,7 @@ class MoEConfig(Section):
         load_balancing_loss_coef: weight of the load-balancing loss (arXiv:2101.03961, equation 4).
         null_expert_bias: with `top_k` 1, the logit of a null expert whose output is 0. It takes a part of the
             probability, so that the weight of the chosen expert can grow.
-        router_fp32: accepted and ignored: the router is always computed in fp32.
+        router_fp32: has no effect: the router is always computed in fp32.
         routing_algorithm: `learned` is the only algorithm.
     """
 
@@ -177,8 +177,6 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 class DecoderConfig(Section):
     """A decoder-only language model.
-
-    For rates and sizes that can be absent, a property returns the effective value.
 
     Attributes:
         name: the family, which sets the defaults of other keys.

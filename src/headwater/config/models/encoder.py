@@ -45,8 +45,6 @@ class LinformerConfig(Section):
 class EncoderSection(Section):
     """The keys of an encoder.
 
-    For rates and sizes that can be absent, a property returns the effective value.
-
     Attributes:
         position_embedding_type: `learned`, `rotary` (arXiv:2104.09864), or null for none.
         mask_padding_in_positional_embed: give positions only to tokens that are not padding, starting from

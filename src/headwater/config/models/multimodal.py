@@ -274,7 +274,8 @@ class LayeredImageModelConfig(ImageModelConfig):
     """An image encoder of a model with several encoders.
 
     Attributes:
-        image_layer_idx: see `image_feature_select_layer_idx` of `LlavaConfig`.
+        image_layer_idx: number of the block whose output is used as features; negative numbers count from the
+            last block, -1. The features are not normalized.
     """
 
     image_layer_idx: int = -1

@@ -39,8 +39,6 @@ SEQ2SEQ: dict[str, dict[str, Any]] = {
 class Seq2SeqConfig(Section):
     """A model that reads one text and generates another.
 
-    For rates and sizes that can be absent, a property returns the effective value.
-
     Attributes:
         name: the family, which sets the defaults of other keys.
         src_vocab_size: size of the encoder's vocabulary without `extra_ids`.
