@@ -159,6 +159,7 @@ class Graph(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 @odd_plans
 def test_sparse_tensors_may_be_made_in_a_forward(plan, tmp_path):
     def script(place):

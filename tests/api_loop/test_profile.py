@@ -153,7 +153,7 @@ def test_a_second_profile_at_the_same_time_is_refused(tmp_path):
 
 
 def test_operators_are_refused_while_another_profiler_of_torch_runs(tmp_path):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         with (
             pytest.raises(RunError, match="runs it already"),
             headwater.profile(tmp_path, operators=True),

@@ -242,7 +242,7 @@ def test_memory_for_shared_keys_is_what_the_plan_counts():
         output = fused_attention(query, key, value, causal=True)
         if attention_kernel_available():
             output, log2_sums = OPERATOR(query, key, value, True, 0.125)
-            with torch.profiler.profile(profile_memory=True) as profile:
+            with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
                 results = BACKWARD(gradient, query, key, value, output, log2_sums, True, 0.125)
             made = sum(event.cpu_memory_usage for event in profile.events() if event.name == "aten::empty")
             sums = temporary_bytes(BACKWARD, (gradient, query, key))

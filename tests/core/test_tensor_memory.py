@@ -231,7 +231,7 @@ clone = torch.ones(1_000_000)._lazy_clone()
 clone.add_(1)
 assert clone.eq(2).all()
 shared = torch.ones(1_000_000).share_memory_()
-with torch.profiler.profile(profile_memory=True) as profile:
+with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
     block = torch.empty(1 << 20)
 assert profile.key_averages().self_cpu_time_total >= 0
 events = [event for event in profile.events() if event.name == "aten::empty"]

@@ -199,7 +199,8 @@ def test_new_bytes_are_those_of_the_large_tensors_that_torch_allocates():
     model, x = nn.Sequential(*layers), torch.randn(1024, 512)
     cost = [cost for cost in trace_step(model, x, loss_function=mean).costs if cost.forward.flops]
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as run:
         mean(model, x).backward()
     events = run.profiler.kineto_results.events()
     allocated = sum(

@@ -256,6 +256,7 @@ def test_only_fp32_tensors_of_the_parameters_shape_are_narrowed():
     assert {field.dtype for field in fields} == {torch.float64}
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 def test_rows_without_a_sparse_gradient_keep_their_state(tmp_path):
     param = ParamSpec("w", (50, 8), torch.float32, torch.float32, bf16_state=True, sparse_gradient=True)
     rule = UpdateRule(OptimizerSpec("SparseAdam", {"lr": 0.01}))

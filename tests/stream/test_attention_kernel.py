@@ -54,7 +54,7 @@ def in_place(family, folder, steps):
 
 def kernels(model):
     """Return the names of the operators of attention in a forward."""
-    with torch.profiler.profile() as profile, torch.autocast("cpu", torch.bfloat16):
+    with torch.profiler.profile(acc_events=True) as profile, torch.autocast("cpu", torch.bfloat16):
         model(text(0, 0))
     return {event.key for event in profile.key_averages() if "attention" in event.key}
 

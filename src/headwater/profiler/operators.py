@@ -35,7 +35,9 @@ class OperatorWatch:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities)
+        # Without `acc_events`, torch 2.11 warns at the first start that each start clears the events of those
+        # before it.
+        self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._profiler.start()
         self._running = True
         # The profiler has another clock; this moment is known on both.

@@ -6,7 +6,12 @@ the order decides the last bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+
+_UNCHECKED: Any = torch.ops.aten._sparse_coo_tensor_unsafe.default
 
 
 def add(total: torch.Tensor, gradient: torch.Tensor, *, in_place: bool) -> torch.Tensor:
@@ -42,13 +47,21 @@ def rows_of(gradient: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     own = indices[:, inside]
     own[0] -= start
     shape = (stop - start, *gradient.shape[1:])
-    return torch.sparse_coo_tensor(
-        own, values[inside], shape, is_coalesced=gradient.is_coalesced(), check_invariants=False
-    )
+    return _sparse(own, values[inside], shape, coalesced=gradient.is_coalesced())
 
 
 def with_values(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return a coalesced sparse gradient with the same indices and new values."""
-    return torch.sparse_coo_tensor(
-        gradient.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False
+    return _sparse(gradient.indices(), values, gradient.shape, coalesced=True)
+
+
+def _sparse(
+    indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], *, coalesced: bool
+) -> torch.Tensor:
+    """Return a sparse tensor, as autograd makes them."""
+    # `torch.sparse_coo_tensor` changes a setting of the process if told not to check its arguments, and
+    # torch 2.11 warns that they are not checked.
+    made: torch.Tensor = _UNCHECKED(
+        indices, values, shape, dtype=values.dtype, layout=torch.sparse_coo, is_coalesced=coalesced
     )
+    return made
