@@ -462,7 +462,10 @@ def test_grouped_products():
     assert trace.costs[0].output_bytes == plain.numel() * 4
 
 
-def test_distributions_can_be_traced():
+def test_distributions_can_be_traced(monkeypatch):
+    # `torch.compile`, which an earlier test may have called, turns these checks off in the whole process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
     def loss(model, x):
         return -torch.distributions.Categorical(logits=model(x)).log_prob(torch.tensor(1)).mean()
 
