@@ -234,7 +234,9 @@ def _or_text(schema: JsonSchema) -> JsonSchema:
 
 def _or_item(schema: JsonSchema) -> JsonSchema:
     """Return the schema of a list, or of a single value that stands for a list with one entry."""
-    return {"anyOf": [schema, schema.get("items", {})]}
+    options = schema.get("anyOf", [schema])  # a list that may be left out is a list or null
+    items = [each.get("items", {}) for each in options if each.get("type") == "array"]
+    return {"anyOf": [*options, *items]}
 
 
 def _as_it_is(schema: JsonSchema) -> JsonSchema:

@@ -98,7 +98,9 @@ def _named_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[Unit]:
             raise PlanError(
                 f"no module matches {pattern!r}",
                 where="stages",
-                remedy=f"name modules of the model, for example {paths[0] if paths else '(it has none)'}",
+                remedy=f"name modules of the model, for example {paths[0]}"
+                if paths
+                else "leave stages out: the model has no modules inside it",
             )
         yield from (Unit(path, direct_only=False) for path in matches)
 
