@@ -257,6 +257,35 @@ class TorchLayers(Net):
         return self.Block()
 
 
+class Recurrent(Net):
+    """On processors with products in bf16, the LSTM computes gradients of weights in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        del self.blocks
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True, batch_first=True)
+        self.gated = nn.GRU(2 * WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.head(self.gated(self.recurrent(self.words(x))[0])[0])
+
+
+class InDrawnOrder(Net):
+    """Two layers have the same weight, and each forward calls all layers in another order."""
+
+    def __init__(self):
+        super().__init__()
+        del self.blocks
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x):
+        hidden = self.words(x)
+        for index in torch.randperm(3).tolist():
+            hidden = torch.tanh(self.layers[index](hidden))
+        return self.head(hidden)
+
+
 def clipped_norm(model, optimizer, number):
     plain_step(model, optimizer, number)
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
@@ -375,7 +404,11 @@ def test_weights_halfway_between_two_numbers_are_rounded_as_in_plain_pytorch(opt
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", [OtherDtypes, AsksForDtypes, TorchLayers], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [OtherDtypes, AsksForDtypes, TorchLayers, Recurrent, InDrawnOrder],
+    ids=lambda kind: kind.__name__,
+)
 def test_layers_that_autocast_does_not_cast_or_that_ask_for_a_dtype(kind, plan, tmp_path):
     def step(model, optimizer, number):
         losses = evaluated(model, optimizer, number), plain_step(model, optimizer, 20 + number)

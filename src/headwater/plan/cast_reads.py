@@ -10,12 +10,14 @@ the answer may decide what is computed, as in `nn.MultiheadAttention`.
 
 The gradient of a cast weight is in 16 bits, and the backward of the cast converts it to fp32. Autocast casts
 a weight once in a forward, so gradients of several operators that read this copy are added in 16 bits first.
+On processors with products in bf16, an LSTM computes the gradients of its copies in fp32, and autograd rounds
+them to 16 bits. So the gradients of its weights are treated in the same way.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -75,7 +77,7 @@ class CastReads:
         self._dtype = dtype
         self._cast: set[str] = set()  # parameters that an operator casts to 16 bits
         self._uncast = uncast
-        self._shared: set[str] = set()  # parameters with a cast copy that several operators of a forward read
+        self._shared: set[str] = set()  # parameters with a cast copy whose gradients are added in 16 bits
         self._name_of_memory: dict[int, str] = {}
         self._copies: dict[int, _Copy] = {}
 
@@ -101,7 +103,7 @@ class CastReads:
         """Return the loss. The dry run calls this while the model has the dry run's parameters."""
         self._name_of_memory = {memory_key(param): name for name, param in model.named_parameters()}
         # The mode does not cover the backward, because code of this package reads dtypes there.
-        with _ReadsInPython(self._name_of_memory, self._uncast.add):
+        with _ReadsInPython(self._name_of_memory, self._uncast.add, self._shared.add):
             return self._loss_function(model, batch)
 
     def observe(self, call: OperatorCall) -> None:
@@ -123,16 +125,23 @@ class CastReads:
 
 
 class _ReadsInPython(TorchFunctionMode):
-    """Notes each weight whose dtype is read, or whose values leave torch. `observe` does not see either.
+    """Notes the weights that Python code reads in ways that `observe` does not see.
 
     Args:
         name_of_memory: the name of each parameter, by its memory.
-        note: called with the name.
+        note_read: called with the name of a weight whose dtype is read, or whose values leave torch.
+        note_lstm: called with the name of a weight of an LSTM, which a dry run divides into other operators.
     """
 
-    def __init__(self, name_of_memory: Mapping[int, str], note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name_of_memory: Mapping[int, str],
+        note_read: Callable[[str], None],
+        note_lstm: Callable[[str], None],
+    ) -> None:
         super().__init__()
-        self._name_of_memory, self._note = name_of_memory, note
+        self._name_of_memory = name_of_memory
+        self._note_read, self._note_lstm = note_read, note_lstm
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -140,12 +149,16 @@ class _ReadsInPython(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _ASKS:
             own = args[1:] if func in _CONVERTS and (len(args) > 1 or kwargs) else args
-            for tensor in (*own, *kwargs.values()):
-                if isinstance(tensor, torch.Tensor):
-                    name = self._name_of_memory.get(memory_key(tensor))
-                    if name is not None:
-                        self._note(name)
+            self._note((*own, *kwargs.values()), self._note_read)
+        elif func is torch.lstm:
+            self._note(operands((*args, *kwargs.values())), self._note_lstm)
         return func(*args, **kwargs)
+
+    def _note(self, values: Iterable[object], note: Callable[[str], None]) -> None:
+        for value in values:
+            name = self._name_of_memory.get(memory_key(value)) if isinstance(value, torch.Tensor) else None
+            if name is not None:
+                note(name)
 
 
 @dataclasses.dataclass

@@ -24,6 +24,9 @@ from headwater.plan.writes import changed_by
 
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 
+_ORDERS = frozenset({torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator})
+"""Operators that draw an order. A forward may read modules in this order, and must then read each once."""
+
 _KNOWN_BYTES = 1 << 20
 """A dry run computes the values of tensors of at most this size."""
 
@@ -160,8 +163,8 @@ class _NumbersFromTensors(TorchFunctionMode):
 
 
 def _computable(func: Any, written: list[torch.Tensor]) -> bool:
-    """True if the operator returns the same result each time, and changes only fake tensors."""
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    """True if the operator returns the same result each time, or an order, and changes only fake tensors."""
+    if torch.Tag.nondeterministic_seeded in func.tags and func not in _ORDERS:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:  # within vmap no other tensors can be made
         return False

@@ -63,15 +63,15 @@ def chosen_sentences(context: Context, record: Record) -> Example:
 def _labels(record: Record) -> list[int]:
     """Return the label of each sentence: 1 if it belongs to the summary, otherwise 0."""
     labels: Any = find_field(record, *_LABELS)
-    others = [label for label in labels if label not in (0, 1)] if isinstance(labels, list) else [labels]
-    if others:
+    wrong = [label for label in labels if label not in (0, 1)] if isinstance(labels, list) else [labels]
+    if wrong:
         raise DataError(
-            f"expected a list of 0 and 1 in {_LABELS[0]}, got {others[0]!r:.40}"
+            f"expected a list of 0 and 1 in {_LABELS[0]}, got {wrong[0]!r:.40}"
             f"{' in it' if isinstance(labels, list) else ''}",
             where=record.where,
             remedy="use 1 for each sentence of the summary and 0 for the others",
         )
-    return labels
+    return list(labels)
 
 
 def sentence_fields(example: Example, _number: int, context: Context) -> dict[str, Tokens]:
