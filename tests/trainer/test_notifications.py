@@ -1,5 +1,6 @@
 """Notifications at the end of a run, as a real HTTP server and real commands get them."""
 
+import gc
 import json
 import os
 import socket
@@ -94,6 +95,7 @@ def test_a_command_reads_an_e_mail(tmp_path):
 def test_a_failed_notification_is_a_warning(server, tmp_path, caplog):
     server.status = 500
     end(NotificationConfig(url=server.url), tmp_path)
+    gc.collect()  # if the answer is still open, Python warns now
     end(NotificationConfig(url="http://127.0.0.1:9/secret"), tmp_path)
     end(NotificationConfig(command=("/does/not/exist",)), tmp_path)
     end(NotificationConfig(command=("false",)), tmp_path)

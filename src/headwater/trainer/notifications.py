@@ -75,8 +75,11 @@ def post(url: str, body: Any) -> None:
         request = urllib.request.Request(
             url, json.dumps(body).encode(), {"content-type": "application/json"}, method="POST"
         )
-        with urllib.request.urlopen(request, timeout=_URL_TIMEOUT_S):
-            pass
+        try:
+            urllib.request.urlopen(request, timeout=_URL_TIMEOUT_S).close()
+        except urllib.error.HTTPError as error:
+            error.close()  # the error holds the answer and its socket
+            raise
 
 
 def run_command(command: Sequence[str], text: str) -> None:
