@@ -214,31 +214,6 @@ class AsksForDtypes(Net):
         return self.Block(None)
 
 
-class OtherInEvaluation(Net):
-    """Evaluation reads weights in another way than training does."""
-
-    def __init__(self, read):
-        super().__init__()
-        self.read = read
-
-    def forward(self, x):
-        out = super().forward(x)
-        return out if self.training else self.read(self, out)
-
-
-EVALUATION_READS = {
-    "scale": lambda model, out: out * model.head.weight.norm(),
-    "fp32 head": lambda model, out: out.float() @ model.head.weight.float(),
-    "dtype": lambda model, out: out.to(model.head.weight.dtype) / 3,
-    "without autocast": lambda model, out: outside(model.blocks[0][1], out[..., :WIDTH]),
-}
-
-
-def outside(layer, x):
-    with torch.autocast("cpu", enabled=False):
-        return layer(x.float())
-
-
 class TorchLayers(Net):
     """Layers of torch, whose code depends on the dtype of their bias, and is another one in evaluation."""
 
@@ -470,37 +445,3 @@ def test_weights_that_are_only_cast_are_sent_in_bf16(tmp_path):
     assert weight.home.spec.wire_dtype == torch.bfloat16
     found = weight.dtype, weight.data.dtype, weight.t().dtype, weight.grad.dtype
     assert found == (torch.float32,) * 4 and weight.nbytes == 4 * WIDTH**2  # as in plain PyTorch
-
-
-def each_mode(modes):
-    """Return a step with a call of the model in each of these modes: true for training."""
-
-    def step(model, optimizer, number):
-        seen = []
-        for training in modes:
-            model.train(training)
-            with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(training):
-                out = model(batch(number))
-            if training:
-                F.cross_entropy(out.flatten(0, 1).float(), batch(number).flatten()).backward()
-            seen.append(out.tolist())
-        return seen
-
-    return step
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("read", EVALUATION_READS)
-@pytest.mark.parametrize("modes", [(True, False), (False, True)], ids=["training first", "evaluation first"])
-def test_weights_that_only_evaluation_reads_in_fp32(modes, read, plan, tmp_path):
-    assert_equal(each_mode(modes), lambda: OtherInEvaluation(EVALUATION_READS[read]), plan, tmp_path)
-
-
-def test_the_first_evaluation_keeps_a_plan_with_the_right_dtypes(tmp_path):
-    model = built(Net, "memory", tmp_path)
-    optimizer = adamw(model.parameters())
-    engines = []
-    for mode in (True, False, True):
-        each_mode((mode,))(model, optimizer, 0)
-        engines.append(model._headwater.engine)
-    assert engines[0] is engines[1] is engines[2]

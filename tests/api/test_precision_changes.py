@@ -114,3 +114,16 @@ def test_lazy_modules_whose_first_call_is_outside_of_autocast_are_streamed_in_fp
     options = PLANS[plan] | ({"disk": tmp_path} if plan == "disk" else {})
     found = gradients(lambda model: hw.compile(model, hw.backend("CSX", **options)))
     assert all(map(torch.equal, gradients(lambda model: model), found))
+
+
+@pytest.mark.filterwarnings("ignore::headwater.api.replanning.PrecisionWarning")
+def test_a_small_evaluation_that_needs_a_new_plan_leaves_no_plan_that_is_too_small_for_training(tmp_path):
+    model = streamed("memory", tmp_path)
+    sizes = []
+    for index, (half, learns) in enumerate([(True, True), (False, False), (True, True)]):
+        with autocast() if half else contextlib.nullcontext(), torch.set_grad_enabled(learns):
+            output = model.train(learns)(inputs(index)[: None if learns else 1])
+        if learns:
+            output.float().square().mean().backward()
+        sizes.append(model._headwater.engine.plan.trace.micro_batch_size)
+    assert sizes == [4, 1, 4]

@@ -100,6 +100,8 @@ def test_a_file_of_this_machine_agrees_with_its_plan(headwater, tmp_path):
     assert code == 2
     assert "File exists" in err
     assert text == ""  # the error comes before the plan
+    code, text, err = headwater(*TINY, "--write_cluster", tmp_path / "missing" / "here.yaml")
+    assert code == 2 and "No such file or directory" in err and text == ""
 
     wider = yaml.safe_load(file.read_text()) | {
         "hosts": 4,

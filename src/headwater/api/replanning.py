@@ -14,15 +14,10 @@ from torch import nn
 from headwater.api.calls import Call, asked_precision
 from headwater.api.engine_swap import Predecessor, ReplaceableEngine
 from headwater.api.references import warn_of_references
-from headwater.api.retracing import traces_of, unnoticed, widened
+from headwater.api.retracing import traces_of, unnoticed
 from headwater.api.same_model import check_same_model
 from headwater.api.updaters import Updaters, live_optimizers
-from headwater.api.watcher import (
-    Structure,
-    has_lent_parameters,
-    refuse_inference_parameters,
-    refuse_shared_memory,
-)
+from headwater.api.watcher import Structure, refuse_inference_parameters, refuse_shared_memory
 from headwater.core.copies import apart
 from headwater.core.empty import settle_lazy_parameters
 from headwater.core.precision import Precision
@@ -45,8 +40,7 @@ class Replanning:
 
     Attributes:
         is_running: true during a dry run.
-        knows_training: true if the present plan was made from, or compared with, a dry run in training mode.
-        knows_evaluation: true after a dry run in evaluation mode.
+        knows_training: true if the plan was made from, or compared with, a dry run in training mode.
         trained: names of the parameters that the plan trains. A parameter that was trained once stays among
             them, because loops such as GANs freeze one model while they train another.
 
@@ -61,8 +55,6 @@ class Replanning:
         self._was_planned = False
         self.is_running = False
         self.knows_training = False
-        self.knows_evaluation = False
-        self._uncast: set[str] = set()  # parameters that a forward under autocast reads in fp32
         self.trained: frozenset[str] = frozenset()
 
     @property
@@ -94,11 +86,9 @@ class Replanning:
                 target.kept,
                 inference=not target.trained,
                 device=self.device,
-                uncast=self._uncast,
             )
             trace = next(traces)
             refuse_assignments_after_use(trace.assigned_after_use)
-            self.knows_evaluation |= not now.model.training
             same_dtypes = now.engine is None or _dtypes(trace) == _dtypes(now.engine.plan.trace)
             same_writes = now.engine is not None and trace.written == now.engine.plan.trace.written
             if only_look and same_writes and same_dtypes:
@@ -110,37 +100,8 @@ class Replanning:
             plan = self._planner.plan(trace, traces, precision, target.updaters, now.fabric, before)
             now.replace(plan, target.updaters, target.kept, unchanged=target.unchanged)
             self.trained = target.trained
-            # A training forward may change weights that this one does not change.
+            # A training forward may change weights that a forward in evaluation mode does not change.
             self.knows_training = now.model.training
-
-    def widens(self, call: Call) -> bool:
-        """True if a call in evaluation mode reads a weight in fp32 that the engine sends in 16 bits.
-
-        Such a call needs a new plan. Only the first call in this mode makes the dry run that tells.
-
-        Args:
-            call: the arguments of the call.
-        """
-        now = self._current
-        if self.knows_evaluation or now.model.training or now.engine is None or now.fabric.size > 1:
-            return False  # with several ranks, one of them may evaluate alone
-        stages = now.engine.plan.trace.stages
-        cast = {param.name for stage in stages for param in stage.params if param.exact_cast}
-        if not cast or has_lent_parameters(now.model) or not now.engine.executor.is_idle:
-            return False
-        self.knows_evaluation = True
-        target = self._target(in_fp32=False)
-        with self._running(), unnoticed(now.model, target.trained):
-            widened(
-                now,
-                apart(call),
-                now.engine.plan.precision,
-                target.kept,
-                inference=not target.trained,
-                device=self.device,
-                uncast=self._uncast,
-            )
-        return not cast.isdisjoint(self._uncast)
 
     def _prepare(self) -> None:
         """Refuse parameters that cannot be streamed. Read lazy parameters whose values a store has."""

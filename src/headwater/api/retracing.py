@@ -54,7 +54,6 @@ def traces_of(
     *,
     inference: bool,
     device: str,
-    uncast: set[str],
 ) -> Iterator[Trace]:
     """Run a model on fake tensors, and yield the trace; then those with ever smaller stages.
 
@@ -65,12 +64,23 @@ def traces_of(
         old_names: present name -> name in the engine, of the parameters that the engine streams.
         inference: run only the forward, without gradients.
         device: `cpu` or `cuda`.
-        uncast: see `widened`.
     """
     model, engine = current.model, current.engine
-    partition = widened(
-        current, call, precision, old_names, inference=inference, device=device, uncast=uncast
-    )
+    partition = find_stages(model, precision)
+    if engine is not None:
+        engine.store.flush()  # a pending update must not run among fake tensors
+        in_fp32 = precision != engine.plan.precision
+        partition = _with_masters_of(engine, partition, old_names, in_fp32=in_fp32)
+    with _not_streamed(engine):
+        partition = widen_uncast(
+            partition,
+            model,
+            call,
+            precision,
+            loss_function=stand_in_loss,
+            inference=inference,
+            device=device,
+        )
     divided = engine is not None and current.structure.is_current and engine.plan.trace.members
     least = len(engine.plan.trace.stages) if engine is not None and divided else 0
     for each in _at_least(least, chain((partition,), divisions(model, partition))):
@@ -85,46 +95,6 @@ def traces_of(
                 device=device,
             )
         yield trace
-
-
-def widened(
-    current: ReplaceableEngine,
-    call: Call,
-    precision: Precision,
-    old_names: Mapping[str, str],
-    *,
-    inference: bool,
-    device: str,
-    uncast: set[str],
-) -> Partition:
-    """Return the stages of a model, with the dtypes that its forwards under autocast need.
-
-    Args:
-        current: see `traces_of`, as for the next five arguments.
-        call: the arguments of the forward.
-        precision: precision of the run.
-        old_names: present name -> name in the engine.
-        inference: run only the forward, without gradients.
-        device: `cpu` or `cuda`.
-        uncast: parameters that earlier forwards have read without a cast; those of this forward are added.
-    """
-    model, engine = current.model, current.engine
-    partition = find_stages(model, precision)
-    if engine is not None:
-        engine.store.flush()  # a pending update must not run among fake tensors
-        in_fp32 = precision != engine.plan.precision
-        partition = _with_masters_of(engine, partition, old_names, in_fp32=in_fp32)
-    with _not_streamed(engine):
-        return widen_uncast(
-            partition,
-            model,
-            call,
-            precision,
-            loss_function=stand_in_loss,
-            inference=inference,
-            device=device,
-            uncast=uncast,
-        )
 
 
 def _not_streamed(engine: Engine | None) -> AbstractContextManager[None]:

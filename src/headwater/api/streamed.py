@@ -98,9 +98,7 @@ class StreamedModel:
                 self.precision = Precision()
             return None
         with_gradients = torch.is_grad_enabled()
-        is_known = self._serves() and not self.current.has_changed
-        widens = is_known and self._replanning.widens((args, kwargs))
-        if is_known and not widens and not with_gradients:
+        if self._serves() and not with_gradients and not self.current.has_changed:
             return None  # any plan of this precision fits; generation makes many such calls
         trained = trained_names(self.model)
         news = self._news((args, kwargs), trained)
@@ -109,7 +107,6 @@ class StreamedModel:
             news = news.of_any_rank(current())
             self._check_trained(trained, retrained=news.retrained)
         fits = news.size <= self._largest_batch and not (news.trains_more or news.structure or news.precision)
-        fits = fits and not widens
         if self.engine is not None and fits and not news.first_training:
             return None
         if has_lent_parameters(self.model):
@@ -117,10 +114,14 @@ class StreamedModel:
         refuse_first_call()
         refuse_compiled_parts(self.model)
         self._check_not_alone()
-        only_look = fits and self.engine is not None
+        before = self.engine
+        only_look = fits and before is not None
         error = self._plan((args, kwargs), only_look=only_look, in_fp32=news.precision)
         if error is None:  # an error that is raised leaves a plan that is too small for this call
-            self._largest_batch = max(news.size, self._largest_batch)
+            # A new plan may keep activations for which a larger batch has no memory. With several ranks only
+            # calls with gradients compare their sizes, so only these may make a plan for a larger batch.
+            is_new = self.engine is not before and current().size == 1
+            self._largest_batch = news.size if is_new else max(news.size, self._largest_batch)
         return error
 
     def _news(self, call: Call, trained: frozenset[str]) -> CallNews:

@@ -16,7 +16,7 @@ from headwater.core.units import counted
 from headwater.plan.cluster.drawing import draw_scaling, draw_timeline
 from headwater.plan.cluster.report import chrome_trace, render_scaling, scaling_document
 from headwater.trainer.job import Trainable
-from headwater.trainer.machine_file import refuse_existing
+from headwater.trainer.machine_file import refuse_unwritable
 from headwater.trainer.simulation import Simulation, cluster_of, simulate
 
 SCALING_FILE, TIMELINE_FILE = "scaling.png", "timeline.png"
@@ -56,7 +56,7 @@ def check_cluster_arguments(args: argparse.Namespace) -> None:
         ConfigError: names the option or the file.
     """
     if args.write_cluster is not None:
-        refuse_existing(args.write_cluster)  # now, because the plan may take minutes
+        refuse_unwritable(args.write_cluster)  # now, because the plan may take minutes
     for name in ("counts", "scaling", "out"):
         if args.cluster is None and getattr(args, name) is not None:
             raise ConfigError(f"--{name} needs --cluster", where="command line", remedy="add --cluster FILE")

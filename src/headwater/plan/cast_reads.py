@@ -61,22 +61,14 @@ class CastReads:
         partition: the stages.
         loss_function: returns the scalar loss.
         dtype: the dtype of autocast.
-        uncast: the parameters that any forward reads without a cast. The dry run adds those that it sees, so
-            earlier dry runs of the model count too.
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        loss_function: LossFunction,
-        dtype: torch.dtype,
-        uncast: set[str],
-    ) -> None:
+    def __init__(self, partition: Partition, loss_function: LossFunction, dtype: torch.dtype) -> None:
         self._partition = partition
         self._loss_function = loss_function
         self._dtype = dtype
         self._cast: set[str] = set()  # parameters that an operator casts to 16 bits
-        self._uncast = uncast
+        self._uncast: set[str] = set()  # parameters that any other operator reads
         self._shared: set[str] = set()  # parameters with a cast copy whose gradients are added in 16 bits
         self._name_of_memory: dict[int, str] = {}
         self._copies: dict[int, _Copy] = {}

@@ -88,7 +88,6 @@ def widen_uncast(
     loss_function: LossFunction,
     inference: bool = False,
     device: str = "cpu",
-    uncast: set[str] | None = None,
 ) -> Partition:
     """Return the stages with the dtypes of weights and gradients that a forward under autocast needs.
 
@@ -102,12 +101,10 @@ def widen_uncast(
         loss_function: returns the scalar loss.
         inference: run only the forward, without gradients.
         device: `cpu` or `cuda`, whose autocast decides the casts.
-        uncast: parameters that other forwards of the model read without a cast; those of this forward are
-            added.
     """
     if not precision.mixed:
         return partition
-    reads = CastReads(partition, loss_function, precision.wire_dtype, set() if uncast is None else uncast)
+    reads = CastReads(partition, loss_function, precision.wire_dtype)
     _DryRun(
         model, batch, precision, reads.loss, reads.observed, reads.observe, inference, device, only_fake=False
     ).trace()

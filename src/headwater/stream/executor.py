@@ -277,8 +277,8 @@ class Executor:
             raise StreamError(
                 "the model was planned again between this forward and its backward, which needs the weights "
                 "of the earlier plan. Reasons for a new plan: the model's structure was changed, its first "
-                "forward outside of autocast ran, its first evaluation read weights in fp32 that were sent "
-                "in 16 bits, a block was divided for a larger call, or the new plan failed",
+                "forward outside of autocast ran, a block was divided for a larger call, or the new plan "
+                "failed",
                 remedy="run this backward before the forward that needs a new plan, or run the model's first "
                 "forward without autocast",
             )

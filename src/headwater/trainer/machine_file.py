@@ -38,15 +38,12 @@ def write_machine(path: Path, rates: Calibration, free: Resources, device: str) 
         raise _not_written(path, error) from error
 
 
-def refuse_existing(path: Path) -> None:
-    """Raise `ConfigError` if a cluster file cannot be written to `path`, because something is there."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _not_written(path, error) from error
-    raise _not_written(path, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
+def refuse_unwritable(path: Path) -> None:
+    """Raise `ConfigError` if `path` exists or its folder does not, so that no cluster file can be written."""
+    if os.path.lexists(path):
+        raise _not_written(path, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
+    if not path.parent.is_dir():
+        raise _not_written(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
 
 
 def _not_written(path: Path, error: OSError) -> ConfigError:
