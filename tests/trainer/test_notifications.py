@@ -8,6 +8,7 @@ import sys
 import threading
 from email import message_from_string
 from email.policy import default
+from http.client import HTTPResponse
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -95,7 +96,7 @@ def test_a_command_reads_an_e_mail(tmp_path):
 def test_a_failed_notification_is_a_warning(server, tmp_path, caplog):
     server.status = 500
     end(NotificationConfig(url=server.url), tmp_path)
-    gc.collect()  # if the answer is still open, Python warns now
+    assert all(each.isclosed() for each in gc.get_objects() if type(each) is HTTPResponse)
     end(NotificationConfig(url="http://127.0.0.1:9/secret"), tmp_path)
     end(NotificationConfig(command=("/does/not/exist",)), tmp_path)
     end(NotificationConfig(command=("false",)), tmp_path)
