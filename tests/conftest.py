@@ -58,7 +58,7 @@ _TRACES = Path(os.environ["HEADWATER_TEST_CACHE"], "traces")
 
 _RATES = KnownRates(Path(os.environ["HEADWATER_TEST_CACHE"], "headwater", "calibration.json"))
 
-_ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root")
+_ALLOWED_SKIPS = ("needs CUDA", "needs Slurm", "needs root", "needs a processor")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -422,7 +422,7 @@ def test_rates_with_products_by_fp32_kernels_are_apart_where_torch_is_slow(tmp_p
     assert kernels == ["torch", "converted"]
 
 
-@pytest.mark.skipif(not slow_half_dtypes(), reason="torch has no slow products on this processor")
+@pytest.mark.skipif(not slow_half_dtypes(), reason="needs a processor without products in bf16")
 def test_products_by_fp32_kernels_are_measured_as_fast_ones():
     rates = [
         measure_apart("cpu", None, kernels=each, most_wall_s=300).rates for each in ("torch", "converted")
