@@ -93,6 +93,44 @@ def test_a_known_machine_is_not_measured_again(tmp_path, machine):
     assert calibrate(disk=tmp_path / "not" / "yet", cache=tmp_path / "cache.json") == first
 
 
+def with_disk(measurement, rate):
+    return dataclasses.replace(
+        measurement, rates=dataclasses.replace(measurement.rates, disk_read_bytes_per_s=rate)
+    )
+
+
+def test_rates_are_those_of_the_least_disturbed_measurement_whatever_its_folder(tmp_path, machine):
+    cache = tmp_path / "cache.json"
+    machine.measurements = [taken(1.0, cpu_share=0.85), with_disk(taken(2.0, cpu_share=0.9), 5.0)]
+    assert calibrate(cache=cache).fp32_flops_per_s == 1.0
+    assert calibrate(disk=tmp_path, cache=cache).fp32_flops_per_s == 2.0
+    found = calibrate(cache=cache)
+    assert (found.fp32_flops_per_s, found.disk_read_bytes_per_s) == (2.0, None)
+
+
+def test_a_new_measurement_replaces_those_with_other_folders(tmp_path, machine):
+    cache = tmp_path / "cache.json"
+    machine.measurements = [with_disk(taken(2.0, cpu_share=0.9), 5.0), taken(3.0, cpu_share=0.85)]
+    calibrate(disk=tmp_path, cache=cache)
+    for recalibrate in (True, False):
+        assert calibrate(cache=cache, recalibrate=recalibrate).fp32_flops_per_s == 3.0
+    machine.measurements = [with_disk(taken(4.0, cpu_share=0.8), 6.0)]
+    found = calibrate(disk=tmp_path, cache=cache)
+    assert (found.fp32_flops_per_s, found.disk_read_bytes_per_s) == (3.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [taken(2.0, quick_s=0.04), taken(2.0, cpu_share=0.7)],
+    ids=["another speed", "a busy machine"],
+)
+def test_a_measurement_with_another_folder_must_be_like_the_present_one(other, tmp_path, machine):
+    cache = tmp_path / "cache.json"
+    machine.measurements = [other, taken(1.0, cpu_share=0.85)]
+    calibrate(disk=tmp_path, cache=cache)
+    assert calibrate(cache=cache).fp32_flops_per_s == 1.0
+
+
 def test_rates_that_were_measured_with_another_kernel_of_adam_are_not_used(tmp_path, machine, monkeypatch):
     cache = tmp_path / "rates.json"
     machine.measurements = [taken(1.0), taken(2.0)]

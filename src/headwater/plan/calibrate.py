@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -68,6 +68,30 @@ class Known:
         ratio = quick.best_s["quick"] / self.measurement.quick_s
         return ratio > 1 / _TOLERANCE and (ratio < _TOLERANCE or not quick.quiet)
 
+    def with_rates_of(self, others: Iterable[Known]) -> Calibration:
+        """Return the rates, with all but those of the disk from the least disturbed measurement.
+
+        Args:
+            others: measurements of the same machine with other folders. They count if the machine was quiet
+                and as fast as now.
+        """
+        now_s, quick_s = time.time(), self.measurement.quick_s
+        alike = [
+            other
+            for other in others
+            if other.quiet
+            and other.is_young(now_s)
+            and 1 / _TOLERANCE < other.measurement.quick_s / quick_s < _TOLERANCE
+        ]
+        # This measurement is first, so that it is used if another one was disturbed as little.
+        best = max([self, *alike], key=lambda known: known.measurement.cpu_share).measurement.rates
+        own = self.measurement.rates
+        return dataclasses.replace(
+            best,
+            disk_read_bytes_per_s=own.disk_read_bytes_per_s,
+            disk_write_bytes_per_s=own.disk_write_bytes_per_s,
+        )
+
 
 def calibrate(
     device: str = "cpu",
@@ -83,12 +107,14 @@ def calibrate(
 
     A stored measurement is used for a month if the machine was quiet when it was taken, otherwise for an
     hour. After ten minutes it is used only if a check of a tenth of a second agrees. A process measures once.
+    Rates that do not depend on the folder are those of the least disturbed measurement with any folder.
 
     Args:
         device: `cpu` or `cuda`.
         disk: folder of the disk tier, which is measured too; it need not exist yet.
         fast_products: True for runs with `matmul: fast`, which may use other kernels.
-        recalibrate: measure even if the rates of this machine are stored.
+        recalibrate: measure even if the rates of this machine are stored, and forget the rates that were
+            measured with other folders.
         cache: JSON file of stored measurements; by default in the user's cache folder.
         budget: bytes of host memory that this process and the measuring one may hold; `None`: the free
             memory.
@@ -101,10 +127,11 @@ def calibrate(
         ConfigError: if `disk` cannot be written to.
     """
     folder = None if disk is None else existing_ancestor(disk)
-    # The key names the kernel of Adam, because another kernel updates parameters at another rate.
-    key = f"{machine_key(device, folder)}|{adam_in_use()}"
     kernels = _kernels(device, fast=fast_products)
-    key += "" if kernels == "torch" else f"|{kernels}"
+    # The key names the kernel of Adam, because another kernel updates parameters at another rate.
+    suffix = f"|{adam_in_use()}" + ("" if kernels == "torch" else f"|{kernels}")
+    key = machine_key(device, folder) + suffix
+    cache = cache or cache_file(_FILE)
     if recalibrate or key not in _IN_THIS_PROCESS:
 
         def measure() -> Measurement | None:
@@ -112,8 +139,22 @@ def calibrate(
 
         # The quick check computes with the kernels of the measurement.
         with ARITHMETIC.get(kernels, nullcontext)():
-            _IN_THIS_PROCESS[key] = _rates(key, device, measure, recalibrate, cache or cache_file(_FILE))
+            known = _known(key, device, measure, recalibrate, cache)
+        others = _with_other_folders(cache, key, machine_key(device), suffix)
+        if recalibrate:  # the user doubts all earlier measurements
+            _forget(cache, others)
+            others = {}
+        _IN_THIS_PROCESS[key] = None if known is None else known.with_rates_of(others.values())
     return _IN_THIS_PROCESS[key]
+
+
+def _with_other_folders(cache: Path | None, key: str, machine: str, suffix: str) -> dict[str, Known]:
+    """Return the stored measurements whose keys differ from `key` in the folder only."""
+    return {
+        other: known
+        for other, known in _read_cache(cache).items()
+        if other != key and other.startswith(machine) and other.endswith(suffix)
+    }
 
 
 def _kernels(device: str, *, fast: bool) -> Kernels:
@@ -123,31 +164,32 @@ def _kernels(device: str, *, fast: bool) -> Kernels:
     return "converted" if fast and slow_half_dtypes() else "torch"
 
 
-def _rates(
+def _known(
     key: str,
     device: str,
     measure: Callable[[], Measurement | None],
     recalibrate: bool,
     cache: Path | None,
-) -> Calibration | None:
+) -> Known | None:
+    """Return the stored measurement if it holds, otherwise a new one; `None` without either."""
     known = _read_cache(cache).get(key)
     if known is not None and not recalibrate and _still_holds(known, device):
-        return known.measurement.rates
+        return known
     measurement = measure()
     if measurement is None:
         # Old rates of this machine are better than nominal ones.
-        return None if known is None else known.measurement.rates
+        return known
     fresh = Known(measurement, time.time())
     if not fresh.quiet:
         if known is not None and known.quiet and not recalibrate:  # the older rates are not distorted
-            return known.measurement.rates
+            return known
         logger.warning(
             "this process got %.0f %% of its cores while the rates of the machine were measured: predicted "
             "times may be too long; run `headwater plan --recalibrate` when the machine is quiet",
             100 * fresh.measurement.cpu_share,
         )
     _store(cache, key, fresh)
-    return fresh.measurement.rates
+    return fresh
 
 
 def _still_holds(known: Known, device: str) -> bool:
@@ -190,7 +232,16 @@ def _is_positive(number: object) -> bool:
 def _store(cache: Path | None, key: str, fresh: Known) -> None:
     """Add a measurement to the cache. If the cache cannot be written, log a warning."""
     # The file is read again: another process may have stored its rates while this one measured.
-    entries = _read_cache(cache) | {key: fresh}
+    _write(cache, _read_cache(cache) | {key: fresh})
+
+
+def _forget(cache: Path | None, keys: Collection[str]) -> None:
+    """Remove measurements from the cache."""
+    if keys:
+        _write(cache, {key: known for key, known in _read_cache(cache).items() if key not in keys})
+
+
+def _write(cache: Path | None, entries: Mapping[str, Known]) -> None:
     document = {
         key: dataclasses.asdict(known.measurement) | {"taken_s": known.taken_s}
         for key, known in entries.items()
