@@ -506,3 +506,22 @@ def test_tracing_175_billion_parameters_needs_little_memory():
     trace = trace_gpt(layers=96, hidden=12288, vocabulary=50257, batch=1, length=2048)
     assert 174e9 < sum(stage.numel for stage in trace.stages) < 176e9
     assert status_kib("VmHWM") - before < 200 * 1024
+
+
+class InDrawnOrder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x):
+        for index in torch.randperm(5).tolist():
+            x = self.layers[index](x)
+        return x
+
+
+def test_a_dry_run_has_the_order_that_the_next_forward_draws():
+    model = InDrawnOrder()
+    random_state = torch.get_rng_state()
+    trace = trace_step(model, torch.ones(2, 4), loss_function=mean)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert list(trace.uses) == torch.randperm(5).tolist()  # each layer is a stage

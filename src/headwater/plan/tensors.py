@@ -55,7 +55,12 @@ class FakeTensors:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with FakeTensorMode(allow_non_fake_inputs=True), python_stand_ins():
+        # Outside of the fake mode, because the state of a generator is a real tensor. Orders are drawn.
+        with (
+            torch.random.fork_rng(devices=[]),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            python_stand_ins(),
+        ):
             yield
 
     def state(self, model: nn.Module, partition: Partition) -> State:
