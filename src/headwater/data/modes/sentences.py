@@ -63,11 +63,12 @@ def chosen_sentences(context: Context, record: Record) -> Example:
 def _labels(record: Record) -> list[int]:
     """Return the label of each sentence: 1 if it belongs to the summary, otherwise 0."""
     labels: Any = find_field(record, *_LABELS)
-    wrong = [label for label in labels if label not in (0, 1)] if isinstance(labels, list) else [labels]
+    is_list = isinstance(labels, list)
+    wrong = [label for label in labels if label not in (0, 1)] if is_list else [labels]
     if wrong:
+        place = " in it" if is_list else ""
         raise DataError(
-            f"expected a list of 0 and 1 in {_LABELS[0]}, got {wrong[0]!r:.40}"
-            f"{' in it' if isinstance(labels, list) else ''}",
+            f"expected a list of 0 and 1 in {_LABELS[0]}, got {wrong[0]!r:.40}{place}",
             where=record.where,
             remedy="use 1 for each sentence of the summary and 0 for the others",
         )
