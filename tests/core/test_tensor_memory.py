@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headwater.core.buffers import PAGE_BYTES, aligned_temporary
 from headwater.core.native import SWITCH, load
 from headwater.core.tensor_memory import (
     flags_for_torch,
@@ -59,6 +60,25 @@ tensor = {make}((80, MIB), torch.uint8)
 print((range_bytes().used - before) // MIB, "any" if "{value}" == "any" else int(tensor.max()))
 """
     assert run(script) == f"80 {value}"
+
+
+def test_an_aligned_temporary_tensor_reuses_freed_memory_of_the_ranges():
+    script = """
+from headwater.core.buffers import PAGE_BYTES, aligned_temporary
+megabytes(80).fill_(1)
+before = range_bytes()
+tensor = aligned_temporary(79 * MIB + 1)
+now = range_bytes()
+is_new = now.mapped > before.mapped
+print((now.used - before.used) // MIB, is_new, tensor.data_ptr() % PAGE_BYTES, tensor.numel() - 79 * MIB)
+"""
+    assert run(script) == "79 False 0 4096"
+
+
+def test_an_aligned_temporary_tensor_has_its_own_pages_if_malloc_has_large_tensors():
+    tensor = aligned_temporary(0)
+    assert tensor.numel() == PAGE_BYTES and tensor.data_ptr() % PAGE_BYTES == 0
+    assert not tensor.any()
 
 
 @pytest.mark.real_start

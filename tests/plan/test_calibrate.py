@@ -82,6 +82,12 @@ def test_probes_alternate_and_the_best_time_is_used():
     assert 0.002 <= timing.best_s["slow"] < 0.1
 
 
+@pytest.mark.parametrize(("products_s", "other_s"), [(5.0, 2.0), (7.5, 0.5)])
+def test_a_block_s_own_products_and_attention_do_not_count_as_other_work(products_s, other_s):
+    best_s = {"block bf16": 10.0, "products of block bf16": products_s, "attention of block bf16": 3.0}
+    assert probes._other_s(best_s, "bf16") == other_s  # at least a twentieth of the block
+
+
 def test_a_process_that_waits_for_cores_is_on_a_busy_machine():
     assert not time_probes({"waits": Probe(lambda: time.sleep(0.01), on_cores=True)}).quiet
     assert time_probes({"waits": Probe(lambda: time.sleep(0.01), on_cores=False)}).quiet

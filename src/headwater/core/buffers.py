@@ -50,6 +50,23 @@ def aligned_empty(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
+def aligned_temporary(num_bytes: int) -> torch.Tensor:
+    """Return a page-aligned, uninitialised uint8 tensor for a short use.
+
+    If torch's tensors have their memory in ranges (see `core.tensor_memory`), so has this one. It then reuses
+    what freed tensors have left, where `aligned_empty` would take new pages.
+
+    Args:
+        num_bytes: rounded up to whole pages; 0 means one page.
+    """
+    if _MALLOC.has_large_tensors:
+        return aligned_empty(num_bytes)
+    size = max(round_up(num_bytes), PAGE_BYTES)
+    memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8)
+    begin = -memory.data_ptr() % PAGE_BYTES
+    return memory[begin : begin + size]
+
+
 def large_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialised tensor. If malloc has torch's tensors, a large one gets a separate mapping.
 

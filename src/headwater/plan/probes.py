@@ -27,11 +27,11 @@ QUIET_CPU_SHARE = 0.8
 """A process that gets at least this share of its cores' time is alone on them. A busy process takes half."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MATRIX_SHAPES = ((512, 768, 3072), (256, 768, 8192))
+_MATRIX_SHAPES = ((512, 768, 3072), (512, 768, 4096))
 _QUICK_SHAPE = (256, 768, 3072)
-_BLOCK_SHAPE = (4, 128, 512, 8)  # sequences, their length, width, heads
-_ATTENTION_SHAPE = (1, 2, 1024, 64)  # sequences, heads, length, size of a head
-_DEVICE_MATRIX_SHAPES, _DEVICE_BLOCK_SHAPE = ((8192, 4096, 14336),), (8, 2048, 4096, 32)
+_BLOCK_SHAPE = (8, 128, 512, 8)  # sequences, their length, width, heads
+_ATTENTION_SHAPE = (1, 4, 1024, 64)  # sequences, heads, length, size of a head
+_DEVICE_MATRIX_SHAPES, _DEVICE_BLOCK_SHAPE = ((8192, 4096, 14336),), (4, 2048, 4096, 32)
 _DEVICE_ATTENTION_SHAPE = (4, 32, 4096, 128)
 _SMALL_DEVICE_MATRIX_SHAPES, _SMALL_DEVICE_BLOCK_SHAPE = ((4096, 2048, 8192),), (4, 1024, 1024, 16)
 _SMALL_DEVICE_ATTENTION_SHAPE = (4, 16, 1024, 64)
@@ -50,7 +50,7 @@ _NEW_TENSORS, _NEW_TENSOR_BYTES = 16, 4 * MIB
 _ADAMW_PARAMS, _DEVICE_ADAMW_PARAMS = 4 * MIB, 32 * MIB
 """More parameters with a GPU, whose host is often a server with a cache of up to 64 MiB."""
 _DISK_BYTES, _DISK_CHUNK_BYTES, _DISK_WORKERS = 64 * MIB, 4 * MIB, 4
-_MOST_ROUNDS, _BUDGET_S = 5, 1.5
+_MOST_ROUNDS, _BUDGET_S = 5, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +183,7 @@ def measure(device: str, folder: Path | None) -> Measurement:
         probes = {"quick": _quick(device), "copy": _copy(device, copied), "adamw": update} | disk
         for name, dtype in _DTYPES.items():
             probes[f"matrix {name}"] = _matrix(device, dtype, sizes[name].matrices)
-            probes[f"block {name}"] = Probe(blocks[name].train, on_cores=device == "cpu")
+            probes |= blocks[name].probes(name)
             probes[f"attention {name}"] = _attention(device, dtype, sizes[name].attention, "torch")
         if device == "cpu" and attention_kernel_available():
             probes[_KERNEL] = _attention(device, torch.bfloat16, sizes["bf16"].attention, "auto")
@@ -230,10 +230,7 @@ def _rates(
     attention = {
         name: _attention_flops(size.attention) / best_s[f"attention {name}"] for name, size in sizes.items()
     }
-    saved = {
-        name: block.saved_bytes / block.other_s(best_s[f"block {name}"], matrix[name], attention[name])
-        for name, block in blocks.items()
-    }
+    saved = {name: block.saved_bytes / _other_s(best_s, name) for name, block in blocks.items()}
     disk = {name: _DISK_BYTES / best_s[name] for name in ("read", "write") if name in best_s}
     return Calibration(
         fp32_flops_per_s=matrix["fp32"],
@@ -252,6 +249,17 @@ def _rates(
         fp16_attention_flops_per_s=attention["fp16"],
         kernel_attention_flops_per_s=_kernel_rate(best_s, sizes["bf16"]),
         new_bytes_per_s=_new_bytes_rate(best_s),
+    )
+
+
+def _other_s(best_s: Mapping[str, float], name: str) -> float:
+    """Return the seconds of a block that are not spent in products and attention; at least a twentieth.
+
+    If these take nearly all of the time, the difference of the measurements is only noise.
+    """
+    block_s = best_s[f"block {name}"]
+    return max(
+        block_s - best_s[f"products of block {name}"] - best_s[f"attention of block {name}"], 0.05 * block_s
     )
 
 
@@ -299,29 +307,50 @@ def _attention_flops(shape: tuple[int, int, int, int]) -> int:
 
 
 def _attention(
-    device: str, dtype: torch.dtype, shape: tuple[int, int, int, int], kernel: AttentionKernel
+    device: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    kernel: AttentionKernel,
+    *,
+    causal: bool = True,
 ) -> Probe:
     query, key, value = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     upstream = torch.ones(shape, dtype=dtype, device=device)
 
     def attend() -> None:
-        output = fused_attention(query, key, value, causal=True, kernel=kernel)
+        output = fused_attention(query, key, value, causal=causal, kernel=kernel)
         torch.autograd.grad(output, (query, key, value), upstream)
 
     return Probe(attend, on_cores=device == "cpu")
 
 
 class _Block:
-    """A transformer block that is trained to measure the time that is not spent in matrix products."""
+    """A transformer block that is trained to measure the time that is not spent in matrix products.
+
+    Its products and its attention are also measured alone, in the same sizes, because small ones are slower.
+    """
 
     def __init__(self, device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
-        self._shape = sequences, length, width, heads = shape
+        sequences, length, width, heads = shape
         self._layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         ).to(device, dtype)
         self._batch = torch.randn(sequences, length, width, device=device).to(dtype)
         self._dtype = dtype
         self.saved_bytes = self._count_saved()
+        rows = sequences * length
+        inner_and_columns = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
+        self._products = _matrix(device, dtype, [(rows, *sizes) for sizes in inner_and_columns])
+        heads_shape = (sequences, heads, length, width // heads)
+        self._attention = _attention(device, dtype, heads_shape, "torch", causal=False)
+
+    def probes(self, name: str) -> dict[str, Probe]:
+        """Return the probes of the block in the dtype `name`: all of it, its products, and its attention."""
+        return {
+            f"block {name}": Probe(self.train, on_cores=self._batch.device.type == "cpu"),
+            f"products of block {name}": self._products,
+            f"attention of block {name}": self._attention,
+        }
 
     def train(self) -> None:
         """Run one forward and backward."""
@@ -341,22 +370,6 @@ class _Block:
         with saved_tensors_hooks(count, lambda tensor: tensor):
             self.train()
         return sum(saved.values())
-
-    def other_s(self, seconds: float, products_per_s: float, attention_per_s: float) -> float:
-        """Return how many of `seconds` were not spent in matrix products and attention; at least a twentieth.
-
-        If these take nearly all of the time, the difference of the measurements is only noise.
-
-        Args:
-            seconds: seconds of forward and backward.
-            products_per_s: FLOPs per second of matrix products.
-            attention_per_s: FLOPs per second of fused attention.
-        """
-        sequences, length, width, _ = self._shape
-        products = 3 * 2 * sequences * length * 12 * width**2
-        # Seven products of scores or values: two in forward, five in backward.
-        attention = 7 * 2 * sequences * length * length * width
-        return max(seconds - products / products_per_s - attention / attention_per_s, 0.05 * seconds)
 
 
 def _copied_bytes(device: str) -> int:

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from headwater.core.buffers import aligned_empty, round_up
+from headwater.core.buffers import aligned_temporary, round_up
 from headwater.core.stage import StageSpec
 from headwater.store.files import BlockFile, open_files
 from headwater.store.gradients.port import Gradients
@@ -161,7 +161,7 @@ class DiskBuffer(GradientBuffer):
     def _write(self, stage: int, file: BlockFile, gradients: Gradients) -> None:
         """Write the dense gradients of a stage to one of its files."""
         spec = self._stages[stage]
-        buffer = aligned_empty(self._span(spec))
+        buffer = aligned_temporary(self._span(spec))
         for view, gradient in zip(self._views(spec, buffer), gradients, strict=True):
             if gradient is not None and not gradient.is_sparse:
                 view.copy_(gradient)
@@ -183,7 +183,7 @@ class DiskBuffer(GradientBuffer):
         if not any(present):
             return []
         spec = self._stages[stage]
-        buffer = aligned_empty(self._span(spec))
+        buffer = aligned_temporary(self._span(spec))
         self._files[stage].read(0, buffer[: self._span(spec)])
         views = self._views(spec, buffer)
         # The update may change these clones in place; a saved sum must not change.
