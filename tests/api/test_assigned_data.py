@@ -193,7 +193,22 @@ class MaskedForAMoment(nn.Linear):
         return y
 
 
+class SetByFirstBatch(nn.Linear):
+    """A layer whose first forward sets the bias, as the normalization of flows does."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("is_set", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training and not self.is_set > 0:
+            self.bias.data = -super().forward(x).mean(0)
+            self.is_set = torch.ones(())
+        return super().forward(x)
+
+
 MODELS = {
+    "first batch": lambda: nn.Sequential(*(SetByFirstBatch() for _ in range(4))),
     "renormalizing": lambda: nn.Sequential(*(Renormalizing(6, 6) for _ in range(4))),
     "clamping": lambda: nn.Sequential(*(Clamping(6, 6) for _ in range(4))),
     "momentum": lambda: nn.Sequential(WithMomentum(), *stack(2)),

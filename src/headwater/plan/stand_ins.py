@@ -68,17 +68,19 @@ def call_operator(
 class Operators:
     """Runs the operators of a dry run. Results that depend on known values alone have real values.
 
-    The known values are the integers and truth values of the batch (token ids, masks, image sizes), and all
-    that a forward computes from them and from numbers in its code. So sizes and branches that depend on known
-    values are those of a real step. Only decisions by weights or floating-point data need a stand-in.
+    The known values are the integers, truth values and single numbers of the batch and of buffers (token ids,
+    masks, image sizes, flags), and all that a forward computes from them and from numbers in its code. So
+    sizes and branches that depend on known values are those of a real step. Only decisions by weights or
+    other floating-point data need a stand-in.
     """
 
     def __init__(self) -> None:
         self._known = _KnownValues()
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> None:
-        """Keep the value of a fake tensor of integers or truth values; other values are not kept."""
-        if not (isinstance(value, FakeTensor) or value.is_floating_point()):
+        """Keep the value of a fake tensor of integers or truth values, or of a single number."""
+        is_known = value.numel() == 1 or not value.is_floating_point()
+        if is_known and not isinstance(value, FakeTensor):
             self._known.add(fake, value)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -47,7 +47,10 @@ class Tensors(Protocol):
 
 
 class FakeTensors:
-    """Tensors without values, except integers of batch and buffers, and results from these integers alone."""
+    """Tensors without values, except the known values of batch and buffers, and results from these alone.
+
+    Known are integers, truth values, and single numbers: a buffer `initialized` may be of any dtype.
+    """
 
     def __init__(self) -> None:
         self._operators = Operators()
@@ -72,7 +75,8 @@ class FakeTensors:
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         fake = _empty_like(tensor)
         with _disable_current_modes():  # the copy must have values
-            value = tensor if tensor.is_meta or tensor.is_floating_point() else _in_host_memory(tensor)
+            is_known = tensor.numel() == 1 or not tensor.is_floating_point()
+            value = _in_host_memory(tensor) if is_known and not tensor.is_meta else tensor
         self._operators.know(fake, value)
         return fake
 
