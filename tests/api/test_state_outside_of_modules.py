@@ -287,3 +287,34 @@ def test_a_change_of_a_large_tensor_that_is_new_is_made_once_or_refused(plan, tm
     else:
         with pytest.raises(StreamError, match=r"changes a tensor of shape \[200, 200\]"):
             check(script, plan, tmp_path)
+
+
+class Registry:
+    """Weights by name. A module writes its weights to it, and reads them from it."""
+
+    def __init__(self):
+        self.weights = {}
+
+
+REGISTRY = Registry()
+
+
+class Registered(nn.Linear):
+    def __getattr__(self, name):
+        value = super().__getattr__(name)
+        return REGISTRY.weights.setdefault((id(self), name), value) if name == "weight" else value
+
+
+@pytest.mark.parametrize("plan", ["memory", "recompute"])
+def test_a_registry_that_attributes_of_modules_fill_is_as_in_plain_pytorch(plan, tmp_path):
+    def script(place):
+        REGISTRY.weights.clear()
+        model = place.compile(nn.Sequential(*[Registered(6, 6) for _ in range(3)]))
+        optimizer = adamw(model.parameters())
+        for step in range(3):
+            model(randn(4, 6, seed=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, len(REGISTRY.weights)
+
+    check(script, plan, tmp_path)

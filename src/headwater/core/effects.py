@@ -87,6 +87,9 @@ _STATE_OF_TORCH = (
 )
 """The dictionaries of a module whose items belong to its state, beside its own attributes."""
 
+_RUN_WITH_FORWARDS = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
+"""The other methods of a module that may run in a call of it."""
+
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_call_impl", "_compiled_call_impl"}
 """The attributes of a module that torch makes, and those that replace its call."""
 
@@ -97,7 +100,10 @@ _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "headwater", "builtins"}
 
 
 def functions_of(model: nn.Module) -> list[Any]:
-    """Return the hooks and forwards of a model and its parts that are not torch's or this package's."""
+    """Return the hooks and forwards of a model and its parts that are not torch's or this package's.
+
+    Methods that run in a forward belong to them, such as a `__getattr__` that looks up weights elsewhere.
+    """
     found: dict[int, Any] = {}
     for registry in ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks"):
         found.update((id(hook), hook) for hook in getattr(global_hooks, registry, {}).values())
@@ -106,6 +112,8 @@ def functions_of(model: nn.Module) -> list[Any]:
         for name in HOOKS:
             found.update((id(hook), hook) for hook in attributes.get(name, {}).values())
         # TorchScript's classes have a `forward` that cannot be read.
+        methods = (getattr(type(module), name, None) for name in _RUN_WITH_FORWARDS)
+        found.update((id(method), method) for method in methods if isinstance(method, FunctionType))
         for forward in (attributes.get("forward"), getattr(type(module), "forward", None)):
             if forward is not None:
                 found[id(forward)] = forward
