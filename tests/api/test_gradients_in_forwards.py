@@ -96,6 +96,28 @@ def test_a_step_while_weights_are_bound_is_refused(plan, tmp_path):
     place.release()
 
 
+def test_a_recomputed_forward_in_which_an_optimizer_first_steps_is_refused(tmp_path):
+    """The first step of an optimizer may make a new engine, while this forward runs."""
+
+    class Quantizer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Linear(8, 8)
+            self.optimizer = torch.optim.SGD(self.codes.parameters(), 0.1)
+
+        def forward(self, x):
+            self.codes(x.detach()).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return x + self.codes(x)
+
+    place = Place("recompute", tmp_path)
+    model = place.compile(nn.Sequential(*[Quantizer() for _ in range(3)]))
+    with pytest.raises(StreamError, match="weights were changed between this forward and its backward"):
+        model(randn(4, 8, seed=0)).square().mean().backward()
+    place.release()
+
+
 @extreme_plans
 def test_a_model_that_returns_only_detached_outputs_equals_plain(plan, tmp_path):
     """Its layers are trained by their own losses, between forwards."""

@@ -224,6 +224,33 @@ def test_jagged_tensors_may_be_made_in_a_forward(plan, tmp_path):
     check(script, plan, tmp_path)
 
 
+class NestedAttention(nn.Module):
+    """Attention over parts of different lengths. Autograd saves nested tensors of strided layout in it."""
+
+    def __init__(self, layout):
+        super().__init__()
+        self.layout = layout
+        self.query, self.value = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=self.layout)
+        query, value = (layer(nested).view(2, -1, 2, 3).transpose(1, 2) for layer in (self.query, self.value))
+        if self.layout is torch.strided:  # its attention needs it
+            query, value = query.contiguous(), value.contiguous()
+        mixed = nn.functional.scaled_dot_product_attention(query, query, value)
+        return torch.cat(mixed.transpose(1, 2).unbind()).flatten(1)
+
+
+@odd_plans
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_attention_of_nested_tensors_equals_plain(plan, layout, tmp_path):
+    def script(place):
+        model = place.compile(nn.Sequential(*(NestedAttention(layout) for _ in range(3))))
+        return train(model, lambda number: model(randn(5, 6, seed=number)).square().mean())
+
+    check(script, plan, tmp_path)
+
+
 class WithoutElements(nn.Module):
     """A model with layers whose weights, or weights and biases, have no elements."""
 

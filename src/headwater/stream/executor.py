@@ -97,8 +97,7 @@ class Executor:
             made.callback(self._gradients.remove)
             self._recomputed = RecomputedForwards(
                 _recomputed_modules(model, plan),
-                lambda stages: self._current._forwards.enter(stages),
-                lambda stages: self._current._forwards.leave(stages),
+                self._bound,
                 lambda stages: self._current._versions(stages),
             )
             made.pop_all()
@@ -125,6 +124,17 @@ class Executor:
             self._recomputed.hook()
 
     # called by parts of the executor during a forward or backward
+
+    @contextmanager
+    def _bound(self, stages: Stages) -> Iterator[None]:
+        """Enter a context in which the weights of a recomputed forward are bound."""
+        # An optimizer may step in the forward, and this executor may get a successor there.
+        forwards = self._current._forwards
+        forwards.enter(stages)
+        try:
+            yield
+        finally:
+            forwards.leave(stages)
 
     def _open(self) -> None:
         """Prepare an outermost forward. Called when it begins."""

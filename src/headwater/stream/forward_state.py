@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nested._internal import nested_tensor
 
 from headwater.core.effects import PythonState, refuse_changed_tensors
 from headwater.core.tensor_values import copies_of, may_change, put_back
@@ -34,6 +35,7 @@ class ForwardState:
         self._values = copies_of(_tensors_of(module))
         self._params = list(module.parameters())
         self._are_trained = _are_trained(self._params)
+        self._first_ragged: int = nested_tensor._tensor_id_counter
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -54,7 +56,7 @@ class ForwardState:
                 self._python.put_back()
             put_back(self._values)
             _set_trained(self._params, self._are_trained)
-            with self._settings.restored():
+            with self._settings.restored(), _ragged_sizes_from(self._first_ragged):
                 yield
         finally:
             _remove_other_hooks(self._params, hooks)
@@ -71,6 +73,21 @@ class ForwardState:
         python = PythonState.of(self._module)
         python.add_places_of(self._python)
         return python
+
+
+@contextmanager
+def _ragged_sizes_from(first: int) -> Iterator[None]:
+    """Enter a context in which new jagged tensors get the symbols of ragged sizes from number `first` on.
+
+    The gradients that come from later layers have the symbols of the first run, and torch compares them with
+    those of the second run.
+    """
+    present = nested_tensor._tensor_id_counter
+    nested_tensor._tensor_id_counter = first
+    try:
+        yield
+    finally:
+        nested_tensor._tensor_id_counter = max(present, nested_tensor._tensor_id_counter)
 
 
 def _are_trained(params: Sequence[nn.Parameter]) -> list[bool]:

@@ -6,7 +6,7 @@ import contextvars
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -28,26 +28,45 @@ _SAVES_NESTED = not hasattr(torch.utils.checkpoint, "_NoopSaveInputs")
 """True if torch's checkpoint can save nested tensors of strided layout. In torch 2.11 it cannot."""
 
 
+_CHECK = "headwater"
+"""Name under which torch's checkpoint finds `_form`."""
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the properties of a saved tensor that both runs must have in common.
+
+    They are those of torch's own check, which fails for nested tensors: one of strided layout has no shape,
+    and the ragged size of a jagged tensor may be another symbol in the second run.
+    """
+    if not tensor.is_nested:
+        shape: tuple[Any, ...] = tensor.shape
+    elif tensor.layout is torch.strided:
+        shape = ()
+    else:
+        shape = tuple(size if type(size) is int else None for size in tensor.shape)
+    return shape, tensor.dtype, tensor.device
+
+
+torch.utils.checkpoint._allowed_determinism_checks_to_fns[_CHECK] = _form
+
+
 class RecomputedForwards:
     """Makes the forwards of some stages run again in backward, instead of keeping their activations.
 
     Args:
         modules: the module of each of these stages, and all stages whose weights its forward reads.
-        enter: called with these stages before each run of the forward; binds the weights.
-        leave: called with the stages afterwards.
+        bound: returns a context for a run of the forward that uses these stages; it binds their weights.
         versions: returns the present version of each of the stages.
     """
 
     def __init__(
         self,
         modules: Sequence[tuple[nn.Module, Stages]],
-        enter: Callable[[Stages], None],
-        leave: Callable[[Stages], None],
+        bound: Callable[[Stages], AbstractContextManager[None]],
         versions: Callable[[Stages], list[int]],
     ) -> None:
         self._modules: Sequence[tuple[nn.Module, Stages]] = modules
-        self._enter = enter
-        self._leave = leave
+        self._bound = bound
         self._versions = versions
         self._hooked = ExitStack()
         self.hook()
@@ -56,9 +75,9 @@ class RecomputedForwards:
         """Replace the forwards of these modules by recomputed ones, until `unhook`."""
         with ExitStack() as hooked:  # a forward that cannot be replaced must not leave the others behind
             for module, stages in self._modules:
-                enter, leave = functools.partial(self._enter, stages), functools.partial(self._leave, stages)
+                bound = functools.partial(self._bound, stages)
                 versions = functools.partial(self._versions, stages)
-                hooked.callback(_recompute_forward(module, enter, leave, versions))
+                hooked.callback(_recompute_forward(module, bound, versions))
             self._hooked.callback(hooked.pop_all().close)
 
     def unhook(self) -> None:
@@ -72,16 +91,14 @@ class RecomputedForwards:
 
 def _recompute_forward(
     module: nn.Module,
-    enter: Callable[[], None],
-    leave: Callable[[], None],
+    bound: Callable[[], AbstractContextManager[None]],
     versions: Callable[[], list[int]],
 ) -> Callable[[], None]:
     """Replace the forward of a module by one that keeps only its inputs and runs again in backward.
 
     Args:
         module: the module.
-        enter: called before each run of the forward; binds the weights.
-        leave: called after each run.
+        bound: returns a context for each run of the forward; it binds the weights.
         versions: returns the present versions of the weights.
 
     Returns:
@@ -91,11 +108,8 @@ def _recompute_forward(
     own = list(map(id, module.parameters()))
 
     def bound_forward(*args: Any, **kwargs: Any) -> Any:
-        enter()
-        try:
+        with bound():
             return forward(*args, **kwargs)
-        finally:
-            leave()
 
     is_wrapped = True
 
@@ -218,12 +232,7 @@ class _RepeatedCall:
                 remedy="update torch to 2.13, use layout=torch.jagged, or keep the activations: "
                 "headwater.backend(..., activations='keep')",
             )
-        result = checkpoint(
-            self,
-            *tensors,
-            use_reentrant=False,
-            determinism_check="none" if has_nested else "default",  # torch's check needs their sizes
-        )
+        result = checkpoint(self, *tensors, use_reentrant=False, determinism_check=_CHECK)
         error, self._error = self._error, None
         if error is None:
             return result
