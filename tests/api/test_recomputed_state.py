@@ -373,3 +373,31 @@ def test_outputs_of_recomputed_blocks_that_change_in_place(plan, change, tmp_pat
         return train(place, model, lambda model, step, x: (model(x),))
 
     check(script, plan, tmp_path)
+
+
+FIRST_LAYERS = {
+    "relu": lambda: nn.ReLU(inplace=True),
+    "dropout": lambda: nn.Dropout(0.5, inplace=True),
+}
+
+
+@pytest.mark.parametrize("plan", ["memory", *RECOMPUTED])
+@pytest.mark.parametrize("kind", FIRST_LAYERS)
+def test_blocks_that_change_their_inputs_in_place_equal_plain(plan, kind, tmp_path):
+    """Plain PyTorch accepts this if no backward needs the input. Such a block cannot run again."""
+
+    def script(place):
+        blocks = [nn.Sequential(FIRST_LAYERS[kind](), nn.Linear(6, 12), nn.Linear(12, 6)) for _ in range(3)]
+        model = place.compile(nn.Sequential(nn.Linear(6, 6), *blocks))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(torch.randn(4, 6)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model
+
+    check(script, plan, tmp_path)

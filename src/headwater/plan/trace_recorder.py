@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import GeneratorType
 from typing import Any, final
@@ -228,7 +228,9 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device  # not an operator, and very frequent
         out = self._computes_on.call(func, args, kwargs)
         if not self._costs.in_backward:
-            self._writes.note_operator(changed_by(func, args, kwargs))
+            changed = changed_by(func, args, kwargs)
+            self._writes.note_operator(changed)
+            self._writes.units.update(self._calls.with_input(changed))
             for tensor in operands((*args, *kwargs.values())):
                 stage = self._stage_of_memory.get(memory_key(tensor))
                 if stage is not None and self._reads.read(stage) and not self._reads.running:
@@ -303,6 +305,14 @@ class _StageCalls:
     def inputs(self) -> set[int]:
         """The memory of the inputs of the innermost stage that runs."""
         return self._inputs[-1] if self._inputs else set()
+
+    def with_input(self, changed: Iterable[torch.Tensor]) -> set[int]:
+        """Return the running stages that have one of these tensors, or a view of it, as an input."""
+        memory = {memory_key(tensor) for tensor in changed}
+        if not memory:
+            return set()
+        running = zip(self._reads.running, self._inputs, strict=True)
+        return {stage for stage, inputs in running if not memory.isdisjoint(inputs)}
 
     def enter(self, path: str, stage: int | None, arguments: Any) -> None:
         """Begin a call.

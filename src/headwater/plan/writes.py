@@ -56,7 +56,8 @@ class ParameterWrites(TorchFunctionMode):
     It refuses forwards that read or set gradients of parameters: these are in the store during a forward.
 
     Attributes:
-        units: the stages whose modules run while a parameter is written. They cannot run a second time.
+        units: the stages whose modules run while a parameter is written, and, if the caller adds them, those
+            that change an input in place. They cannot run a second time.
 
     Args:
         params: the parameters of the dry run by name.
