@@ -115,8 +115,17 @@ def test_parameters_with_shared_memory_are_refused(tie, when, tmp_path):
         tie(model)
         model(inputs(0))
     assert "1.0.weight" in str(caught.value) and "0.0.weight" in str(caught.value)
+    assert "model[1][0].weight = model[0][0].weight" in str(caught.value)
     if cstorch.api.compile.is_compiled(model):
         place.release()
+
+
+def test_the_remedy_for_shared_memory_of_other_shapes_does_not_tie_the_parameters(tmp_path):
+    model = stack()
+    model.parts = nn.ParameterList([nn.Parameter(model[0][0].weight.detach()[None])])
+    with pytest.raises(StreamError, match="share memory") as caught:
+        cstorch.compile(model, cstorch.backend("CSX", tier="memory"))
+    assert caught.value.remedy == "separate them, model.parts[0].data = model.parts[0].data.clone()"
 
 
 def test_parameters_made_in_inference_mode_are_refused(tmp_path):

@@ -145,12 +145,19 @@ def refuse_shared_memory(model: nn.Module) -> None:
     pair = overlapping(params) or _taken(params)
     if pair is not None:
         first, second = pair
+        kept, other = map(_code_of, pair)
+        separate = f"separate them, {other}.data = {other}.data.clone()"
+        may_tie = params[first].shape == params[second].shape
         raise StreamError(
             f"parameters {first} and {second} share memory, but a streamed parameter needs separate memory",
             where=type(model).__name__,
-            remedy=f"tie them as one Parameter, model.{second} = model.{first}, or separate them, "
-            f"model.{second}.data = model.{second}.data.clone()",
+            remedy=f"tie them as one Parameter, {other} = {kept}, or {separate}" if may_tie else separate,
         )
+
+
+def _code_of(name: str) -> str:
+    """Return an expression for a parameter of `model`; modules and parameters in lists have numbers."""
+    return "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
 
 
 def refuse_inference_parameters(model: nn.Module) -> None:
