@@ -50,6 +50,26 @@ def test_data_of_the_same_and_of_another_shape(plan, tmp_path):
     check(script, plan, tmp_path)
 
 
+@every_plan
+def test_a_part_is_called_after_a_weight_got_other_strides(plan, tmp_path):
+    """Only a call of the whole model plans again, so the part runs with the engine of the former strides."""
+
+    def script(place):
+        blocks = stack()
+        model = place.compile(nn.Sequential(blocks))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = train(model, optimizer, 2)
+        with torch.no_grad():
+            model(inputs(5))  # now the bound memory of each stage is known
+        blocks[0][0].weight.data = blocks[0][0].weight.data.t().contiguous().t()
+        losses += train(blocks, optimizer, 2)
+        with torch.no_grad():
+            outputs = blocks(inputs(6))
+        return losses, outputs, train(model, optimizer, 2), model
+
+    check(script, plan, tmp_path)
+
+
 @some_plan
 def test_a_model_that_is_released_after_another_shape_has_the_state_of_its_optimizer(plan, tmp_path):
     def script(place):

@@ -164,7 +164,10 @@ class StageParameters:
         """Turn a parameter into a plain parameter whose values the caller sets. A dummy replaces it here."""
         param = self.params[index]
         requires_grad = self._spec.params[index].requires_grad
-        self.params[index] = nn.Parameter(self._placeholders[index], requires_grad)
+        self.params[index] = dummy = nn.Parameter(self._placeholders[index], requires_grad)
+        if self._address is not None:
+            # `bind` points no parameter to its view if the stage is bound to the same memory again.
+            dummy.data = self._views[index]
         param.__class__ = self._classes[index]
         # The gradient hook treats a parameter without `home` as a plain one.
         del param.home  # type: ignore[attr-defined]
