@@ -401,3 +401,43 @@ def test_blocks_that_change_their_inputs_in_place_equal_plain(plan, kind, tmp_pa
         return losses, model
 
     check(script, plan, tmp_path)
+
+
+class Shift(nn.Module):
+    """A module whose backward does not need the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return x + torch.tanh(self.shift.expand_as(x) * self.scale)
+
+
+class DoublesAfterwards(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.shifts = nn.ModuleList(Shift() for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for shift in self.shifts:
+            y = shift(x)
+            x.mul_(2)
+            x = x + y
+        return x
+
+
+@pytest.mark.parametrize("plan", ["memory", *RECOMPUTED])
+def test_inputs_of_blocks_that_are_changed_in_place_afterwards_equal_plain(plan, tmp_path):
+    def script(place):
+        model = place.compile(DoublesAfterwards())
+        losses = []
+        for step in range(3):
+            loss = model(torch.full((4, 6), float(step))).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        return losses, [param.grad for param in model.parameters()]
+
+    check(script, plan, tmp_path)

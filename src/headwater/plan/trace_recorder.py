@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -20,7 +21,7 @@ from headwater.core.errors import StreamError
 from headwater.core.loss_function import LossFunction
 from headwater.core.module_calls import Layer, surround
 from headwater.core.trees import operands, tensors_in
-from headwater.plan.alive import memory_key
+from headwater.plan.alive import has_storage, memory_key
 from headwater.plan.outside import OwnGraph
 from headwater.plan.partition import Partition, Unit
 from headwater.plan.reads import WeightReads
@@ -182,6 +183,7 @@ class Recorder(TorchDispatchMode):
         may_skip = torch._C._autograd._top_saved_tensors_default_hooks(False)[0] == self._pack
         repeated = repeats.call_like(stage, inputs, structure, may_skip=may_skip)
         if repeated is not None:
+            self._calls.note_inputs(stage, inputs)
             return self._repeat(members, repeated, inputs)
         num_uses = len(self._reads.uses)
         output = self._run(path, call, args, kwargs)
@@ -300,6 +302,8 @@ class _StageCalls:
         self._costs = costs
         self._reads = reads
         self._inputs: list[set[int]] = []  # memory of the inputs of each stage that runs
+        # by memory, the stages that have had it as an input
+        self._stages_of: dict[int, tuple[StorageWeakRef, set[int]]] = {}
 
     @property
     def inputs(self) -> set[int]:
@@ -307,12 +311,17 @@ class _StageCalls:
         return self._inputs[-1] if self._inputs else set()
 
     def with_input(self, changed: Iterable[torch.Tensor]) -> set[int]:
-        """Return the running stages that have one of these tensors, or a view of it, as an input."""
-        memory = {memory_key(tensor) for tensor in changed}
-        if not memory:
-            return set()
-        running = zip(self._reads.running, self._inputs, strict=True)
-        return {stage for stage, inputs in running if not memory.isdisjoint(inputs)}
+        """Return the stages that have or had one of these tensors, or a view of it, as an input."""
+        found = (self._stages_of.get(memory_key(tensor)) for tensor in changed)
+        return set().union(*(stages for _, stages in filter(None, found)))
+
+    def note_inputs(self, stage: int, inputs: Iterable[Any]) -> None:
+        """Record that these tensors are inputs of a stage. Other values are left out."""
+        for tensor in inputs:
+            if isinstance(tensor, torch.Tensor) and has_storage(tensor):
+                # A weak reference reserves the storage's address, so that no later storage gets its key.
+                new = StorageWeakRef(tensor.untyped_storage()), set[int]()
+                self._stages_of.setdefault(memory_key(tensor), new)[1].add(stage)
 
     def enter(self, path: str, stage: int | None, arguments: Any) -> None:
         """Begin a call.
@@ -329,6 +338,7 @@ class _StageCalls:
                 outer, entered = self._reads.running[-1], self._inputs[-1]
                 self._costs.when_backward_reaches((t for t in inputs if memory_key(t) not in entered), outer)
             self._inputs.append({memory_key(tensor) for tensor in inputs})
+            self.note_inputs(stage, inputs)
             self._costs.enter(stage, inputs)
         self._reads.enter(path, stage)  # last: the code above looks up the surrounding stage
 

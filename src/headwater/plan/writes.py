@@ -57,7 +57,7 @@ class ParameterWrites(TorchFunctionMode):
 
     Attributes:
         units: the stages whose modules run while a parameter is written, and, if the caller adds them, those
-            that change an input in place. They cannot run a second time.
+            with an input that is changed in place. They cannot run a second time.
 
     Args:
         params: the parameters of the dry run by name.
