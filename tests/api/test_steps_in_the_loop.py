@@ -238,3 +238,40 @@ def test_several_ranks_refuse_a_step_in_the_loop(monkeypatch):
     monkeypatch.setattr(loop_steps, "current", lambda: type("Fabric", (), {"size": 2}))
     with pytest.raises(ConfigError, match="depends on other parameters"):
         loop_steps.runs_in_loop(OneNorm([nn.Parameter(torch.ones(2, 2))]))
+
+
+class TensorRate(torch.optim.Optimizer):
+    """Converts the learning rate to a tensor, and refuses a number, as quantized optimizers do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        self.param_groups[-1]["lr"] = torch.as_tensor(self.param_groups[-1]["lr"])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not isinstance(group["lr"], torch.Tensor):
+                raise RuntimeError("lr was changed to a number")
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * group["lr"])
+
+
+@odd_plans
+def test_an_optimizer_that_needs_a_tensor_as_learning_rate(plan, tmp_path):
+    def script(place):
+        model = place.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+        optimizer = TensorRate(model.parameters())
+        losses = []
+        for number in range(3):
+            optimizer.zero_grad()
+            loss = model(randn(5, 6, seed=number)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, model
+
+    check(script, plan, tmp_path)

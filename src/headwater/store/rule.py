@@ -37,7 +37,7 @@ class UpdateRule(UpdateRules):
 
     def __init__(self, spec: OptimizerSpec, options: Mapping[str, Any] | None = None) -> None:
         self.spec = spec
-        self._options = {key: numbers(value) for key, value in (options or {}).items()}
+        self._options = dict(options or {})
         self.elementwise = spec.elementwise
         self._layouts: dict[tuple[object, ...], StateLayout] = {}
         self._threads = threading.local()  # an optimizer object serves one thread at a time
@@ -61,7 +61,10 @@ class UpdateRule(UpdateRules):
         probe = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
         optimizer = self.spec.build([probe], to_compile=False)
         group = optimizer.param_groups[0]
-        group.update({key: numbers(value) for key, value in group.items() if key != "params"} | self._options)
+        tensors = {key: value.clone() for key, value in self._options.items() if isinstance(value, torch.Tensor)}
+        group.update({**self._options, **tensors})  # steps may change tensors in place
+        if self.spec.foreign_class is None:  # a user's class may need tensors
+            group.update({key: numbers(value) for key, value in group.items() if key != "params"})
         # There are two steps, because some optimizers make a state tensor only in the second one.
         for _ in range(2):
             gradient = torch.zeros_like(probe)
