@@ -61,8 +61,8 @@ class UpdateRule(UpdateRules):
         probe = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
         optimizer = self.spec.build([probe], to_compile=False)
         group = optimizer.param_groups[0]
-        tensors = {key: value.clone() for key, value in self._options.items() if isinstance(value, torch.Tensor)}
-        group.update({**self._options, **tensors})  # steps may change tensors in place
+        for key, value in self._options.items():  # a step may change a tensor in place
+            group[key] = value.clone() if isinstance(value, torch.Tensor) else value
         if self.spec.foreign_class is None:  # a user's class may need tensors
             group.update({key: numbers(value) for key, value in group.items() if key != "params"})
         # There are two steps, because some optimizers make a state tensor only in the second one.
