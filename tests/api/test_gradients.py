@@ -171,6 +171,34 @@ def test_conversions_that_change_nothing_between_step_and_zero_grad(conversion, 
     check(script, plan, tmp_path)
 
 
+USES_OF_CONSUMED = {
+    "a product with the weight": lambda p, state: p * p.grad,
+    "a product with data": lambda p, state: p.data * p.grad,
+    "a product with a detached weight": lambda p, state: p.detach() * p.grad,
+    "a product with a view": lambda p, state: p.data[0] * p.grad,
+    "a product with optimizer state": lambda p, state: state["exp_avg"] * p.grad,
+    "products of lists": lambda p, state: torch._foreach_mul([p], [p.grad]),
+    "a sum in place": lambda p, state: p.data.add_(p.grad),
+    "a copy": lambda p, state: p.copy_(p.grad),
+    "an assignment": lambda p, state: setattr(p, "data", p.grad),
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_CONSUMED.values(), ids=USES_OF_CONSUMED)
+def test_operations_of_weights_and_consumed_gradients_raise(use, tmp_path):
+    """The weight's class must not compute with the placeholder of the gradient."""
+    place = Place("memory", tmp_path)
+    model = place.compile(nn.Linear(6, 6))
+    optimizer = adamw(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    before = model.weight.detach().clone()
+    with torch.no_grad(), pytest.raises(StreamError, match="consumed this gradient"):
+        use(model.weight, optimizer.state[model.weight])
+    assert torch.equal(model.weight, before)
+    place.release()
+
+
 @pytest.mark.parametrize("conversion", [torch.nn.Module.double, torch.nn.Module.bfloat16])
 def test_conversions_of_consumed_gradients_are_refused(conversion, tmp_path):
     model = Place("memory", tmp_path).compile(Net())

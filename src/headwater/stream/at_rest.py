@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy
@@ -269,12 +269,28 @@ def plain_value(value: torch.Tensor) -> torch.Tensor:
     return found
 
 
+class WithoutValues(torch.Tensor):
+    """A tensor without values: an operation that would read them raises an error."""
+
+    def refusal(self) -> StreamError:
+        """Return the error for an operation that would read the values."""
+        raise NotImplementedError
+
+
+def refuse_without_values(leaves: Iterable[object]) -> None:
+    """Raise an error if one of the arguments of an operation has no values."""
+    for leaf in leaves:
+        if isinstance(leaf, WithoutValues):
+            raise leaf.refusal()
+
+
 class _Operation:
     """One operation that has tensors at rest among its arguments."""
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._func = func
         leaves, self._structure = tree_flatten((args, kwargs))
+        refuse_without_values(leaves)
         self._leaves = [plain_view(leaf) for leaf in leaves]
         self._at_rest = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, AtRest)}
         self._views = [leaf for leaf in self._leaves if isinstance(leaf, RecordedPart)]

@@ -17,11 +17,13 @@ from headwater.stream.at_rest import (
     LIKE_ANOTHER,
     AtRest,
     RecordedPart,
+    WithoutValues,
     all_of,
     changed_while_recording,
     moved,
     on_values,
     plain_value,
+    refuse_without_values,
     view_like_itself,
 )
 from headwater.stream.detached import DetachedAtRest, home_of, whole_memory
@@ -99,6 +101,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
                 return new_parameter(args[0], args[0])
             if func is torch.Tensor.detach:
                 return DetachedAtRest.of(args[0])
+            refuse_without_values(args)  # before the two operations that write a value as it is
             if func == DATA.__set__:
                 return assign_data(args[0], args[1])
             if func is torch.Tensor.copy_ and _is_replaced(args[0], args[1]):
@@ -192,7 +195,7 @@ def _is_replaced(param: object, value: torch.Tensor) -> bool:
     return not (torch.is_grad_enabled() and param.requires_grad)
 
 
-class ConsumedGradient(torch.Tensor):
+class ConsumedGradient(WithoutValues):
     """The `grad` of a parameter after a step has consumed the gradient. It has no values to read.
 
     It can be dropped, zeroed, or converted to the dtype, device and layout that it has.
@@ -202,6 +205,9 @@ class ConsumedGradient(torch.Tensor):
     """
 
     home: Home
+
+    def refusal(self) -> StreamError:
+        return consumed_error(self.home.spec.name)
 
     @classmethod
     def __torch_function__(
@@ -217,7 +223,7 @@ class ConsumedGradient(torch.Tensor):
             if func == DATA.__set__ and len(consumed) == 2 and consumed[0].home == consumed[1].home:
                 return None
             if func not in _ZEROING:
-                raise consumed_error(consumed[0].home.spec.name)
+                raise consumed[0].refusal()
             for gradient in consumed:
                 gradient.home.zero_gradient()
             if func is torch.Tensor.zero_:
