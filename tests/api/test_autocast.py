@@ -90,6 +90,21 @@ class Shared(Net):
         return self.head(hidden)
 
 
+class Repeated(Net):
+    """Each forward runs the blocks another number of times; in the dry run and the first forward, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        hidden = self.words(x)
+        for block in [*self.blocks] * (1 + self.calls % 2):
+            hidden = hidden + block(hidden)
+        self.calls += 1
+        return self.head(hidden)
+
+
 class Checkpointed(Net):
     def forward(self, x):
         hidden = self.words(x)
@@ -163,7 +178,7 @@ def plain_step(model, optimizer, number):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "kind",
-    [Net, Tied, LeavesAutocast, Scaled, Shared, Checkpointed, NeedsValues, Attention],
+    [Net, Tied, LeavesAutocast, Scaled, Shared, Repeated, Checkpointed, NeedsValues, Attention],
     ids=lambda kind: kind.__name__,
 )
 def test_each_weight_is_read_as_in_plain_pytorch(kind, plan, tmp_path):
@@ -338,6 +353,124 @@ def evaluated(model, optimizer, number):
 )
 def test_gradients_have_the_dtype_and_the_bits_of_plain_pytorch(step, plan, tmp_path):
     assert_equal(step, Tied, plan, tmp_path)
+
+
+def losses_of(model, numbers):
+    """Return the sum of the losses of several calls within one autocast block."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return sum(F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten()) for x in map(batch, numbers))
+
+
+def one_block(model, optimizer, number):
+    loss = losses_of(model, (number, 10 + number, 20 + number))
+    loss.backward()
+    return loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
+def a_block_for_each_call(model, optimizer, number):
+    loss = loss_of(model, batch(number)) + loss_of(model, batch(10 + number))
+    loss.backward()
+    return loss.item()
+
+
+def blocks_in_turn(model, optimizer, number):
+    """Two calls in one block, then one call in another block. Each block has its backward."""
+    for numbers in ((number, 10 + number), (20 + number,)):
+        losses_of(model, numbers).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
+def several_backwards_in_a_block(model, optimizer, number):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for x in (batch(number), batch(10 + number)):
+            F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten()).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
+def gradients_of_one_block(model, optimizer, number):
+    params = list(model.parameters())
+    gradients = torch.autograd.grad(losses_of(model, (number, 10 + number)), params)
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
+    return [str(gradient.dtype) for gradient in gradients]
+
+
+def blocks_in_a_block(model, optimizer, number):
+    """Inner blocks do not end the outer one. In a block without a cache, each operator casts its weight."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for is_cached in (True, False):
+            losses = []
+            for part in range(2):
+                x = batch(10 * part + number)
+                with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=is_cached):
+                    losses.append(F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten()))
+            sum(losses).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
+def hooked_later(model, optimizer, number):
+    """The hooks of some weights are registered between the forward and its backward."""
+    loss = loss_of(model, batch(number))
+    hooks = [
+        block[1].weight.register_hook(lambda gradient: gradient / (3 * gradient.norm()))
+        for block in model.blocks[:number]
+    ]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return loss.item()
+
+
+def gradient_penalty(model, optimizer, number):
+    """A gradient in one block is differentiated again, in the backward of a call in another block."""
+    params = [block[3].weight for block in model.blocks]
+    gradients = torch.autograd.grad(loss_of(model, batch(number)), params, create_graph=True)
+    loss = sum(gradient.square().sum() for gradient in gradients)
+    loss = loss + loss_of(model, batch(10 + number))
+    loss.backward()
+    return loss.item()
+
+
+def uncached(model, optimizer, number):
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        loss = F.cross_entropy(model(batch(number)).flatten(0, 1).float(), batch(number).flatten())
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", [Net, Tied, Shared, Repeated, Checkpointed], ids=lambda kind: kind.__name__)
+def test_calls_in_one_autocast_block_add_gradients_in_16_bits_as_in_plain_pytorch(kind, plan, tmp_path):
+    assert_equal(one_block, kind, plan, tmp_path)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "step",
+    [
+        a_block_for_each_call,
+        blocks_in_turn,
+        several_backwards_in_a_block,
+        gradients_of_one_block,
+        gradient_penalty,
+        hooked_later,
+        uncached,
+        blocks_in_a_block,
+    ],
+    ids=lambda step: step.__name__,
+)
+def test_gradients_of_several_calls_have_the_bits_of_plain_pytorch(step, plan, tmp_path):
+    assert_equal(step, Tied, plan, tmp_path)
+
+
+def test_calls_in_one_block_do_add_in_16_bits():
+    """Otherwise the tests above would prove nothing."""
+    model, x = built(Net, None, None), [batch(0), batch(1)]
+    losses_of(model, (0, 1)).backward()
+    together = model.head.weight.grad.clone()
+    model.zero_grad()
+    sum(loss_of(model, each) for each in x).backward()
+    assert not torch.equal(model.head.weight.grad, together)
 
 
 def test_transforms_between_forwards_read_the_weights(tmp_path):

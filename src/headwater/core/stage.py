@@ -67,6 +67,7 @@ class ParamSpec:
             becomes the even one. Otherwise the store chooses the larger one, which saves a bit per element.
         full_gradient: autograd makes its gradient in `dtype` although it computes in `wire_dtype`, as plain
             PyTorch does under autocast.
+        one_cast: plain PyTorch casts it once in a forward; see [Note: one cast in an autocast block].
     """
 
     name: str
@@ -81,6 +82,7 @@ class ParamSpec:
     kept: int | None = None
     exact_cast: bool = False
     full_gradient: bool = False
+    one_cast: bool = False
 
     def keeping(self, count: int) -> ParamSpec:
         """Return this parameter with `kept` set, for masks that keep at most `count` of its elements.

@@ -10,6 +10,8 @@ the answer may decide what is computed, as in `nn.MultiheadAttention`.
 
 The gradient of a cast weight is in 16 bits, and the backward of the cast converts it to fp32. Autocast casts
 a weight once in a forward, so gradients of several operators that read this copy are added in 16 bits first.
+Other forwards may read the same copy; see [Note: one cast in an autocast block]. A view of a weight, such as
+`weight.t()`, is cast by each operator that reads it, and their gradients are added in fp32.
 On processors with products in bf16, an LSTM computes the gradients of its copies in fp32, and autograd rounds
 them to 16 bits. So the gradients of its weights are treated in the same way.
 """
@@ -17,6 +19,7 @@ them to 16 bits. So the gradients of its weights are treated in the same way.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -67,7 +70,7 @@ class CastReads:
         self._partition = partition
         self._loss_function = loss_function
         self._dtype = dtype
-        self._cast: set[str] = set()  # parameters that an operator casts to 16 bits
+        self._cast: Counter[str] = Counter()  # how often operators cast each parameter to 16 bits
         self._uncast: set[str] = set()  # parameters that any other operator reads
         self._shared: set[str] = set()  # parameters with a cast copy whose gradients are added in 16 bits
         self._name_of_memory: dict[int, str] = {}
@@ -89,7 +92,8 @@ class CastReads:
     def _needed(self, param: ParamSpec) -> ParamSpec:
         if param.name not in self._cast or param.name in self._uncast:
             return _in_own_dtype(param)
-        return dataclasses.replace(param, exact_cast=True, full_gradient=param.name not in self._shared)
+        full, once = param.name not in self._shared, self._cast[param.name] == 1
+        return dataclasses.replace(param, exact_cast=True, full_gradient=full, one_cast=full and once)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss. The dry run calls this while the model has the dry run's parameters."""
@@ -106,10 +110,11 @@ class CastReads:
         for tensor in operands(call.args):
             key = memory_key(tensor)
             name, copy = self._name_of_memory.get(key), self._copies.get(key)
-            if name is not None:
-                (self._cast if casts else self._uncast).add(name)
-                if casts:
-                    self._copies[memory_key(call.out)] = _Copy(name, call.out)
+            if name is not None and not casts:
+                self._uncast.add(name)
+            elif name is not None and not call.backward:  # a checkpoint casts it again in backward
+                self._cast[name] += 1
+                self._copies[memory_key(call.out)] = _Copy(name, call.out)
             elif copy is not None and not call.backward:
                 copy.num_reads += 1
                 if copy.num_reads > 1:
@@ -169,7 +174,9 @@ class _Copy:
 
 
 def _in_own_dtype(param: ParamSpec) -> ParamSpec:
-    return dataclasses.replace(param, wire_dtype=param.dtype, exact_cast=False, full_gradient=False)
+    return dataclasses.replace(
+        param, wire_dtype=param.dtype, exact_cast=False, full_gradient=False, one_cast=False
+    )
 
 
 def _with_params(partition: Partition, changed: Callable[[ParamSpec], ParamSpec]) -> Partition:

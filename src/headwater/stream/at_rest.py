@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from headwater.core.errors import StreamError
 from headwater.core.read_only_storage import Storage, read_only
 from headwater.plan.alive import has_storage
+from headwater.stream.autocast_blocks import note_read_of_master
 from headwater.stream.home import Home
 from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
 from headwater.stream.parameter_memory import KeptHome
@@ -183,6 +184,7 @@ def view_like_itself(func: Callable[..., Any], param: Any) -> torch.Tensor:
         found: torch.Tensor = on_values(func, (param, param), {})
         return found
     _note_read(param.home.spec.name)
+    note_read_of_master(param)
     DATA.__set__(view, param.home.read())
     view.__class__ = RecordedPart
     view.read = RecordedRead(param, view)  # type: ignore[attr-defined]
@@ -328,6 +330,7 @@ class _Operation:
         if torch.is_grad_enabled() and leaf.requires_grad and self._func != DATA.__get__:
             _note_read(leaf.home.spec.name)
             refuse_recorded_read(leaf.home.spec.name)
+            note_read_of_master(leaf.source.param)
             # `home.read()` would not do, because the graph must lead to the parameter.
             value: torch.Tensor = _Read.apply(leaf)  # type: ignore[no-untyped-call]
             if type(value) is torch.Tensor and has_storage(value):

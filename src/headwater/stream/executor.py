@@ -143,6 +143,8 @@ class Executor:
         if not self._weights.stable:
             refuse_moving_weights()
         refuse_copies_of_saved_weights()
+        if torch.is_grad_enabled():
+            self._gradients.begin_forward()
         if self._forwards_expected:
             self._forwards_expected -= 1
         else:  # `begin` has not announced it: the user's loop calls the model

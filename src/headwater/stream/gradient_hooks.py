@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headwater.core.recorder import COMPUTE, GRADIENT, RECORDER, Work
 from headwater.core.stage import ParamKey, ParamSpec
+from headwater.stream.autocast_blocks import AutocastBlocks, add_gradients_in
 from headwater.stream.backward import BackwardWatch
 from headwater.stream.weights import Weights
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from headwater.store.store import WeightStore
     from headwater.stream.binding import Binder
     from headwater.stream.gradient_copies import GradientCopies
+    from headwater.stream.home import Home
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -56,12 +58,19 @@ class GradientHooks:
         self._backward = backward
         self._factor = factor
         self.last_micro_batch = store.in_backward is None
+        self._casts = [  # trained weights that plain PyTorch would cast once in a forward
+            (param, store.spec(key))
+            for key, param in binder.parameters()
+            if param.requires_grad and store.spec(key).one_cast
+        ]
+        self._blocks = AutocastBlocks()
+        self._is_awaited = False  # a forward waits for its backward
         with ExitStack() as hooks:  # a hook that cannot be registered must not leave the others behind
             for key, param in binder.parameters():
                 if param.requires_grad:
-                    if _make_gradients_in(store.spec(key).gradient_dtype, param):
+                    if add_gradients_in(store.spec(key).gradient_dtype, param):
                         # `None` allows any dtype: torch has no way back to the parameter's dtype.
-                        hooks.callback(_make_gradients_in, None, param)
+                        hooks.callback(add_gradients_in, None, param)
                     hooks.callback(_register_first(param, self._hook(key, store.spec(key))).remove)
             self._registered = hooks.pop_all()
 
@@ -82,6 +91,10 @@ class GradientHooks:
             gradient = _taken_gradient(param)
             if gradient is None:
                 return
+            hooks._is_awaited = False
+            if spec.one_cast:  # see `begin_forward`
+                vars(param).pop("is_master_read", None)
+                gradient = gradient.to(spec.gradient_dtype)
             lane, num_bytes = RECORDER.lane(), gradient.numel() * gradient.element_size()
             lane.switch(giving)
             hooks._weights.statistics.bytes_out += num_bytes
@@ -110,6 +123,22 @@ class GradientHooks:
             self._copies.finish()  # gradients are added in the order of autograd
         there = gradient.to(self._store.gradient_device(key[0]))
         self._store.add_gradient(key, there, last=self.last_micro_batch)
+
+    def begin_forward(self) -> None:
+        """Choose the dtype in which autograd will add the gradients of weights that autocast casts.
+
+        Call it at the beginning of a forward with gradients. See [Note: one cast in an autocast block].
+        """
+        casts = [(param, spec) for param, spec in self._casts if hasattr(param, "home")]
+        if not casts:
+            return
+        home: Home = casts[0][0].home
+        are_narrow = self._blocks.have_one_cast(home.device.type, is_first=not self._is_awaited)
+        self._is_awaited = True
+        for param, spec in casts:
+            # The user's hooks must see gradients in the dtype of the parameter.
+            is_narrow = are_narrow and not (param._backward_hooks or hasattr(param, "is_master_read"))
+            add_gradients_in(spec.wire_dtype if is_narrow else spec.gradient_dtype, param)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -146,23 +175,6 @@ def _register_first(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
         del hooks[key]
         hooks[key] = others
     return handle
-
-
-def _make_gradients_in(dtype: torch.dtype | None, param: torch.Tensor) -> bool:
-    """Make autograd convert the gradients of a parameter to a dtype, before it adds them and calls hooks.
-
-    Args:
-        dtype: the dtype; `None` for no conversion.
-        param: the parameter.
-
-    Returns:
-        True if it did not do so before.
-    """
-    with torch._C.DisableTorchFunctionSubclass():  # the parameter is at rest
-        is_new: bool = param.grad_dtype != dtype
-        if is_new:
-            param.grad_dtype = dtype
-    return is_new
 
 
 def _taken_gradient(param: torch.Tensor) -> torch.Tensor | None:

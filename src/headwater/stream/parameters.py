@@ -26,6 +26,7 @@ from headwater.stream.at_rest import (
     refuse_without_values,
     view_like_itself,
 )
+from headwater.stream.autocast_blocks import add_gradients_in
 from headwater.stream.detached import DetachedAtRest, home_of, whole_memory
 from headwater.stream.exposed_gradients import exposed_on
 from headwater.stream.home import Home
@@ -93,6 +94,10 @@ class ParameterAtRest(AtRest, nn.Parameter):
             # The placeholder has the dtype of the wire image; plain PyTorch would show that of the master.
             if func in LAYOUT or func in OF_DTYPE:
                 return func(args[0].home.meta, *args[1:], **kwargs)
+            if func is torch.autograd.grad:
+                return _in_dtypes_of_masters(func(*args, **kwargs), args[1])
+            if func is torch.Tensor.register_hook and args[0].home.spec.one_cast:
+                add_gradients_in(args[0].home.spec.gradient_dtype, args[0])  # the hook must not see 16 bits
             if is_metadata(func) or func in BY_IDENTITY:
                 return func(*args, **kwargs)
             if func in LIKE_ANOTHER and args[0] is args[-1]:
@@ -141,6 +146,19 @@ class ParameterAtRest(AtRest, nn.Parameter):
             where=self.home.spec.name,
             remedy="use its state_dict(): load it into a module of the same class",
         )
+
+
+def _in_dtypes_of_masters(gradients: Any, inputs: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return results of `torch.autograd.grad` in the dtypes that they have in plain PyTorch.
+
+    Those of weights that autocast casts may be in 16 bits; see [Note: one cast in an autocast block].
+    """
+    return tuple(
+        gradient.to(given.home.spec.gradient_dtype)
+        if gradient is not None and isinstance(given, ParameterAtRest) and given.home.spec.one_cast
+        else gradient
+        for gradient, given in zip(gradients, inputs, strict=True)
+    )
 
 
 def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
