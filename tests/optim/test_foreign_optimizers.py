@@ -218,9 +218,32 @@ class MyAdamW(torch.optim.AdamW):
         super().__init__(params, **kwargs)
 
 
+class TakesAnyOption(torch.optim.Optimizer):
+    """Puts options whose names it does not list into its defaults, except one."""
+
+    def __init__(self, params, lr=0.1, **options):
+        self.scale = options.pop("scale", 1.0)
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                total = self.state[param].setdefault("sum", torch.zeros_like(param))
+                total.mul_(group.get("momentum", 0.0)).add_(param.grad)
+                param.sub_(total, alpha=group["lr"] * self.scale)
+
+
+def test_an_optimizer_that_takes_any_option_is_built_again_with_its_options():
+    spec = OptimizerSpec.of(TakesAnyOption(params(), momentum=0.9))
+    assert spec.kwargs == {"lr": 0.1, "momentum": 0.9}
+    assert spec.build(params()).defaults == spec.kwargs
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (lambda p: TakesAnyOption(p, scale=0.5), "its attribute 'scale' is not determined by its defaults"),
         (Coupled, "depends on other parameters"),
         (ClipsTogether, "depends on other parameters"),
         (CountsItself, "depends on other parameters, or on data outside `optimizer.state`"),

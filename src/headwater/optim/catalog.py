@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -117,21 +117,37 @@ def find_optimizer(name: str, *, exact_case: bool = True) -> OptimizerClass:
     return optimizers()[found]
 
 
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 def constructor_of(kind: OptimizerClass) -> dict[str, inspect.Parameter]:
     """Return the constructor's parameters by name.
 
-    If the constructor has `*args` or `**kwargs`, the parameters of its base class's constructor are included.
+    If the constructor has `*args` or `**kwargs`, the parameters of its base class's constructor are included,
+    except those of `torch.optim.Optimizer`.
     """
     taken: dict[str, inspect.Parameter] = {}
+    for parameters in _constructors(kind):
+        taken = {p.name: p for p in parameters if p.kind not in _VARIABLE} | taken
+    return taken
+
+
+def takes_any_option(kind: OptimizerClass) -> bool:
+    """True if the constructor and those to which it may pass arguments have `**kwargs`."""
+    return all(any(p.kind is p.VAR_KEYWORD for p in parameters) for parameters in _constructors(kind))
+
+
+def _constructors(kind: OptimizerClass) -> Iterator[list[inspect.Parameter]]:
+    """Yield the parameters of the constructor, and of those of base classes that may get its arguments."""
     for base in kind.__mro__:
+        if base is torch.optim.Optimizer:  # the code of the class chooses its `defaults`
+            return
         if "__init__" in vars(base):
             # Without the first, which is the object itself, whatever its name is.
             _, *parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
-            named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-            taken = {parameter.name: parameter for parameter in named} | taken
-            if len(named) == len(parameters):
-                break
-    return taken
+            yield parameters
+            if not any(p.kind in _VARIABLE for p in parameters):
+                return
 
 
 def refusal(name: str, why: str) -> ConfigError:

@@ -20,6 +20,7 @@ from headwater.optim.catalog import (
     is_elementwise,
     is_known,
     refusal,
+    takes_any_option,
 )
 from headwater.optim.eager import eager
 from headwater.optim.probe import check_closure, check_streamable
@@ -265,7 +266,8 @@ def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if parameter.default is parameter.empty and name not in {"params", *optimizer.defaults}:
             why = f"its argument {name!r} is not among its defaults, so it cannot be built again"
             raise refusal(type(optimizer).__qualname__, why)
-    given = {key: value for key, value in _formula_options(optimizer.defaults).items() if key in parameters}
+    options, takes_any = _formula_options(optimizer.defaults), takes_any_option(type(optimizer))
+    given = {key: value for key, value in options.items() if takes_any or key in parameters}
     # Not part of the formula, but a kernel that the user has asked for must be the one that runs.
     chosen = {key: optimizer.defaults.get(key) for key in ("foreach", "fused")}
     return given | {key: value for key, value in chosen.items() if value is not None}
