@@ -218,6 +218,27 @@ class MyAdamW(torch.optim.AdamW):
         super().__init__(params, **kwargs)
 
 
+class NeedsGradients(Plain):
+    """Does not skip parameters that have no gradient."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+class DecaysAlways(Plain):
+    """Decays parameters that have no gradient, too."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(0.99)
+
+
 class TakesAnyOption(torch.optim.Optimizer):
     """Puts options whose names it does not list into its defaults, except one."""
 
@@ -230,8 +251,9 @@ class TakesAnyOption(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 total = self.state[param].setdefault("sum", torch.zeros_like(param))
-                total.mul_(group.get("momentum", 0.0)).add_(param.grad)
-                param.sub_(total, alpha=group["lr"] * self.scale)
+                if param.grad is not None:
+                    total.mul_(group.get("momentum", 0.0)).add_(param.grad)
+                    param.sub_(total, alpha=group["lr"] * self.scale)
 
 
 def test_an_optimizer_that_takes_any_option_is_built_again_with_its_options():
@@ -254,6 +276,8 @@ def test_an_optimizer_that_takes_any_option_is_built_again_with_its_options():
         (Draws, "its step draws random numbers"),
         (lambda p: KeepsArgument(p, clip=0.5), "its attribute 'clip' is not determined by its defaults"),
         (StateAtBirth, "fails .KeyError"),
+        (NeedsGradients, "its step fails for parameters whose `grad` is None .TypeError"),
+        (DecaysAlways, "its step changes parameters whose `grad` is None"),
         (OddState, "expected its state 'history' to be a tensor or a number, got list"),
         (lambda p: Wrapping(p, Plain(p)), "its argument 'base' is not among its defaults"),
         (lambda p: Renaming(p, 0.5), "its option 'betas' is not an argument of its constructor"),

@@ -80,6 +80,23 @@ def check_streamable(name: str, build: Build) -> None:
     asked = sorted({name for param in watched for name in getattr(param, "asked_for", ())})
     if asked:
         raise refusal(name, f"its step reads the attribute {asked[0]!r} of parameters")
+    _refuse_need_of_gradients(name, joint, watched)
+
+
+def _refuse_need_of_gradients(
+    name: str, optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]
+) -> None:
+    """Raise unless a step skips parameters that have no gradient, as after an update in the store."""
+    values = [param.detach().clone() for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        step_without_hooks(optimizer)
+    except Exception as error:  # the user's class can raise any exception
+        why = f"its step fails for parameters whose `grad` is None ({type(error).__name__}: {error})"
+        raise refusal(name, why) from error
+    if not all(map(torch.equal, params, values)):
+        raise refusal(name, "its step changes parameters whose `grad` is None")
 
 
 class _WatchedParameter(torch.nn.Parameter):
