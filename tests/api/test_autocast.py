@@ -431,6 +431,46 @@ def gradient_penalty(model, optimizer, number):
     return loss.item()
 
 
+def checkpointed_call(model, optimizer, number):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = checkpoint(model, batch(number), use_reentrant=False)
+        loss = F.cross_entropy(output.flatten(0, 1).float(), batch(number).flatten())
+    loss.backward()
+    return loss.item()
+
+
+def another_graph_waits(model, optimizer, number):
+    """The backward of the first call ends while the second call waits. The third call is in another block."""
+    first, second = loss_of(model, batch(number)), loss_of(model, batch(10 + number))
+    first.backward()
+    (second + loss_of(model, batch(20 + number))).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
+def retained_graph(model, optimizer, number):
+    loss = loss_of(model, batch(number))
+    loss.backward(retain_graph=True)
+    (loss + loss_of(model, batch(10 + number))).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
+def larger_batch(model, optimizer, number):
+    """The second call may need a new plan while the first one waits."""
+    loss = loss_of(model, batch(number)[: 1 + number]) + loss_of(model, batch(10 + number))
+    loss.backward()
+    return loss.item()
+
+
+def second_call_detached(model, optimizer, number):
+    """A call in one block, then two calls in another block. The last one is not trained."""
+    loss = loss_of(model, batch(number))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, target = model(batch(10 + number)), model(batch(20 + number)).detach()
+        loss = loss + F.mse_loss(output.float(), target.float())
+    loss.backward()
+    return loss.item()
+
+
 def uncached(model, optimizer, number):
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         loss = F.cross_entropy(model(batch(number)).flatten(0, 1).float(), batch(number).flatten())
@@ -454,6 +494,11 @@ def test_calls_in_one_autocast_block_add_gradients_in_16_bits_as_in_plain_pytorc
         gradients_of_one_block,
         gradient_penalty,
         hooked_later,
+        checkpointed_call,
+        another_graph_waits,
+        retained_graph,
+        larger_batch,
+        second_call_detached,
         uncached,
         blocks_in_a_block,
     ],
@@ -461,6 +506,20 @@ def test_calls_in_one_autocast_block_add_gradients_in_16_bits_as_in_plain_pytorc
 )
 def test_gradients_of_several_calls_have_the_bits_of_plain_pytorch(step, plan, tmp_path):
     assert_equal(step, Tied, plan, tmp_path)
+
+
+def test_user_code_does_not_see_how_blocks_are_told_apart(tmp_path):
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor.numel())
+        return tensor
+
+    model = built(Net, "memory", tmp_path)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(model, batch(0)).backward()
+    assert seen and 0 not in seen
+    hw.release(model)
 
 
 def test_calls_in_one_block_do_add_in_16_bits():

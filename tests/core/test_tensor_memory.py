@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from headwater.core.buffers import PAGE_BYTES, aligned_temporary
 from headwater.core.native import SWITCH, load
 from headwater.core.tensor_memory import (
     flags_for_torch,
@@ -75,10 +74,14 @@ print((now.used - before.used) // MIB, is_new, tensor.data_ptr() % PAGE_BYTES, t
     assert run(script) == "79 False 0 4096"
 
 
-def test_an_aligned_temporary_tensor_has_its_own_pages_if_malloc_has_large_tensors():
-    tensor = aligned_temporary(0)
-    assert tensor.numel() == PAGE_BYTES and tensor.data_ptr() % PAGE_BYTES == 0
-    assert not tensor.any()
+def test_an_aligned_temporary_tensor_has_whole_pages_without_ranges_too():
+    script = """
+import torch
+from headwater.core.buffers import PAGE_BYTES, aligned_temporary
+tensors = [aligned_temporary(size) for size in (0, 1)]
+print([(tensor.numel() - PAGE_BYTES, tensor.data_ptr() % PAGE_BYTES) for tensor in tensors])
+"""
+    assert started(script) == "[(0, 0), (0, 0)]"
 
 
 @pytest.mark.real_start

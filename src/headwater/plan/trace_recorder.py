@@ -302,7 +302,7 @@ class _StageCalls:
         self._costs = costs
         self._reads = reads
         self._inputs: list[set[int]] = []  # memory of the inputs of each stage that runs
-        # by memory, the stages that have had it as an input
+        # memory key -> the storage, and the stages that had a tensor of it as an input
         self._stages_of: dict[int, tuple[StorageWeakRef, set[int]]] = {}
 
     @property

@@ -11,6 +11,7 @@ write weights anywhere: it never reads memory without values, and no write is lo
 
 from __future__ import annotations
 
+import abc
 import copy
 import logging
 import sys
@@ -274,9 +275,9 @@ def plain_value(value: torch.Tensor) -> torch.Tensor:
 class WithoutValues(torch.Tensor):
     """A tensor without values: an operation that would read them raises an error."""
 
+    @abc.abstractmethod
     def refusal(self) -> StreamError:
         """Return the error for an operation that would read the values."""
-        raise NotImplementedError
 
 
 def refuse_without_values(leaves: Iterable[object]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -26,11 +28,11 @@ def add_gradients_in(dtype: torch.dtype | None, param: torch.Tensor) -> bool:
 
 
 def note_read_of_master(param: Any) -> None:
-    """Note that autograd records a read of a parameter outside of a forward.
+    """Record that the user's code reads a parameter outside of a forward, with gradients.
 
-    It reads the master and not a cast. So in the next backward the parameter's gradients are added in fp32.
+    Such a read gets the fp32 master. So in the next backward the parameter's gradients are added in fp32.
     """
-    home = getattr(param, "home", None)  # a plain parameter has none
+    home = getattr(param, "home", None)  # a plain parameter has no `home`
     if home is not None and home.spec.one_cast:
         param.is_master_read = True
         add_gradients_in(home.spec.gradient_dtype, param)
@@ -38,7 +40,7 @@ def note_read_of_master(param: Any) -> None:
 
 @final
 class AutocastBlocks:
-    """Tells whether all forwards that wait for a backward read the same casts of the weights.
+    """Tells whether the forwards whose backward is still to come read the same casts of the weights.
 
     [Note: one cast in an autocast block] In plain PyTorch, autocast casts a weight when an operator first
     reads it, and keeps the copy until the outermost autocast block ends. All operators and all forwards in
@@ -46,8 +48,9 @@ class AutocastBlocks:
     and casts the sum to fp32. Forwards in different blocks read different copies, whose gradients are added
     in fp32.
 
-    Here a weight has 16 bits already, and autograd can add its gradients in either dtype. If a backward would
-    need both, it adds in fp32, and the bits differ from plain PyTorch.
+    Here a weight has 16 bits already, and autograd can add its gradients in either dtype, but not in both in
+    one backward. It adds in 16 bits only if no forward in another block can wait for a backward. No forward
+    waits after the weights have changed, or after a backward if only one forward has waited.
 
     torch does not say when a block ends. But autocast keeps a copy of any trained fp32 tensor, so a tensor
     without elements shows it: while the block lasts, its cast is the same node of the autograd graph.
@@ -56,18 +59,31 @@ class AutocastBlocks:
     def __init__(self) -> None:
         self._probe: torch.Tensor | None = None
         self._cast: Any = None
+        self._version: object = None
+        self._num_waiting = 0
+        self._are_mixed = False  # the forwards that may wait have several casts
 
-    def have_one_cast(self, device: str, *, is_first: bool) -> bool:
-        """Return true if autograd must add gradients in 16 bits. Call it at the beginning of each forward.
+    def begin_forward(self, device: str, version: object) -> bool:
+        """Return true if autograd must add gradients in 16 bits. Call it for each forward with gradients.
 
         Args:
             device: type of the device that computes.
-            is_first: true if no other forward waits for a backward.
+            version: changes when the weights change.
         """
         before, self._cast = self._cast, self._present_cast(device)
+        if version != self._version or not self._num_waiting:
+            self._version, self._num_waiting, self._are_mixed = version, 0, False
+        elif before is None or before is not self._cast:
+            self._are_mixed = True
         if not torch.is_autocast_cache_enabled():  # each operator casts the weight again
-            return False
-        return is_first or (before is not None and before is self._cast)
+            self._are_mixed = True
+        self._num_waiting += 1
+        return not self._are_mixed
+
+    def end_backward(self) -> None:
+        """Note the end of a backward through a forward whose graph is freed now."""
+        if self._num_waiting == 1:  # otherwise it is unknown whose graph it was
+            self._num_waiting = 0
 
     def _present_cast(self, device: str) -> Any:
         """Return the node that casts the tensor in the present block, or `None` outside of autocast."""
@@ -75,9 +91,16 @@ class AutocastBlocks:
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:  # a transform has its own graphs
             return None
-        # Modes of the user's code must not see this product.
-        with _disable_current_modes():
+        # Modes and hooks of the user's code, and those of a checkpoint, must not see this product.
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), _without_hooks():
             if self._probe is None:  # not made earlier, because an engine may be made in inference mode
                 self._probe = torch.zeros(0, 0, device=device, requires_grad=True)
             product = torch.mm(self._probe, self._probe)
         return None if product.grad_fn is None else product.grad_fn.next_functions[0][0]
+
+
+def _without_hooks() -> AbstractContextManager[object]:
+    """Return a context in which the present hooks for saved tensors are not called."""
+    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    return nullcontext()  # where hooks are disabled, none can be called

@@ -143,8 +143,8 @@ class Executor:
         if not self._weights.stable:
             refuse_moving_weights()
         refuse_copies_of_saved_weights()
-        if torch.is_grad_enabled():
-            self._gradients.begin_forward()
+        if self._gradients.casts and torch.is_grad_enabled():
+            self._gradients.begin_forward(self._versions(tuple(range(len(self._plan.trace.stages)))))
         if self._forwards_expected:
             self._forwards_expected -= 1
         else:  # `begin` has not announced it: the user's loop calls the model
@@ -311,6 +311,7 @@ class Executor:
         """
         if unchanged:
             self._successor = successor
+            successor._gradients.blocks = self._gradients.blocks
             # The successor may have another store, whose versions began with another number.
             before, after = self._store, successor._store
             successor._earlier_versions = [

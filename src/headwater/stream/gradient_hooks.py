@@ -30,6 +30,8 @@ class GradientHooks:
     """Moves each gradient to the store as soon as autograd has accumulated it.
 
     Attributes:
+        blocks: the autocast blocks of the forwards.
+        casts: the trained weights that plain PyTorch would cast once in a forward.
         last_micro_batch: true if no further micro-batch of the step is expected. In a user's loop it is
             always true. With updates in backward it is true only inside `micro_batch`, because a forward may
             itself call `backward`.
@@ -58,13 +60,13 @@ class GradientHooks:
         self._backward = backward
         self._factor = factor
         self.last_micro_batch = store.in_backward is None
-        self._casts = [  # trained weights that plain PyTorch would cast once in a forward
+        self.casts = [
             (param, store.spec(key))
             for key, param in binder.parameters()
             if param.requires_grad and store.spec(key).one_cast
         ]
-        self._blocks = AutocastBlocks()
-        self._is_awaited = False  # a forward waits for its backward
+        self.blocks = AutocastBlocks()
+        self._frees_graph = False  # the backward that runs has freed the graph of a forward
         with ExitStack() as hooks:  # a hook that cannot be registered must not leave the others behind
             for key, param in binder.parameters():
                 if param.requires_grad:
@@ -91,9 +93,10 @@ class GradientHooks:
             gradient = _taken_gradient(param)
             if gradient is None:
                 return
-            hooks._is_awaited = False
             if spec.one_cast:  # see `begin_forward`
-                vars(param).pop("is_master_read", None)
+                is_of_forward = not vars(param).pop("is_master_read", False)
+                if is_of_forward and not torch._C._autograd._get_current_graph_task_keep_graph():
+                    hooks._frees_graph = True
                 gradient = gradient.to(spec.gradient_dtype)
             lane, num_bytes = RECORDER.lane(), gradient.numel() * gradient.element_size()
             lane.switch(giving)
@@ -124,17 +127,20 @@ class GradientHooks:
         there = gradient.to(self._store.gradient_device(key[0]))
         self._store.add_gradient(key, there, last=self.last_micro_batch)
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, versions: list[int]) -> None:
         """Choose the dtype in which autograd will add the gradients of weights that autocast casts.
 
         Call it at the beginning of a forward with gradients. See [Note: one cast in an autocast block].
+
+        Args:
+            versions: the present version of each stage.
         """
-        casts = [(param, spec) for param, spec in self._casts if hasattr(param, "home")]
+        casts = [(param, spec) for param, spec in self.casts if hasattr(param, "home")]
         if not casts:
             return
         home: Home = casts[0][0].home
-        are_narrow = self._blocks.have_one_cast(home.device.type, is_first=not self._is_awaited)
-        self._is_awaited = True
+        self._frees_graph = False  # a backward that an error has ended may have set it
+        are_narrow = self.blocks.begin_forward(home.device.type, versions)
         for param, spec in casts:
             # The user's hooks must see gradients in the dtype of the parameter.
             is_narrow = are_narrow and not (param._backward_hooks or hasattr(param, "is_master_read"))
@@ -151,6 +157,9 @@ class GradientHooks:
 
     def end_micro_batch(self) -> None:
         """Tell the store that this micro-batch has no more gradients, after the last one was added."""
+        if self._frees_graph:
+            self._frees_graph = False
+            self.blocks.end_backward()
         if self._copies is None:
             self._store.end_micro_batch()
         else:

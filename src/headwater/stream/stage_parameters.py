@@ -166,7 +166,7 @@ class StageParameters:
         requires_grad = self._spec.params[index].requires_grad
         self.params[index] = dummy = nn.Parameter(self._placeholders[index], requires_grad)
         if self._address is not None:
-            # `bind` points no parameter to its view if the stage is bound to the same memory again.
+            # `bind` skips a stage that is bound to the same memory again, so the dummy gets its view here.
             dummy.data = self._views[index]
         param.__class__ = self._classes[index]
         # The gradient hook treats a parameter without `home` as a plain one.
