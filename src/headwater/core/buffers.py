@@ -53,8 +53,8 @@ def aligned_empty(num_bytes: int) -> torch.Tensor:
 def aligned_temporary(num_bytes: int) -> torch.Tensor:
     """Return a page-aligned, uninitialised uint8 tensor for a short use.
 
-    The memory comes from the ranges of `core.tensor_memory` if torch's tensors use them. Then it reuses memory
-    that freed tensors have left, where `aligned_empty` would take new pages.
+    The memory comes from the ranges of `core.tensor_memory` if torch's tensors use them. Then it reuses what
+    freed tensors have left, where `aligned_empty` would take new pages.
 
     Args:
         num_bytes: rounded up to whole pages; 0 means one page.
