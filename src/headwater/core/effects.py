@@ -111,9 +111,9 @@ def functions_of(model: nn.Module) -> list[Any]:
         attributes = vars(module)
         for name in HOOKS:
             found.update((id(hook), hook) for hook in attributes.get(name, {}).values())
-        # TorchScript's classes have a `forward` that cannot be read.
         methods = (getattr(type(module), name, None) for name in _RUN_WITH_FORWARDS)
         found.update((id(method), method) for method in methods if isinstance(method, FunctionType))
+        # TorchScript's classes have a `forward` that cannot be read.
         for forward in (attributes.get("forward"), getattr(type(module), "forward", None)):
             if forward is not None:
                 found[id(forward)] = forward
