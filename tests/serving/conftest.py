@@ -9,7 +9,8 @@ from serving_samples import GPT2, LLAMA, ServerProcess, save_model
 def folders(tmp_path_factory):
     """A GPT-2 of 96 positions and a Llama of 4,096."""
     folder = tmp_path_factory.mktemp("served")
-    return {"small": save_model(folder / "small", GPT2), "long": save_model(folder / "long", LLAMA)}
+    long = save_model(folder / "long", LLAMA, ends=False)
+    return {"small": save_model(folder / "small", GPT2), "long": long}
 
 
 @pytest.fixture(scope="session")

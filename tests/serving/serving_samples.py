@@ -33,12 +33,20 @@ LLAMA = {
 }
 
 
-def save_model(folder, section, seed=5):
-    """Save a random model as the transformers library does, with its tokenizer and a chat template."""
+def save_model(folder, section, *, ends=True, seed=5):
+    """Save a random model as the transformers library does, with its tokenizer and a chat template.
+
+    Args:
+        ends: False for a model that, at temperature 0, writes until `max_tokens`. A test that acts during an
+            answer needs one: any other model may end its answer first.
+    """
     folder.mkdir()
     tokenizer = TrainBPE(400).train([TEXT])
     config = DecoderConfig.model_validate({**section, "vocab_size": tokenizer.get_vocab_size()})
-    export_hf(Decoder(config, seed=seed).state_dict(), config, folder)
+    state = Decoder(config, seed=seed).state_dict()
+    if not ends:
+        state["head.weight"][tokenizer.token_to_id("<|endoftext|>")] = 0.0  # some other score is above 0
+    export_hf(state, config, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}

@@ -338,8 +338,7 @@ def test_pages_of_other_sites_are_refused(server):
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_leaves_ends_its_request(server, streams):
     before = metrics(server)["headwater_disconnects_total"]
-    body = {"model": "long", "prompt": "The", "max_tokens": 4000, "stream": streams, "temperature": 2.0}
-    body["stop"] = "\x00\x00"
+    body = {"model": "long", "prompt": "The", "max_tokens": 4000, "stream": streams, "temperature": 0}
     active = 'headwater_active_sequences{model="long"}'
     with (
         httpx.Client(timeout=None) as own,
