@@ -1,6 +1,7 @@
 """States of models and optimizers are read, written, saved and loaded at any time, also during training."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from any_loop import (
     Net,
     Place,
     adamw,
-    assert_equal,
     batches,
     check,
     every_plan,
@@ -19,7 +19,6 @@ from any_loop import (
 from torch import nn
 
 import headwater as cstorch
-from headwater.core.errors import StreamError
 
 
 def train(model, optimizer, steps):
@@ -221,13 +220,15 @@ def test_moving_averages_kept_by_the_loop_equal_plain(plan, tmp_path):
 
 
 @some_plan
-def test_averaged_model_of_torch_equals_plain(plan, tmp_path):
-    """`AveragedModel` copies the model, so the test makes it before the model is compiled."""
+@pytest.mark.parametrize("first", ["average", "compile"])
+def test_averaged_model_of_torch_equals_plain(plan, first, tmp_path):
+    """`AveragedModel` copies the model."""
 
     def script(place):
         model = Net()
-        average = torch.optim.swa_utils.AveragedModel(model)
+        average = torch.optim.swa_utils.AveragedModel(model) if first == "average" else None
         model = place.compile(model)
+        average = average or torch.optim.swa_utils.AveragedModel(model)
         optimizer = adamw(model.parameters(), lr=0.02)
         scheduler = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.01, anneal_epochs=2)
         losses = []
@@ -240,19 +241,57 @@ def test_averaged_model_of_torch_equals_plain(plan, tmp_path):
     check(script, plan, tmp_path)
 
 
-def test_a_copy_of_a_streamed_model_is_refused(tmp_path):
-    place = Place("memory", tmp_path)
+@every_plan
+def test_a_copy_of_a_streamed_model_equals_a_copy_of_the_plain_model(plan, tmp_path):
+    """The copy and the model train independently. The copy may be compiled, too."""
+
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = train(model, optimizer, batches(2))
+        model.blocks[0][0].weight.requires_grad_(False)
+        copied, part = copy.deepcopy(model), copy.deepcopy(model.blocks[0])
+        frozen = [name for name, param in copied.named_parameters() if not param.requires_grad]
+        losses += train(copied, adamw(copied.parameters()), batches(2))
+        losses += train(model, optimizer, batches(1))
+        place.compile(copied)
+        losses += train(copied, adamw(copied.parameters()), batches(2))
+        twice = copy.deepcopy(copied)
+        place.release()
+        return losses, frozen, model, copied, part, twice
+
+    check(script, plan, tmp_path)
+
+
+def test_a_copy_of_a_streamed_model_is_a_plain_model(tmp_path):
+    place = Place("recompute", tmp_path)
     model = place.compile(Net())
-    with pytest.raises(StreamError, match="before it is compiled"):
-        copy.deepcopy(model)
+    assert_plain(copy.deepcopy(model))
     train(model, adamw(model.parameters()), batches(1))
-    for module in (model, model.head):
-        with pytest.raises(StreamError, match="state_dict"):
-            copy.deepcopy(module)
-    other = Net()
-    other.load_state_dict(model.state_dict())
-    assert_equal(other.state_dict(), model.state_dict())
+    assert_plain(copy.deepcopy(model))
     place.release()
+
+
+def assert_plain(module):
+    """Assert that a module has only parameters of torch, and can be pickled without Headwater."""
+    assert not cstorch.api.compile.is_compiled(module)
+    assert {type(param) for param in module.parameters()} == {nn.Parameter}
+    pickled = pickle.dumps(module)
+    assert b"headwater." not in pickled  # the name of a module of Headwater
+    loaded, tokens = pickle.loads(pickled).eval(), batches(1)[0][0]
+    assert torch.equal(loaded(tokens), module.eval()(tokens))
+
+
+def test_model_and_optimizer_that_are_copied_together_train_as_in_plain_pytorch(tmp_path):
+    def script(place):
+        model = place.compile(Net())
+        optimizer = adamw(model.parameters())
+        losses = train(model, optimizer, batches(2))
+        copied, own = copy.deepcopy((model, optimizer))
+        losses += train(copied, own, batches(2)) + train(model, optimizer, batches(1))
+        return losses, copied, own, model, optimizer
+
+    check(script, "memory", tmp_path)
 
 
 @some_plan

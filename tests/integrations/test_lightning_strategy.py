@@ -287,15 +287,21 @@ def test_checkpoints_are_written_without_being_whole_in_memory(tmp_path):
     assert sizes.count(2048 * 256 * 4) >= 6  # two weights and two moments of each
 
 
-def test_modules_may_be_copied_before_they_are_streamed(tmp_path):
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_copy_of_a_module_is_a_plain_module(after, tmp_path):
+    """`after`: number of steps before the copy. Streaming begins at the first."""
+
     class Average(Callback):
         """A callback that keeps a running average of the weights and evaluates it."""
 
-        def on_fit_start(self, trainer, module):
-            self.average = copy.deepcopy(module.model)
-            self.outputs = []
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.global_step == after:
+                self.average = copy.deepcopy(module.model)
+                self.outputs = []
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.global_step <= after:
+                return
             with torch.no_grad():
                 for kept, new in zip(self.average.parameters(), module.model.parameters(), strict=True):
                     kept.lerp_(new, 0.1)
@@ -307,7 +313,8 @@ def test_modules_may_be_copied_before_they_are_streamed(tmp_path):
         runs.append((average, trained(place, tmp_path, callbacks=[average])))
     (plain_average, plain), (our_average, ours) = runs
     assert_same_run(ours, plain)
-    assert our_average.outputs == plain_average.outputs and not streamed_parts(our_average.average)
+    assert our_average.outputs and our_average.outputs == plain_average.outputs
+    assert not streamed_parts(our_average.average)
 
 
 def test_streamed_module_continues_in_another_trainer(tmp_path):

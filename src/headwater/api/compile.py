@@ -57,13 +57,13 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
 
 def is_compiled(model: nn.Module) -> bool:
     """Return true if the module is compiled."""
-    return hasattr(model, ATTRIBUTE)
+    return getattr(model, ATTRIBUTE, False) is not False
 
 
 def streamed(model: nn.Module) -> StreamedModel | None:
     """Return the object that streams this module, or `None` if the module is not streamed."""
-    found: StreamedModel | None = getattr(model, ATTRIBUTE, None)
-    return found
+    found = getattr(model, ATTRIBUTE, None)
+    return found if isinstance(found, StreamedModel) else None
 
 
 def release(model: Module) -> Module:

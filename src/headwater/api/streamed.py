@@ -27,7 +27,7 @@ from headwater.api.watcher import (
 )
 from headwater.core.empty import initial_values
 from headwater.core.errors import HeadwaterError, StreamError
-from headwater.core.module_calls import cannot_be_copied
+from headwater.core.module_calls import cannot_be_pickled
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
 from headwater.fabric.membership import current
@@ -35,7 +35,10 @@ from headwater.stream.engine import Engine
 from headwater.stream.transforms import refuse_first_call
 
 ATTRIBUTE = "_headwater"
-"""The attribute of a compiled module: its `StreamedModel`, or `None` on a backend that does not stream."""
+"""The attribute of a compiled module: its `StreamedModel`, or `None` on a backend that does not stream.
+
+It is `False` in a deep copy of a streamed module, which is a plain module.
+"""
 
 
 @final
@@ -74,8 +77,12 @@ class StreamedModel:
         self._unguard = guard_call(model, self._before_call, self._randomness, self._forget_call)
         transaction.register(self.steps)
 
+    def __deepcopy__(self, memo: object) -> bool:
+        """Return the attribute of a copy of the module; see `ATTRIBUTE`."""
+        return False
+
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise cannot_be_copied(self.model)
+        raise cannot_be_pickled(self.model)
 
     @property
     def engine(self) -> Engine | None:

@@ -8,9 +8,11 @@ which torch calls with every hook inside it, is replaced.
 
 from __future__ import annotations
 
+import copy
 import functools
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -60,25 +62,53 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
         A function that restores the original forward, unless the user has replaced the new one.
     """
     before = vars(module).get("forward")
+    replaced = _ReplacedForward(module, forward, before)
 
     def restore() -> None:
-        if vars(module).get("forward") is not forward:
+        if vars(module).get("forward") is not replaced:
             return
         if before is None:
             del module.forward
         else:
             module.forward = before
 
-    module.forward = forward
+    module.forward = replaced
     return restore
 
 
-def cannot_be_copied(module: nn.Module | None) -> StreamError:
-    """Return the error for a copy or a pickle of a compiled module."""
+def cannot_be_pickled(module: nn.Module | None) -> StreamError:
+    """Return the error for a pickle of a compiled module."""
     return StreamError(
-        f"a {type(module).__name__} that is compiled cannot be copied or pickled",
-        remedy="copy it before it is compiled, or load its state_dict() into a module of the same class",
+        f"a {type(module).__name__} that is compiled cannot be pickled",
+        remedy="save its state_dict(), or pickle copy.deepcopy(model), which is a plain module",
     )
+
+
+class _ReplacedForward:
+    """The forward of one module, replaced by another function.
+
+    Args:
+        module: the module.
+        forward: the new forward.
+        before: the forward that was set on the module before, if one was.
+    """
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], before: Callable[..., Any] | None
+    ) -> None:
+        functools.update_wrapper(self, forward)
+        self._module = weakref.ref(module)
+        self._forward, self._before = forward, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the original forward of the copied module: the new one calls the module that is copied."""
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        module = _copied(self._module(), memo)
+        return types.MethodType(type(module).forward, module)
 
 
 class _Layered:
@@ -125,13 +155,16 @@ class _Layered:
             vars(module)["_compiled_call_impl"] = self._compiled
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise cannot_be_copied(self._module())
+        raise cannot_be_pickled(self._module())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy without layers, since a copy of the module is not streamed."""
-        module = memo.get(id(self._module()))
-        assert isinstance(module, nn.Module), "it is copied with its module"
-        copied = object.__new__(_Layered)
-        copied.layers, copied._module, copied._compiled = [], weakref.ref(module), None
-        copied.if_compiled = None
-        return copied
+        """Return the usual call of the copied module, since a copy of the module is not streamed."""
+        module = _copied(self._module(), memo)
+        return types.MethodType(type(module)._call_impl, module)
+
+
+def _copied(module: nn.Module | None, memo: Mapping[int, Any]) -> nn.Module:
+    """Return the copy of a module. `memo`: the memo of the `copy.deepcopy` that is copying it."""
+    copied = memo.get(id(module))
+    assert isinstance(copied, nn.Module), "it is copied with its module"
+    return copied

@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from headwater.core.modes import apart_from_modes
 from headwater.core.stage import ParamKey, ParamSpec, dense_strides
@@ -27,6 +28,7 @@ class Home:
         store: the weight store.
         stage: the parameter's stage.
         index: the parameter's index in the stage.
+        kind: the class of the parameter while it is bound, or not streamed.
         device: the device of values that are read.
         let_go: returns the function that turns the parameter into a plain one; returns `None` after the
             engine has left the model.
@@ -35,6 +37,7 @@ class Home:
     store: WeightStore
     stage: int
     index: int
+    kind: type[nn.Parameter]
     device: torch.device
     let_go: Callable[[], LetGo | None] = dataclasses.field(compare=False, repr=False)
 

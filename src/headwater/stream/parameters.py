@@ -134,17 +134,18 @@ class ParameterAtRest(AtRest, nn.Parameter):
         spec = self.home.spec
         return f"Parameter in the weight store: {spec.name}, shape {list(spec.shape)}, {spec.dtype}"
 
-    def __deepcopy__(self, memo: object) -> nn.Parameter:
-        raise self._refusal("copied")
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a plain parameter with the present values. As in torch, it has no gradient."""
+        if id(self) not in memo:
+            memo[id(self)] = self.home.kind(self.home.read(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise self._refusal("pickled")
-
-    def _refusal(self, done: str) -> StreamError:
-        return StreamError(
-            f"a module whose weights are streamed cannot be {done}",
+        raise StreamError(
+            "a module whose weights are streamed cannot be pickled",
             where=self.home.spec.name,
-            remedy="use its state_dict(): load it into a module of the same class",
+            remedy="save its state_dict(), or pickle copy.deepcopy(module), which is a plain module",
         )
 
 

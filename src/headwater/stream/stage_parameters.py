@@ -115,9 +115,9 @@ class StageParameters:
                     remedy="compile one module that holds both models, or release the other one first",
                 )
             self._adopt(index, param)
-            home = Home(self._store, self._spec.index, index, self._device, weakref.WeakMethod(let_go))
+            kind = self._classes[index] = type(param)
+            home = Home(self._store, self._spec.index, index, kind, self._device, weakref.WeakMethod(let_go))
             param.home = home  # type: ignore[attr-defined]
-            self._classes[index] = type(param)
             param.__class__ = ParameterAtRest
 
     def _adopt(self, index: int, param: nn.Parameter) -> None:
