@@ -23,6 +23,7 @@ from headwater.store.replicas import take_from_first_host
 from headwater.store.store import WeightStore
 from headwater.store.takeover import take_over
 from headwater.stream.engine import Engine
+from headwater.stream.gradient_nodes import warn_of_lost_hooks
 from headwater.stream.leaving import HOST, give_back, give_state_back, move_to_host
 from headwater.stream.options import Initial
 from headwater.stream.store_settings import StoreSettings
@@ -230,6 +231,8 @@ class ReplaceableEngine:
             return
         # `detach` is first: it leaves NaN in the parameters, which then get their values from the store.
         self.engine.detach()
+        store = self.engine.store
+        warn_of_lost_hooks(((param, store.spec(key)) for key, param in self.engine.parameters()), HOST)
         for key, param in self.engine.parameters():
             # In the place of a departed parameter there is a dummy, which no optimizer knows.
             if key not in self.engine.departed:

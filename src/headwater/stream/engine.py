@@ -33,6 +33,7 @@ from headwater.stream.compilation import compile_stages
 from headwater.stream.device_errors import device_errors
 from headwater.stream.devices import make_device
 from headwater.stream.executor import Executor
+from headwater.stream.gradient_nodes import refuse_lost_hooks
 from headwater.stream.matmul import fast_products
 from headwater.stream.micro_batch import MicroBatches
 from headwater.stream.options import DEFAULTS, EngineOptions, Initial
@@ -131,6 +132,8 @@ class Engine:
 
     def _adopt_all(self, initial: Initial | WeightStore | None) -> None:
         """Put all parameters at rest. Write their values to the store first, unless it has them already."""
+        described = ((param, self.store.spec(key)) for key, param in self._binder.parameters())
+        refuse_lost_hooks(described, self._device.torch_device)
         checksums = {}
         for stage in self.store.stages:
             if not isinstance(initial, WeightStore):
