@@ -7,7 +7,7 @@ from serving_samples import GPT2, LLAMA, ServerProcess, save_model
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """A GPT-2 of 96 positions and a Llama of 4,096."""
+    """A GPT-2 of 96 positions and a Llama of 32,768."""
     folder = tmp_path_factory.mktemp("served")
     long = save_model(folder / "long", LLAMA, ends=False)
     return {"small": save_model(folder / "small", GPT2), "long": long}

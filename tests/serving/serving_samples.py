@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+import httpx
+
 from headwater.config.models.decoder import DecoderConfig
 from headwater.convert.checkpoint import export_hf
 from headwater.data.tokenizer import TrainBPE
@@ -16,6 +18,7 @@ TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
+PATIENCE_S = 200
 MODEL = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -29,7 +32,7 @@ LLAMA = {
     "name": "llama",
     "attention_module": "multiquery_attention",
     "extra_attention_params": {"num_kv_groups": 2},
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 32768,
 }
 
 
@@ -55,6 +58,16 @@ def save_model(folder, section, *, ends=True, seed=5):
     return folder
 
 
+def get(url, **options):
+    """Return the answer to a GET request; a slow machine may take its time."""
+    return httpx.get(url, timeout=PATIENCE_S, **options)
+
+
+def post(url, **options):
+    """Return the answer to a POST request; a slow machine may take its time."""
+    return httpx.post(url, timeout=PATIENCE_S, **options)
+
+
 class ServerProcess:
     """A server in a process.
 
@@ -78,7 +91,7 @@ class ServerProcess:
     def stop(self, how=signal.SIGTERM):
         """End the process; return its exit code and stderr."""
         self.process.send_signal(how)
-        _, error = self.process.communicate(timeout=60)
+        _, error = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, error
 
     def __enter__(self):

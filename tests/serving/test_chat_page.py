@@ -1,18 +1,20 @@
 """The chat page in a real browser, without a connection to other hosts."""
 
-import httpx
 import pytest
 from playwright.sync_api import expect, sync_playwright
-from serving_samples import ServerProcess
+from serving_samples import ServerProcess, post
 
 CHROMIUM = "/usr/bin/chromium"
 TOKEN = "0123456789abcdef0123456789abcdef"
+PATIENCE_MS = 100_000
+"""How long a slow machine may take for one step of a page."""
 
 
 @pytest.fixture(scope="module")
 def browser():
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        expect.set_options(timeout=PATIENCE_MS)
         yield found
         found.close()
 
@@ -22,6 +24,7 @@ def page(browser):
     """A page that fails the test if a script fails."""
     errors, addresses = [], []
     with browser.new_page() as found:
+        found.set_default_timeout(PATIENCE_MS)
         found.on("pageerror", lambda error: errors.append(error))
         found.on("request", lambda request: addresses.append(request.url))
         yield found
@@ -38,7 +41,7 @@ def ask(page, text, tokens):
 
 def answer_of(url, model, messages, tokens):
     body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": tokens}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body).json()
+    answer = post(f"{url}/v1/chat/completions", json=body).json()
     return answer["choices"][0]["message"]["content"]
 
 
@@ -77,7 +80,7 @@ def test_the_default_of_most_tokens_leaves_room_for_messages(server, page):
 def test_an_answer_can_be_stopped(server, page):
     page.goto(server.url)
     page.get_by_label("Model").select_option("long")
-    ask(page, "Who runs?", 3500)
+    ask(page, "Who runs?", 30_000)
     page.get_by_role("button", name="Stop").click()
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     expect(page.get_by_label("Message")).to_be_focused()
@@ -86,7 +89,7 @@ def test_an_answer_can_be_stopped(server, page):
 def test_a_new_chat_during_an_answer_begins_without_it(server, page):
     page.goto(server.url)
     page.get_by_label("Model").select_option("long")
-    ask(page, "Who runs?", 3500)
+    ask(page, "Who runs?", 30_000)
     log = page.get_by_role("log").get_by_role("listitem")
     expect(log.nth(1).locator("span")).not_to_be_empty()
     page.get_by_role("button", name="New chat").click()

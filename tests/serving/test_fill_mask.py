@@ -2,11 +2,10 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 import torch
 import transformers
-from serving_samples import ServerProcess
+from serving_samples import ServerProcess, get, post
 
 from headwater.cli.main import main
 
@@ -85,7 +84,7 @@ def assert_equal(found, expected):
 
 
 def ask(server, texts, **params):
-    return httpx.post(f"{server.url}/score", json={"input_data": texts, "params": params}, timeout=60)
+    return post(f"{server.url}/score", json={"input_data": texts, "params": params})
 
 
 @pytest.mark.parametrize("count", [None, 2, 1000])
@@ -116,11 +115,11 @@ def test_a_wrong_request_says_what_was_expected(server, texts, params, message):
 
 
 def test_paths_of_text_generation_are_refused_and_state_is_served(server):
-    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "[MASK]"})
+    answer = post(f"{server.url}/v1/completions", json={"prompt": "[MASK]"})
     assert answer.status_code == 400 and "send it to /score" in answer.json()["error"]["message"]
-    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 24
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    assert 'headwater_waiting_requests{model="bert"} 0' in httpx.get(f"{server.url}/metrics").text
+    assert get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 24
+    assert get(f"{server.url}/health").status_code == 200
+    assert 'headwater_waiting_requests{model="bert"} 0' in get(f"{server.url}/metrics").text
 
 
 @pytest.mark.parametrize("place", [1, 3], ids=["run", "library"])
