@@ -2,7 +2,10 @@
 
 import multiprocessing
 import os
+import re
 import signal
+import socket
+import struct
 import threading
 import time
 
@@ -12,24 +15,24 @@ from tests.rank_processes import run_ranks
 
 from headwater.core.errors import ConfigError, RankError
 from headwater.fabric.cluster import join_ranks
+from headwater.fabric.parent import is_stopped
 from headwater.fabric.secret import SECRET
-
-TIMEOUT_S = 3.0
 
 
 def test_a_timeout_names_the_host_that_is_missing():
     """The ranks of the first host already wait when their leader asks the silent host."""
     missed = multiprocessing.get_context("fork").Event()
+    timeout_s = 8.0  # a rank that stalls for less than this changes nothing
 
     def wait(fabric):
         link, told = fabric.connect("weights"), fabric.allocate(1)
         if fabric.host == 1:
-            missed.wait(100 * TIMEOUT_S)
+            missed.wait(100)
             return None
         failures = []
 
         def ask():
-            time.sleep(0.6 * TIMEOUT_S)
+            time.sleep(0.2 * timeout_s)
             try:
                 link.gather(torch.zeros(1))
             except RankError as error:
@@ -43,7 +46,7 @@ def test_a_timeout_names_the_host_that_is_missing():
         missed.set()
         return failures
 
-    first, second, *_ = run_ranks(wait, count=4, hosts=2, timeout_s=TIMEOUT_S)
+    first, second, *_ = run_ranks(wait, count=4, hosts=2, timeout_s=timeout_s)
     assert len(first) == 1 and not second
     assert "(node 0), ranks 0 to 1 cannot reach " in first[0]
     assert "(node 1), ranks 2 to 3 for weights" in first[0]
@@ -55,7 +58,7 @@ def test_gathers_wait_for_the_timeout_of_the_run():
 
     def ask(fabric):
         if fabric.rank == 1:
-            missed.wait(100 * TIMEOUT_S)
+            missed.wait(100)
             return
         for ask_all in (lambda value: fabric.gather_objects(value, torch.Tensor), fabric.gather_tensors):
             with pytest.raises(
@@ -64,7 +67,15 @@ def test_gathers_wait_for_the_timeout_of_the_run():
                 ask_all(torch.zeros(1))
         missed.set()
 
-    run_ranks(ask, hosts=2, timeout_s=TIMEOUT_S)
+    run_ranks(ask, hosts=2, timeout_s=3.0)
+
+
+def wait_at_most_a_second(fabric):
+    """Shorten the timeout of a rank that is connected with the others."""
+    fabric._host.watch._timeout_s = 1
+    for connection in fabric._messages._every._connections.values():
+        connection._timeout_s = 1
+        connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 1, 0))
 
 
 def test_waiting_for_a_stopped_rank_reports_that_it_is_stopped():
@@ -75,6 +86,9 @@ def test_waiting_for_a_stopped_rank_reports_that_it_is_stopped():
         if fabric.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 continues it
             return None
+        while not is_stopped(stopped):
+            time.sleep(0.01)
+        wait_at_most_a_second(fabric)
         told = []
         for ask in (lambda: fabric.gather(1.0), lambda: fabric.gather_objects(1, int)):
             with pytest.raises(RankError) as caught:
@@ -83,8 +97,9 @@ def test_waiting_for_a_stopped_rank_reports_that_it_is_stopped():
         os.kill(stopped, signal.SIGCONT)
         return told
 
-    first, second = run_ranks(wait, timeout_s=1)[0]
-    assert first == "rank 0 has waited 1 s for the values of all ranks: rank 1 (process N) is stopped"
+    first, second = run_ranks(wait)[0]
+    said = r"rank 0 has waited \d+ s for the values of all ranks: rank 1 \(process N\) is stopped"
+    assert re.fullmatch(said, first)
     assert ": timed out after 1 s: rank 1 (process N) is stopped" in second
 
 
@@ -96,6 +111,6 @@ def test_a_run_that_is_refused_closes_its_connections(monkeypatch):
     with pytest.raises(ConfigError, match="no rank is left to compute"):
         join_ranks(num_memx=1)
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
     assert not torch.distributed.is_initialized()

@@ -41,7 +41,7 @@ def test_a_wait_for_a_lost_process_raises_at_once(impatient):
 
 
 def test_a_wait_ends_after_its_timeout(impatient):
-    with pytest.raises(RankError, match="rank 0 has waited 0 s for a stage"):
+    with pytest.raises(RankError, match=r"rank 0 has waited \d+ s for a stage"):
         watch(0.01).wait_until(lambda: False, "a stage")
 
 

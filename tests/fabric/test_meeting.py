@@ -1,10 +1,8 @@
 """The messages of a rank that does not find the others, while it waits and at its timeout."""
 
-import _thread
 import os
 import signal
 import socket
-import threading
 
 import pytest
 
@@ -37,6 +35,19 @@ def rank(monkeypatch, unused_port):
     return begin
 
 
+class Clock:
+    """A clock that runs only while a rank sleeps, so that a slow machine changes nothing."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
 @pytest.mark.parametrize(
     ("number", "environment", "told"),
     [
@@ -50,8 +61,11 @@ def rank(monkeypatch, unused_port):
     ],
     ids=["others", "the first", "its name"],
 )
-def test_a_waiting_rank_prints_the_reason_and_times_out(rank, unused_port, capfd, number, environment, told):
+def test_a_waiting_rank_prints_the_reason_and_times_out(
+    rank, unused_port, capfd, monkeypatch, number, environment, told
+):
     rank(number, **environment)
+    monkeypatch.setattr(meeting, "time", Clock())
     told = told.format(port=unused_port)
     with pytest.raises(RankError, match=r"rendezvous failed: timed out after \d s; ") as caught:
         meeting.meet(OWN, 0.5)
@@ -69,13 +83,18 @@ def hears_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_waiting_rank_can_be_interrupted(rank, hears_interrupts):
+class Interrupting(Clock):
+    """A clock during whose first sleep Ctrl-C is pressed."""
+
+    def sleep(self, seconds):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_waiting_rank_can_be_interrupted(rank, hears_interrupts, monkeypatch):
     rank(0)
-    timer = threading.Timer(0.3, _thread.interrupt_main)
-    timer.start()
+    monkeypatch.setattr(meeting, "time", Interrupting())
     with pytest.raises(KeyboardInterrupt):
         meeting.meet(OWN, 100)
-    timer.join()
 
 
 def test_a_rank_without_the_address_of_rank_0_is_refused(rank, monkeypatch):

@@ -264,10 +264,10 @@ def test_rank_0_reports_a_refused_connection(monkeypatch):
 def test_many_idle_connections_do_not_block_a_rank():
     board = Switchboard(0, b"s" * 32, listen_at("127.0.0.1", 0, 1024))
     idle = [socket.create_connection(board.address) for _ in range(63)]
-    connection = call(board.address, b"s" * 32, "something", 1, 0, 5)
+    connection = call(board.address, b"s" * 32, "something", 1, 0, 100)
     found = None
     while found is None:
-        found = board.take("something", 1, 5)
+        found = board.take("something", 1, 100)
     connection.send_message(b"here")
     assert found.receive_message() == b"here"
     for each in (*idle, connection, found, board):
@@ -289,7 +289,7 @@ def test_a_rank_that_is_too_busy_to_answer_is_asked_again(monkeypatch):
 
         waking = threading.Thread(target=wake)
         waking.start()
-        board.connect("something", 0, 20).close()
+        board.connect("something", 0, 200).close()
         waking.join()
         told[0].close()
         board.close()
@@ -317,7 +317,7 @@ def test_random_bytes_before_the_handshake_are_refused():
         theirs.sendall(said)
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises((StrangerError, OSError)):
-            examine(ours, secret_text, 0, 5)
+            examine(ours, secret_text, 0, 100)
         ours.close()
         theirs.close()
 
@@ -332,9 +332,9 @@ def pair():
 def test_both_ends_of_a_handshake_have_matching_keys(pair):
     ours, theirs = pair()
     known = []
-    thread = threading.Thread(target=lambda: known.append(examine(theirs, b"s" * 32, 0, 5)))
+    thread = threading.Thread(target=lambda: known.append(examine(theirs, b"s" * 32, 0, 100)))
     thread.start()
-    keys = introduce(ours, b"s" * 32, "purpose", 1, 0, 5)
+    keys = introduce(ours, b"s" * 32, "purpose", 1, 0, 100)
     thread.join()
     other, rank, purpose = known[0]
     assert (rank, purpose) == (1, purpose_digest("purpose"))
@@ -354,13 +354,13 @@ def test_a_replayed_handshake_answer_is_refused(pair):
     replaying = threading.Thread(target=lambda: (theirs.recv(80), theirs.sendall(answer)))
     replaying.start()
     with pytest.raises(StrangerError, match="answers for rank 0 does not know the secret"):
-        introduce(ours, b"s" * 32, "purpose", 1, 0, 5)
+        introduce(ours, b"s" * 32, "purpose", 1, 0, 100)
     replaying.join()
 
 
 def _examine(connection):
     with contextlib.suppress(StrangerError, OSError):
-        examine(connection, b"s" * 32, 0, 5)
+        examine(connection, b"s" * 32, 0, 100)
 
 
 @pytest.mark.parametrize(
@@ -376,12 +376,12 @@ def _examine(connection):
 def test_a_message_that_is_changed_repeated_or_left_out_is_refused(pair, change):
     (sender, wire), (other_wire, receiver) = pair(), pair()
     keys = Keys(b"a" * 32, b"b" * 32)
-    sending = Connection(sender, keys, 1, 5)
+    sending = Connection(sender, keys, 1, 100)
     for message in (b"first", b"other"):
         sending.send_message(message).result()
     sent = wire.recv(90, socket.MSG_WAITALL)
     other_wire.sendall(change(sent))
-    receiving = Connection(receiver, Keys(keys.receiving, keys.sending), 0, 5)
+    receiving = Connection(receiver, Keys(keys.receiving, keys.sending), 0, 100)
     with pytest.raises(RankError, match="a message from rank 0 is damaged"):
         for _ in range(2):
             receiving.receive_message()
@@ -389,7 +389,7 @@ def test_a_message_that_is_changed_repeated_or_left_out_is_refused(pair, change)
 
 def test_a_closed_connection_raises_instead_of_returning_a_message(pair):
     ours, theirs = pair()
-    connection = Connection(ours, Keys(b"a", b"b"), 3, 5)
+    connection = Connection(ours, Keys(b"a", b"b"), 3, 100)
     theirs.sendall(bytes(20))
     theirs.shutdown(socket.SHUT_RDWR)
     with pytest.raises(ConnectionError, match="rank 3 has closed the connection"):
