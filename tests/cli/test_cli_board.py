@@ -17,7 +17,7 @@ from headwater.core.errors import ConfigError
 
 def answer(address, path, token):
     request = urllib.request.Request(address + path, headers={"authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(request, timeout=20) as found:
+    with urllib.request.urlopen(request, timeout=100) as found:
         return json.load(found)
 
 
@@ -33,7 +33,7 @@ def test_the_command_serves_runs_and_ends_with_an_interrupt(tmp_path):
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 answer(address, path, given)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(100) == 0
 
 
 @pytest.mark.real_start
@@ -45,10 +45,10 @@ def test_a_signal_during_an_answer_ends_the_command_quietly(number, tmp_path):
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         address, token = process.stdout.readline().split()[-1].split("#token=")
         request = urllib.request.Request(f"{address}api/events", headers={"authorization": f"Bearer {token}"})
-        with urllib.request.urlopen(request, timeout=20) as events:  # an answer that never ends by itself
+        with urllib.request.urlopen(request, timeout=100) as events:  # an answer that never ends by itself
             assert events.readline().startswith(b"data: ")
             process.send_signal(number)
-            assert process.wait(20) == 0
+            assert process.wait(100) == 0
         assert process.stderr.read() == ""
 
 

@@ -80,8 +80,9 @@ def test_the_loss_curve_is_the_same_when_workers_are_killed(headwater, params, t
         lost = {4: first, 7: second}.get(next(calls))
         if lost is not None:
             lost.kill()
-            restarts.append(threading.Timer(0.5, lost.start))
-            restarts[-1].start()
+            timer = threading.Timer(0.5, lost.start)
+            timer.start()
+            restarts.append(timer)
         return ask(self, connections, number, request)
 
     monkeypatch.setattr(InputWorkers, "ask", ask_and_kill)
@@ -202,7 +203,7 @@ class Failing:
     ],
 )
 def test_errors_of_a_worker_reach_the_rank(serve, error, what):
-    samples = RemoteSamples(InputWorkers([serve(Failing(error))], "it", SECRET, patience_s=5), 1)
+    samples = RemoteSamples(InputWorkers([serve(Failing(error))], "it", SECRET, patience_s=100), 1)
     (found,) = samples.read_ahead([[0, 1]], 2)
     assert isinstance(found, DataError) and what in found.what
     assert found.where == f"/x.h5, input worker on {platform.node()}"
@@ -212,22 +213,22 @@ def test_a_rank_that_disconnects_leaves_no_message(serve, caplog):
     class Slow(Failing):
         def __getitems__(self, draws):
             asked.set()
-            gone.wait(10)
+            gone.wait(100)
             answered.set()
             return {"x": torch.zeros(1 << 20)}
 
     asked, gone, answered = threading.Event(), threading.Event(), threading.Event()
     threads = set(threading.enumerate())
     address = serve(Slow(None))
-    connection = call(address, SECRET, "it", NUMBER, NUMBER, 10)
+    connection = call(address, SECRET, "it", NUMBER, NUMBER, 100)
     connection.send_message(b"[0]").result()
-    assert asked.wait(10)
+    assert asked.wait(100)
     connection.close()
     gone.set()
-    assert answered.wait(10)
+    assert answered.wait(100)
     for thread in set(threading.enumerate()) - threads:
         if "_serve" in thread.name:
-            thread.join(10)
+            thread.join(100)
     assert caplog.text == ""
 
 
