@@ -142,7 +142,9 @@ def test_ray_actors_are_bit_identical_to_processes_and_can_be_interrupted(cluste
 @pytest.mark.real_start  # one of these tests starts the command as a user does
 @needs_hosts
 def test_an_interrupt_before_training_begins_ends_the_run(cluster, params, tmp_path):
-    driver = cluster.start(params, TWO, ENDLESS, "--gpus_per_rank=1")
+    # No input worker answers there, so training cannot begin, however late the interrupt is.
+    data = "--trainer.fit.train_dataloader.input_workers=[10.77.0.9:1]"
+    driver = cluster.start(params, TWO, ENDLESS, "--gpus_per_rank=1", data)
     wait_for(lambda: len(cluster.ranks()) == 2)
     given = [Path(f"/proc/{rank}/environ").read_text().split("\0") for rank in cluster.ranks().values()]
     seen = {word for words in given for word in words if word.startswith("CUDA_VISIBLE_DEVICES=")}
