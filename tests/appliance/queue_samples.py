@@ -28,7 +28,7 @@ def end(processes):
     for process in processes:
         try:
             process.kill()
-            process.wait(10)
+            process.wait(100)
         except psutil.NoSuchProcess:
             pass
 

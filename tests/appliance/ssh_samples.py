@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
+
+from headwater.appliance.remote.connection import Connection
 
 SSHD = "/usr/sbin/sshd"
 _SOURCES = Path(__file__).resolve().parents[2] / "src"
@@ -119,32 +122,31 @@ class Sshd:
 def cutting(pause_s, most, after=lambda: True):
     """Kill the connections of this process `most` times; returns the list of the killed processes.
 
-    It begins when `after` returns true.
+    It begins when `after` returns true. A connection is killed some time after the server has answered. If it
+    were killed earlier, the pauses between attempts would grow, on a slow machine to minutes.
     """
-    stop, cuts = threading.Event(), []
+    stop, cuts, answered, connected = threading.Event(), [], {}, Connection._connected
+
+    def connect(self):
+        process = connected(self)
+        answered.setdefault(process, time.monotonic())
+        return process
 
     def cut():
-        while not stop.wait(pause_s) and len(cuts) < most:
-            for process in connections() if after() else ():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    # Old enough to have sent something: otherwise the pauses between attempts grow.
-                    if time.time() - process.create_time() > pause_s:
-                        process.kill()
-                        cuts.append(process.pid)
+        while not stop.wait(pause_s / 10):
+            for process, since in list(answered.items()) if after() else ():
+                if len(cuts) < most and time.monotonic() - since > pause_s:
+                    del answered[process]
+                    if process._process.returncode is None:
+                        process._process.kill()
+                        cuts.append(process._process.pid)
 
     thread = threading.Thread(target=cut)
-    thread.start()
-    try:
-        yield cuts
-    finally:
-        stop.set()
-        thread.join()
-
-
-def connections():
-    """The processes `ssh` that this process has started."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += [child] if child.name() == "ssh" else []
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "_connected", connect)
+        thread.start()
+        try:
+            yield cuts
+        finally:
+            stop.set()
+            thread.join()

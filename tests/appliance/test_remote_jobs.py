@@ -181,7 +181,7 @@ def test_fit_on_an_appliance_equals_fit_here(sshd, queue, laptop, data, capfd):
     assert all((weights[0] / name).read_bytes() == (weights[1] / name).read_bytes() for name in names)
 
 
-def test_validate_and_plan_on_an_appliance(sshd, queue, laptop, data, capfd, monkeypatch):
+def test_validate_on_an_appliance(sshd, laptop, data, capfd, monkeypatch):
     section = "{{data_processor: GptHDF5DataProcessor, data_dir: {data}, batch_size: 8}}"
     sections = (
         f"  validate:\n    val_dataloader: {section}\n  validate_all:\n    val_dataloaders: {section}\n"
@@ -207,16 +207,17 @@ def test_validate_and_plan_on_an_appliance(sshd, queue, laptop, data, capfd, mon
     lines = said(*there, "validate", "p.yaml", "--all").out.splitlines()
     names = [line.split()[0].rpartition("/")[2] for line in lines if "validation loss" in line]
     assert names == ["checkpoint_3", "checkpoint_6"]
-    number = len(queue.jobs(everything=True))
-    text = (laptop / "p.yaml").read_text().replace(str(data), "missing")
-    (laptop / "p.yaml").write_text(text)
-    assert "predicted rate" in said(*there, "plan", "p.yaml", "--sequence_length", "8").out
-    job = queue.jobs(everything=True)[number]
+
+
+def test_plan_on_an_appliance(sshd, queue, laptop, capfd):
+    (laptop / "p.yaml").write_text(PARAMS.format(folder=laptop, data="missing"))
+    plan = ["--appliance", WAFER, "plan", "p.yaml"]
+    assert main([*plan, "--sequence_length", "8"]) == 0
+    assert "predicted rate" in capfd.readouterr().out
+    (job,) = queue.jobs(everything=True)
     assert job.model_dir is None and job.command[-2:] == ("--sequence_length", "8")
-    assert (
-        "--png works only with files of this machine"
-        in said(*there, "plan", "p.yaml", "--png", "x", code=2).err
-    )
+    assert main([*plan, "--png", "x"]) == 2
+    assert "--png works only with files of this machine" in capfd.readouterr().err
 
 
 def test_validate_while_the_run_trains(sshd, queue, submit, laptop, data, capfd):
