@@ -64,6 +64,24 @@ def test_a_copy_of_a_module_has_no_layers():
     assert events == []
 
 
+def test_a_shallow_copy_of_a_module_has_no_layers():
+    events, module = [], nn.Identity()
+    remove = surround(module, layer_of("only", events))
+    restore = replace_forward(module, lambda x: x + 1)
+    other = copy.copy(module)
+    assert other(1) == 1 and not events
+    assert module(1) == 2 and events
+    remove(), restore()
+    assert other(1) == 1
+
+
+def test_a_shallow_copy_keeps_a_forward_of_the_user():
+    module = nn.Identity()
+    module.forward = lambda x: x + 10
+    replace_forward(module, lambda x: x + 1)
+    assert copy.copy(module)(1) == 11 and module(1) == 2
+
+
 def test_a_replaced_forward_is_restored_unless_the_user_has_replaced_it_again():
     module, x = nn.Identity(), torch.tensor(1)
     restore = replace_forward(module, lambda x: x + 1)

@@ -4,12 +4,18 @@
 Hooks of torch would do most of this, but models see them: `nn.TransformerEncoderLayer` takes its fast path
 only where no module in it has a hook, and a scripted module refuses hooks. So a module's own `_call_impl`,
 which torch calls with every hook inside it, is replaced.
+
+[Note: copied attributes]
+`copy.copy` and libraries for meta learning copy all attributes of a module to another module, which may have
+other parameters. Then the replaced call or forward is an attribute of that module too, but calls the first
+one. Neither gets the module that is called, so both look it up in the frame of their caller.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -101,7 +107,12 @@ class _ReplacedForward:
         self._forward, self._before = forward, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
+        other = _copy_that_calls(self, "forward", self._module(), depth=2)
+        if other is None:
+            return self._forward(*args, **kwargs)
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        return type(other).forward(other, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the original forward of the copied module: the new one calls the module that is copied."""
@@ -131,6 +142,9 @@ class _Layered:
 
     @functools.partial(uncompiled, if_compiled=_note_compiler)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        other = _copy_that_calls(self, "_call_impl", self._module(), depth=3)
+        if other is not None:
+            return type(other)._call_impl(other, *args, **kwargs)
         return self._call(0, *args, **kwargs)
 
     def _call(self, depth: int, /, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +175,26 @@ class _Layered:
         """Return the usual call of the copied module, since a copy of the module is not streamed."""
         module = _copied(self._module(), memo)
         return types.MethodType(type(module)._call_impl, module)
+
+
+def _copy_that_calls(
+    attribute: object, name: str, module: nn.Module | None, *, depth: int
+) -> nn.Module | None:
+    """Return the module that calls an attribute of another module; see [Note: copied attributes].
+
+    Args:
+        attribute: the attribute.
+        name: its name.
+        module: the module that it belongs to.
+        depth: number of frames between this function and the method of torch that calls the attribute.
+
+    Returns:
+        The caller, or `None` if the caller is `module`, or is not a module.
+    """
+    caller = sys._getframe(depth).f_locals.get("self")
+    if caller is module or not isinstance(caller, nn.Module) or vars(caller).get(name) is not attribute:
+        return None
+    return caller
 
 
 def _copied(module: nn.Module | None, memo: Mapping[int, Any]) -> nn.Module:
