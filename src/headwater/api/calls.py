@@ -23,6 +23,7 @@ from headwater.core.seeding import derive_seed, drawing_devices, seed_generators
 from headwater.core.trees import tensors_in
 from headwater.core.uncompiled import CompilerOffWarning
 from headwater.fabric.membership import current
+from headwater.stream.addresses import free_copies
 from headwater.stream.at_rest import refresh_views
 
 _PRECISION_OF = {torch.bfloat16: Precision("bf16"), torch.float16: Precision("fp16")}
@@ -65,6 +66,7 @@ def guard_call(
     def guarded(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             refresh_views((args, kwargs))
+            free_copies()
             error = before(args, kwargs)
             with surroundings():
                 output = call(*args, **kwargs)

@@ -13,7 +13,20 @@ S = TypeVar("S", bound=Storage)
 
 
 class _ReadOnly:
-    """Methods that raise `StreamError`, because they would change a copy alone."""
+    """Methods that raise `StreamError`, because they would change a copy alone.
+
+    Attributes:
+        address: the address to return instead of that of the copy, or `None`.
+    """
+
+    address: int | None = None
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        if self.address is not None:
+            return self.address
+        found: int = super().data_ptr()  # type: ignore[misc] # of the storage
+        return found
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StreamError(
@@ -35,7 +48,14 @@ class _ReadOnlyTyped(_ReadOnly, torch.TypedStorage):
 _CLASSES = {torch.UntypedStorage: _ReadOnlyUntyped, torch.TypedStorage: _ReadOnlyTyped}
 
 
-def read_only(storage: S) -> S:
-    """Return the storage, whose methods that change or share it raise `StreamError` from now on."""
-    storage.__class__ = cast(Any, _CLASSES.get(type(storage), type(storage)))
+def read_only(storage: S, address: int | None = None) -> S:
+    """Return the storage, whose methods that change or share it raise `StreamError` from now on.
+
+    Args:
+        storage: the storage.
+        address: the address that its `data_ptr` returns from now on; `None` for that of its memory.
+    """
+    found = cast(Any, storage)
+    found.__class__ = _CLASSES.get(type(storage), type(storage))
+    found.address = address
     return storage

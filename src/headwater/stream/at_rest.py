@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from headwater.core.errors import StreamError
 from headwater.core.read_only_storage import Storage, read_only
 from headwater.plan.alive import has_storage
+from headwater.stream.addresses import address_of
 from headwater.stream.autocast_blocks import note_read_of_master
 from headwater.stream.home import Home
 from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
@@ -245,10 +246,33 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     Raises:
         StreamError: if `func` changes a parameter that requires a gradient outside of `torch.no_grad()`.
     """
+    if func is torch.Tensor.data_ptr:
+        return _address(args[0], whole=False)
     if getattr(func, "__module__", None) == "torch.nn.init":  # these disable gradients only after the read
         with torch.no_grad():
             return _Operation(func, args, kwargs).run()
     return _Operation(func, args, kwargs).run()
+
+
+def _address(tensor: Any, *, whole: bool) -> int:
+    """Return the address of a tensor at rest or of a recorded view; see [Note: addresses].
+
+    Args:
+        tensor: the tensor.
+        whole: return the address of the whole parameter.
+    """
+    tensor = plain_view(tensor)
+    home: Any = tensor.read.home if isinstance(tensor, RecordedPart) else getattr(tensor, "home", None)
+    values = home.read() if isinstance(home, Home) else None
+    # Values on a GPU have no address in host memory, and a recorded view may have another dtype.
+    if values is None or not has_storage(values) or values.is_cuda or values.dtype != tensor.dtype:
+        return int(tensor.data_ptr() if values is None else values.data_ptr())
+    if not values.numel():
+        return 0
+    view = tensor if isinstance(tensor, RecordedPart) else tensor.selection(values)
+    offset = view.data_ptr() - view.untyped_storage().data_ptr()
+    param = tensor.read.param if isinstance(tensor, RecordedPart) else tensor.source.param
+    return address_of(param, values) + (0 if whole else offset)
 
 
 def plain_view(leaf: Any) -> Any:
@@ -320,7 +344,7 @@ class _Operation:
             for index, result in enumerate(results)
         )
         if isinstance(result, Storage) and (self._at_rest or self._views):
-            return read_only(result)
+            return read_only(result, _address((*self._at_rest.values(), *self._views)[0], whole=True))
         return tree_unflatten(returned, structure)
 
     def _call(self, values: dict[int, torch.Tensor]) -> Any:

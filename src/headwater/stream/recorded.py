@@ -39,6 +39,12 @@ class RecordedRead:
         """The place of the values now."""
         return self._memory.home
 
+    @property
+    def param(self) -> torch.Tensor:
+        """The weight."""
+        found: torch.Tensor = self._memory.param
+        return found
+
     def is_of(self, tensor: torch.Tensor) -> bool:
         """True if a tensor is a view of the values."""
         address = self._values.untyped_storage().data_ptr()

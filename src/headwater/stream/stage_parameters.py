@@ -15,6 +15,7 @@ from headwater.core.modes import apart_from_modes
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.core.tensor_memory import return_free_memory
 from headwater.plan.writes import changed_in_place
+from headwater.stream.addresses import forget_address
 from headwater.stream.home import Home, LetGo
 from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest
@@ -169,6 +170,7 @@ class StageParameters:
             # `bind` skips a stage that is bound to the same memory again, so the dummy gets its view here.
             dummy.data = self._views[index]
         param.__class__ = self._classes[index]
+        forget_address(param)
         # The gradient hook treats a parameter without `home` as a plain one.
         del param.home  # type: ignore[attr-defined]
         return param
@@ -178,6 +180,7 @@ class StageParameters:
         self._set_classes()
         self._point_to_placeholders()
         for param in self.params:
+            forget_address(param)
             vars(param).pop("home", None)
 
     def _set_classes(self) -> None:
