@@ -13,6 +13,7 @@ import torch
 from headwater.core.errors import RunError
 
 _MARK = "headwater: begin of the profile"
+_NUM_MARKS = 5
 _MOST_OPERATORS, _MOST_MODULES = 8, 20
 
 
@@ -40,10 +41,9 @@ class OperatorWatch:
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._profiler.start()
         self._running = True
-        # The profiler has another clock; this moment is known on both.
-        self._begin_ns = perf_counter_ns()
-        with torch.profiler.record_function(_MARK):
-            pass
+        # The profiler has another clock. Each mark is a moment that is known on both. The first one takes
+        # milliseconds, and this thread may be interrupted during any of them, so the shortest one counts.
+        self._marks_ns = [_mark() for _ in range(_NUM_MARKS)]
 
     def stop(self) -> None:
         """End the recording."""
@@ -59,13 +59,19 @@ class OperatorWatch:
             names: name of each row.
         """
         events: list[Any] = list(self._profiler.events())
-        mark = next(event.time_range.start for event in events if event.name == _MARK)
+        marks = sorted(
+            (event.time_range.start, event.time_range.end) for event in events if event.name == _MARK
+        )
+        (before, after), (start, end) = min(
+            zip(self._marks_ns, marks, strict=True), key=lambda mark: mark[0][1] - mark[0][0]
+        )
+        offset_ns = (before + after) / 2 - 1e3 * (start + end) / 2
         begins = [begin for begin, _ in stamps]
         sums: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0]))
         for event in events:
             if event.name == _MARK or not event.self_cpu_time_total:
                 continue
-            place = bisect.bisect_right(begins, self._begin_ns + 1e3 * (event.time_range.start - mark))
+            place = bisect.bisect_right(begins, offset_ns + 1e3 * event.time_range.start)
             total = sums[stamps[place - 1][1] if place else -1][event.name]
             total[0] += event.self_cpu_time_total
             total[1] += 1
@@ -80,3 +86,11 @@ class OperatorWatch:
             ]
         averages = self._profiler.key_averages()
         return "\n".join([*lines, "", averages.table(sort_by="self_cpu_time_total", row_limit=40)])
+
+
+def _mark() -> tuple[int, int]:
+    """Record a mark; return the clock before and after it."""
+    before = perf_counter_ns()
+    with torch.profiler.record_function(_MARK):
+        pass
+    return before, perf_counter_ns()
