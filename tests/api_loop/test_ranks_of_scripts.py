@@ -259,7 +259,10 @@ def test_no_rank_outlives_the_first_process(tmp_path, number):
 
 
 def is_running(process):
-    return psutil.pid_exists(process) and psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 PLANNED_AGAIN = """

@@ -43,7 +43,7 @@ def open_page(chromium):
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: message.type == "error" and problems.append(message.text))
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(100_000)
         page.goto(address)
         return page
 

@@ -35,7 +35,7 @@ def text_of(page, name, cell):
     return row(page, name).locator(f"[data-cell={cell}]").inner_text()
 
 
-def wait_for(condition, seconds=20):
+def wait_for(condition, seconds=100):
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "it did not happen"

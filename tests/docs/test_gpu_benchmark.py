@@ -142,12 +142,12 @@ def test_a_run_that_hangs_or_needs_all_memory_is_ended_with_its_processes(least,
     monkeypatch.setattr(parts, "free_host_bytes", lambda: -1 if least else 1 << 60)
     command = ["sh", "-c", "sleep 1000 & echo $!; wait"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout.readline().strip().isdigit()
         guard = parts._Guard(process, 0.5)
-        output, _ = process.communicate(timeout=30)  # the child has the pipe too
+        process.communicate(timeout=100)  # the child has the pipe too
         guard.stop()
     assert process.returncode == -signal.SIGKILL
     assert reason in guard.reason
-    assert output.strip().isdigit()
 
 
 @pytest.mark.parametrize("name", SHAPES)

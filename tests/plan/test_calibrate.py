@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -73,13 +74,20 @@ def test_every_rate_of_a_cpu_is_measured_and_no_file_is_left(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_probes_alternate_and_the_best_time_is_used():
-    turns = []
-    naps_s = iter([0.1, 0.1, 0.002, 0.1, 0.1, 0.1])
-    slow = Probe(lambda: (turns.append("slow"), time.sleep(next(naps_s))), on_cores=False)
+def test_probes_alternate_and_the_best_time_is_used(monkeypatch):
+    turns, now_s = [], [0.0]
+    took_s = iter([8.0, 8.0, 2.0, 8.0, 8.0, 8.0])
+
+    def run_slowly():
+        turns.append("slow")
+        now_s[0] += next(took_s) / 1000
+
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0], process_time=lambda: now_s[0])
+    monkeypatch.setattr(probes, "time", clock)
+    slow = Probe(run_slowly, on_cores=False)
     timing = time_probes({"slow": slow, "fast": Probe(lambda: turns.append("fast"), on_cores=False)})
     assert turns[:4] == ["slow", "fast", "slow", "fast"]
-    assert 0.002 <= timing.best_s["slow"] < 0.1
+    assert timing.best_s == {"slow": pytest.approx(0.002), "fast": 0.0}
 
 
 @pytest.mark.parametrize(("products_s", "other_s"), [(5.0, 2.0), (7.5, 0.5)])

@@ -23,7 +23,7 @@ def train(fabric, plan, folder, slow, steps):
     def part(step, index):
         return tokens(step, index)[fabric.rank : fabric.rank + 1] if fabric.computes else None
 
-    faulthandler.dump_traceback_later(60, exit=True)  # a deadlock would block the test
+    faulthandler.dump_traceback_later(200, exit=True)  # a deadlock would block the test
     work = Job(Net, part, loss_of)
     with Engine(
         work.model(), plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric

@@ -48,7 +48,7 @@ def serve(mailbox):
     def start(**options):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        server = controller.Controller(mailbox, hostname="127.0.0.1", port=port, **options)
+        server = controller.Controller(mailbox, hostname="127.0.0.1", port=port, ready_timeout=100, **options)
         server.start()
         servers.append(server)
         return port
