@@ -1,5 +1,7 @@
 """Loops under autocast to bf16 compute the bits of plain PyTorch, whatever reads weights and gradients."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -380,6 +382,23 @@ def blocks_in_turn(model, optimizer, number):
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
 
 
+def accumulated_in_blocks(model, optimizer, number):
+    """Two blocks, each with two calls and a backward, before one step."""
+    for first in (number, 20 + number):
+        losses_of(model, (first, 10 + first)).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
+def skipped_steps(model, optimizer, number):
+    """The gradients of two blocks are dropped, one before and one after their backward, as if not finite."""
+    losses_of(model, (number, 10 + number)).backward()
+    optimizer.zero_grad()
+    dropped = losses_of(model, (number, 10 + number))
+    del dropped
+    losses_of(model, (20 + number, 30 + number)).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
 def several_backwards_in_a_block(model, optimizer, number):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for x in (batch(number), batch(10 + number)):
@@ -490,6 +509,8 @@ def test_calls_in_one_autocast_block_add_gradients_in_16_bits_as_in_plain_pytorc
     [
         a_block_for_each_call,
         blocks_in_turn,
+        accumulated_in_blocks,
+        skipped_steps,
         several_backwards_in_a_block,
         gradients_of_one_block,
         gradient_penalty,
@@ -506,6 +527,34 @@ def test_calls_in_one_autocast_block_add_gradients_in_16_bits_as_in_plain_pytorc
 )
 def test_gradients_of_several_calls_have_the_bits_of_plain_pytorch(step, plan, tmp_path):
     assert_equal(step, Tied, plan, tmp_path)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_loss_scale_in_fp16_falls_and_rises_as_in_plain_pytorch(plan, tmp_path):
+    """Sums of several calls in a block overflow in fp16, which skips steps."""
+
+    def run(model):
+        optimizer = adamw(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+        found = []
+        for step in range(8):
+            with torch.autocast("cpu", dtype=torch.float16):
+                losses = [model(batch(10 * step + call)).float().square().mean() for call in range(3)]
+            scaler.scale(sum(losses)).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append((sum(losses).item(), str(norm.item()), scaler.get_scale()))
+        return found
+
+    expected = run(built(Net, None, tmp_path))
+    scales = [scale for _, _, scale in expected]
+    assert min(scales) < 2.0**20 and any(before < after for before, after in itertools.pairwise(scales))
+    model = built(Net, plan, tmp_path)
+    assert run(model) == expected
+    hw.release(model)
 
 
 def test_user_code_does_not_see_how_blocks_are_told_apart(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -39,6 +40,11 @@ def note_read_of_master(param: Any) -> None:
 
 
 @final
+class ForwardMark:
+    """An object that exists as long as a tensor that autograd has saved in one forward."""
+
+
+@final
 class AutocastBlocks:
     """Tells whether the forwards whose backward is still to come read the same casts of the weights.
 
@@ -49,8 +55,9 @@ class AutocastBlocks:
     in fp32.
 
     Here a weight has 16 bits already, and autograd can add its gradients in either dtype, but not in both in
-    one backward. It adds in 16 bits only if no forward in another block can wait for a backward. No forward
-    waits after the weights have changed, or after a backward if only one forward has waited.
+    one backward. It adds in 16 bits only if no forward in another block can wait for a backward. The tensors
+    that autograd saves in a forward keep an object, the mark of the forward. A forward may wait as long as
+    its mark exists, but not after the weights have changed.
 
     torch does not say when a block ends. But autocast keeps a copy of any trained fp32 tensor, so a tensor
     without elements shows it: while the block lasts, its cast is the same node of the autograd graph.
@@ -60,30 +67,30 @@ class AutocastBlocks:
         self._probe: torch.Tensor | None = None
         self._cast: Any = None
         self._version: object = None
-        self._num_waiting = 0
+        self._waiting: WeakSet[ForwardMark] = WeakSet()
         self._are_mixed = False  # the forwards that may wait have several casts
 
-    def begin_forward(self, device: str, version: object) -> bool:
-        """Return true if autograd must add gradients in 16 bits. Call it for each forward with gradients.
+    def begin_forward(self, device: str, version: object) -> tuple[bool, ForwardMark]:
+        """Begin a forward with gradients. The caller must drop the mark of the forward before first.
 
         Args:
             device: type of the device that computes.
             version: changes when the weights change.
+
+        Returns:
+            True if autograd must add gradients in 16 bits, and the mark of the forward.
         """
         before, self._cast = self._cast, self._present_cast(device)
-        if version != self._version or not self._num_waiting:
-            self._version, self._num_waiting, self._are_mixed = version, 0, False
+        if version != self._version or not self._waiting:
+            self._version, self._are_mixed = version, False
+            self._waiting.clear()
         elif before is None or before is not self._cast:
             self._are_mixed = True
         if not torch.is_autocast_cache_enabled():  # each operator casts the weight again
             self._are_mixed = True
-        self._num_waiting += 1
-        return not self._are_mixed
-
-    def end_backward(self) -> None:
-        """Note the end of a backward through a forward whose graph is freed now."""
-        if self._num_waiting == 1:  # otherwise it is unknown whose graph it was
-            self._num_waiting = 0
+        mark = ForwardMark()
+        self._waiting.add(mark)
+        return not self._are_mixed, mark
 
     def _present_cast(self, device: str) -> Any:
         """Return the node that casts the tensor in the present block, or `None` outside of autocast."""

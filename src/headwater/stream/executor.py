@@ -143,8 +143,12 @@ class Executor:
         if not self._weights.stable:
             refuse_moving_weights()
         refuse_copies_of_saved_weights()
+        if self._packing is not None:
+            self._packing.mark = None  # that of the forward before
         if self._gradients.casts and torch.is_grad_enabled():
-            self._gradients.begin_forward(self._versions(tuple(range(len(self._plan.trace.stages)))))
+            mark = self._gradients.begin_forward(self._versions(tuple(range(len(self._plan.trace.stages)))))
+            assert self._packing is not None, "weights that autocast casts are streamed in 16 bits"
+            self._packing.mark = mark
         if self._forwards_expected:
             self._forwards_expected -= 1
         else:  # `begin` has not announced it: the user's loop calls the model

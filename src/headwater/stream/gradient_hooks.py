@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headwater.core.recorder import COMPUTE, GRADIENT, RECORDER, Work
 from headwater.core.stage import ParamKey, ParamSpec
-from headwater.stream.autocast_blocks import AutocastBlocks, add_gradients_in
+from headwater.stream.autocast_blocks import AutocastBlocks, ForwardMark, add_gradients_in
 from headwater.stream.backward import BackwardWatch
 from headwater.stream.weights import Weights
 
@@ -66,7 +66,6 @@ class GradientHooks:
             if param.requires_grad and store.spec(key).one_cast
         ]
         self.blocks = AutocastBlocks()
-        self._frees_graph = False  # the backward that runs has freed the graph of a forward
         with ExitStack() as hooks:  # a hook that cannot be registered must not leave the others behind
             for key, param in binder.parameters():
                 if param.requires_grad:
@@ -94,9 +93,7 @@ class GradientHooks:
             if gradient is None:
                 return
             if spec.one_cast:  # see `begin_forward`
-                is_of_forward = not vars(param).pop("is_master_read", False)
-                if is_of_forward and not torch._C._autograd._get_current_graph_task_keep_graph():
-                    hooks._frees_graph = True
+                vars(param).pop("is_master_read", None)
                 gradient = gradient.to(spec.gradient_dtype)
             lane, num_bytes = RECORDER.lane(), gradient.numel() * gradient.element_size()
             lane.switch(giving)
@@ -127,24 +124,28 @@ class GradientHooks:
         there = gradient.to(self._store.gradient_device(key[0]))
         self._store.add_gradient(key, there, last=self.last_micro_batch)
 
-    def begin_forward(self, versions: list[int]) -> None:
+    def begin_forward(self, versions: list[int]) -> ForwardMark | None:
         """Choose the dtype in which autograd will add the gradients of weights that autocast casts.
 
         Call it at the beginning of a forward with gradients. See [Note: one cast in an autocast block].
 
         Args:
             versions: the present version of each stage.
+
+        Returns:
+            The mark of the forward, which every tensor that autograd saves in it must keep; `None` if there
+            is no such weight.
         """
         casts = [(param, spec) for param, spec in self.casts if hasattr(param, "home")]
         if not casts:
-            return
+            return None
         home: Home = casts[0][0].home
-        self._frees_graph = False  # a backward that an error has ended may have set it
-        are_narrow = self.blocks.begin_forward(home.device.type, versions)
+        are_narrow, mark = self.blocks.begin_forward(home.device.type, versions)
         for param, spec in casts:
             # The user's hooks must see gradients in the dtype of the parameter.
             is_narrow = are_narrow and not (param._backward_hooks or hasattr(param, "is_master_read"))
             add_gradients_in(spec.wire_dtype if is_narrow else spec.gradient_dtype, param)
+        return mark
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -157,9 +158,6 @@ class GradientHooks:
 
     def end_micro_batch(self) -> None:
         """Tell the store that this micro-batch has no more gradients, after the last one was added."""
-        if self._frees_graph:
-            self._frees_graph = False
-            self.blocks.end_backward()
         if self._copies is None:
             self._store.end_micro_batch()
         else:

@@ -23,6 +23,9 @@ from headwater.stream.transforms import in_derivative
 class Packing:
     """Makes autograd save handles instead of weights, and treats activations as the plan says.
 
+    Attributes:
+        mark: an object that every tensor which autograd saves in the present forward keeps.
+
     Args:
         handle_of: returns the handle of a weight; `None` for other tensors.
         resolve: returns the weight of a handle.
@@ -43,6 +46,7 @@ class Packing:
         in_checkpoints: bool = False,
         selects: bool = False,
     ) -> None:
+        self.mark: object = None
         self._selection = Selection(handle_of, resolve) if selects else None
         self._handle_of = handle_of
         self._resolve = resolve
@@ -73,7 +77,8 @@ class Packing:
         # torch.func does not allow saved-tensor hooks. For moving weights see `refuse_moving_weights`.
         if torch.is_grad_enabled() and not in_derivative():
             if not self._is_done_around(stages):
-                around.enter_context(without_weights(self._handle_of, self._resolve, self._move_out))
+                hooks = without_weights(self._handle_of, self._resolve, self._move_out, self.mark)
+                around.enter_context(hooks)
             # A module without a stage is left out: the recipes there could need weights of several stages.
             is_selective = self._policies[self._stage] is Activations.SELECTIVE
             if self._selection is not None and stages and is_selective:

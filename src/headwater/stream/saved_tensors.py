@@ -106,6 +106,7 @@ def without_weights(
     handle_of: HandleOf,
     resolve: Resolve,
     offload: Callable[[torch.Tensor], Any],
+    mark: object,
 ) -> Iterator[None]:
     """Enter a context in which autograd saves handles instead of weights, and activations are offloaded.
 
@@ -115,8 +116,9 @@ def without_weights(
         handle_of: returns the handle of a weight; `None` for other tensors.
         resolve: returns the weight of a handle.
         offload: offloads an activation and returns a function that returns it again; `None` if it stays.
+        mark: an object that every saved tensor keeps until autograd frees it.
     """
-    hooks = _WithoutWeights(handle_of, resolve, offload, _innermost_hooks())
+    hooks = _WithoutWeights(handle_of, resolve, offload, _innermost_hooks(), mark)
     with saved_tensors_hooks(hooks.pack, hooks.unpack):
         yield
 
@@ -146,11 +148,13 @@ class _WithoutWeights:
         resolve: Resolve,
         offload: Callable[[torch.Tensor], Any],
         outer: _Hooks | None,
+        mark: object = None,
     ) -> None:
         self.handle_of = handle_of
         self._resolve = resolve
         self._offload = offload
         self._outer = outer
+        self._mark = mark  # autograd keeps these hooks with each tensor
         self.is_in_checkpoint = own_checkpoints.is_in_another()
 
     def pack(self, tensor: torch.Tensor) -> Any:
