@@ -45,10 +45,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 """Tests interrupt processes. A shell starts commands in its background so that they ignore SIGINT."""
 
 hypothesis.settings.register_profile(
-    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "unhurried", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile(
+    "search", hypothesis.settings.get_profile("unhurried"), derandomize=False
 )
 hypothesis.settings.load_profile("unhurried")
-"""On a busy machine an example may take long, and so may its generation."""
+"""On a busy machine an example may take long, and so may its generation.
+
+Each run has the same examples, so that a test fails only after a change. The option
+`--hypothesis-profile search` draws others.
+"""
 
 _MANY_OBJECTS = 30_000
 

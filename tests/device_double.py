@@ -64,7 +64,7 @@ class DoubleEvent(Event):
         return self.reached.is_set()
 
     def synchronize(self) -> None:
-        assert self.reached.wait(30), "a copy waits for ever"
+        assert self.reached.wait(200), "a copy waits for ever"
         with self._device.lock:
             _join(self._device.host, self.clock)
 
@@ -340,7 +340,7 @@ class DeviceDouble(Device):
         for stream in self._streams:
             done = threading.Event()
             stream._work.put(done.set)
-            done.wait(30)
+            done.wait(200)
 
     def end(self, *, unlocked: bool = True) -> None:
         """End the threads, and raise what they have found.
@@ -427,7 +427,7 @@ def _tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def _wait(event: DoubleEvent) -> None:
-    assert event.reached.wait(30), "a stream waits for ever"
+    assert event.reached.wait(200), "a stream waits for ever"
 
 
 def _join(clock: Clock, other: Clock) -> None:

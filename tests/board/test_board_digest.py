@@ -245,7 +245,7 @@ def test_requests_are_answered_while_a_history_is_parsed(tmp_path, monkeypatch):
     # In another thread: with a lock that is held, this test would never end.
     thread = threading.Thread(target=board.refresh, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(200)
     assert not thread.is_alive() and len(documents) == 1
     assert board.document()["runs"][0]["step"] == 1
 

@@ -135,13 +135,13 @@ def test_update_waits_for_the_stage_being_saved(tmp_path, monkeypatch, pieces_re
         if stage == 0:
             yield from itertools.islice(pieces, pieces_read)
             begun.set()
-            assert go_on.wait(30)
+            assert go_on.wait(200)
         yield from pieces
 
     monkeypatch.setattr(store.parameters, "read", slow_read)
     writer = threading.Thread(target=snapshot.run)
     writer.start()
-    assert begun.wait(30)
+    assert begun.wait(200)
     train_thread = threading.Thread(target=train_twice, args=(store,))  # begins by fetching stage 0
     train_thread.start()
     train_thread.join(0.1)

@@ -118,7 +118,7 @@ def test_threads_end_with_the_last_file(tmp_path):
         file.put(0, memoryview(bytes(MIB)))
     names = [thread for thread in threading.enumerate() if thread.name.startswith("headwater-file")]
     for thread in names:
-        thread.join(10)
+        thread.join(200)
         assert not thread.is_alive()
 
 

@@ -37,7 +37,7 @@ class WaitingCodec:
         self.loop_is_free = threading.Event()
 
     def encode(self, text):
-        assert self.loop_is_free.wait(20), "the asyncio loop waits for the tokenizer"
+        assert self.loop_is_free.wait(200), "the asyncio loop waits for the tokenizer"
         return [1] * (len(text) // 4)
 
     def answer_prompt(self, messages):
@@ -87,7 +87,7 @@ class WaitingPassages:
         self.event = threading.Event()
 
     def prompt(self, question, tokens_of, most):
-        assert self.event.wait(20), "the test does not set the event"
+        assert self.event.wait(200), "the test does not set the event"
         raise DataError("no passages")
 
 
@@ -106,9 +106,10 @@ def test_requests_that_wait_for_passages_are_limited_and_delay_no_large_ones(ser
 
     async def ask():
         chats = [asyncio.create_task(chat()) for _ in range(15)]
-        await asyncio.sleep(0.01)
+        while len(statuses) < 5:
+            await asyncio.sleep(0.01)
         assert statuses == [429] * 5
-        answer = await asyncio.wait_for(finding.answer(COMPLETIONS, json.dumps(BODIES[COMPLETIONS])), 10)
+        answer = await asyncio.wait_for(finding.answer(COMPLETIONS, json.dumps(BODIES[COMPLETIONS])), 200)
         answer.cancel()
         model.passages.event.set()
         await asyncio.gather(*chats)

@@ -41,13 +41,13 @@ def beside_the_update_of_a(store, monkeypatch, use):
     def pausing(stage):
         found = take(stage)
         is_taken.set()
-        assert may_continue.wait(20)
+        assert may_continue.wait(200)
         return found
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(1) as threads:
         patched.setattr(store._gradients, "take", pausing)
         applied = threads.submit(store.flush_stage, 0)
-        assert is_taken.wait(20)
+        assert is_taken.wait(200)
         threading.Timer(0.2, may_continue.set).start()
         found = use()
         applied.result(20)

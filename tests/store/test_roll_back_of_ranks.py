@@ -55,7 +55,7 @@ class Pause:
     def __call__(self, *args):
         result = self._function(*args)
         self.has_begun.set()
-        assert not self._waits or self.may_continue.wait(20)
+        assert not self._waits or self.may_continue.wait(200)
         return result
 
 
@@ -78,7 +78,7 @@ def test_an_update_of_an_earlier_step_keeps_its_gradients():
         pause = store.ledger.apply = Pause(fabric.rank, store.ledger.apply)
         with ThreadPoolExecutor(1) as threads:
             applied = threads.submit(store.flush_stage, 0)
-            assert pause.has_begun.wait(20)
+            assert pause.has_begun.wait(200)
             assert store.roll_back()
             pause.may_continue.set()
             applied.result(20)
@@ -96,7 +96,7 @@ def test_an_update_that_has_not_begun_to_change_its_stage_is_undone():
         # One rank applies it: the other has undone it.
         with ThreadPoolExecutor(1) as threads:
             applied = threads.submit(store.flush_stage, 0) if fabric.rank == 0 else None
-            assert applied is None or pause.has_begun.wait(20)
+            assert applied is None or pause.has_begun.wait(200)
             threading.Timer(0.2, pause.may_continue.set).start()
             assert store.roll_back()
             if applied is not None:

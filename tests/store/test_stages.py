@@ -116,13 +116,13 @@ def test_a_roll_back_waits_for_an_update_that_another_thread_applies(store, monk
     def pausing(stage):
         pending = apply(stage)
         is_taken.set()
-        assert may_continue.wait(20)
+        assert may_continue.wait(200)
         return pending
 
     monkeypatch.setattr(store.ledger, "apply", pausing)
     with ThreadPoolExecutor(2) as threads:
         applied = threads.submit(store.flush_stage, 0)
-        assert is_taken.wait(20)
+        assert is_taken.wait(200)
         undone = threads.submit(store.roll_back)
         wait([undone], timeout=0.2)
         may_continue.set()

@@ -41,13 +41,13 @@ class ThreadFabric(Fabric):
         return nullcontext()
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 200
         while not condition():
             assert time.monotonic() < end, f"{what} never came"
             time.sleep(1e-4)
 
     def barrier(self, what: str) -> None:
-        self._shared.barrier.wait(20)
+        self._shared.barrier.wait(200)
 
     def gather(self, value):
         return self.gather_objects(value, float)

@@ -25,9 +25,9 @@ class ThreadLink:
 
     def _all(self, value):
         self._meeting.values[self.host] = value
-        self._meeting.barrier.wait(20)
+        self._meeting.barrier.wait(200)
         values = list(self._meeting.values)
-        self._meeting.barrier.wait(20)
+        self._meeting.barrier.wait(200)
         return values
 
     def gather(self, values):

@@ -233,7 +233,7 @@ def test_a_lock_that_is_released_early_is_found(held, monkeypatch, tmp_path):
         zeros = torch.zeros_like(store.parameters.read_param((0, 0)))
 
         def write():
-            assert queued.wait(10)
+            assert queued.wait(200)
             with contextlib.suppress(AssertionError):  # the device remembers it
                 store.parameters.write_param((0, 0), zeros)
             written.set()
@@ -315,7 +315,7 @@ def fail_twice(engine, gate):
         if key[0] != 0 or not left:
             return add(key, *args, **kwargs)
         left.pop()
-        assert gate.wait(20)
+        assert gate.wait(200)
         raise StoreError("no room for a gradient")
 
     engine.store.add_gradient = fail

@@ -129,7 +129,7 @@ def test_an_update_that_fails_before_it_changes_its_stage_loses_no_step(tmp_path
             report = engine.train_step(job.batches(step), job.update(step))
             history.losses.append(report.loss)
             history.norms.append(report.gradient_norm)
-            assert failed.wait(20)
+            assert failed.wait(200)
         collect(engine, history)
     assert_equal(history, train_streamed(job, setting, tmp_path, steps=3))
 

@@ -92,7 +92,7 @@ def test_a_stage_in_memory_is_used_while_the_next_stages_are_fetched():
     use(weights, 0)
     assert weights.require(1).tolist() == [1] * 16
     for slab in slabs._pool.slabs:
-        slab.ready.result(timeout=20)
+        slab.ready.result(timeout=200)
     assert store.fetched == [0, 2, 3]
     for stage in (2, 3, 4):
         use(weights, stage)

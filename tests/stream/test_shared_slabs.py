@@ -184,7 +184,7 @@ def test_an_error_of_the_serving_thread_is_raised_on_every_rank():
         weights.close()
         return str(error.value)
 
-    leader, other = run_ranks(ask, timeout_s=20)
+    leader, other = run_ranks(ask)
     assert leader == "no memory"
     assert "the first rank of this host cannot fetch stages: MemoryError('no memory')" in other
 

@@ -35,7 +35,7 @@ class Store:
         return None
 
     def fetch(self, stage, into, up_to, stream=IMMEDIATE):
-        assert self.go.wait(10)
+        assert self.go.wait(200)
         if stage == self._failing:
             raise self.error
         into[:64].view(torch.float32).fill_(10 * stage + up_to)
@@ -63,7 +63,7 @@ def test_a_stage_is_loaded_with_the_commits_until_its_start(device):
     store.ledger.num_commits = 4  # later than the start
     assert directory.find(Want(1, 7)) is None
     store.go.set()
-    ready.result(10)
+    ready.result(200)
     assert bool((pool.slabs[1].buffer[:64].view(torch.float32) == 13).all())
     assert directory.find(Want(1, 7)) == 1
     loader.close()
@@ -73,7 +73,7 @@ def test_no_slab_is_in_use_after_its_stage_was_loaded():
     store = Store()
     loader, pool, _ = loader_of(store)
     store.go.set()
-    loader.start(0, Want(0, 1)).result(10)
+    loader.start(0, Want(0, 1)).result(200)
     assert not pool.slabs[0].in_use  # while the thread still runs
     loader.close()
 
@@ -83,10 +83,10 @@ def test_a_failure_is_raised_and_published_for_the_other_ranks():
     loader, _, directory = loader_of(store)
     store.go.set()
     with pytest.raises(DiskFullError):
-        loader.start(0, Want(0, 1)).result(10)
+        loader.start(0, Want(0, 1)).result(200)
     assert directory.failure == "stage 's0' cannot be read: there is no room"
     assert directory.find(Want(0, 1)) is None
-    loader.start(1, Want(1, 1)).result(10)  # the thread continues
+    loader.start(1, Want(1, 1)).result(200)  # the thread continues
     loader.close()
 
 
@@ -96,7 +96,7 @@ def test_an_error_of_another_package_is_published_too():
     loader, _, directory = loader_of(store)
     store.go.set()
     with pytest.raises(MemoryError):
-        loader.start(0, Want(0, 1)).result(10)
+        loader.start(0, Want(0, 1)).result(200)
     assert directory.failure == "stage 's0' cannot be read: MemoryError('no memory')"
     loader.close()
 

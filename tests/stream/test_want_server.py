@@ -27,7 +27,7 @@ def test_the_leader_raises_an_error_as_soon_as_another_rank_can_read_it():
 
     directory = SlowDirectory()
     server = WantServer(directory, serve)
-    assert directory.failed.wait(10)
+    assert directory.failed.wait(200)
     with pytest.raises(MemoryError, match="no memory"):
         server.check()
     directory.was_checked.set()
