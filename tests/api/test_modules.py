@@ -232,6 +232,48 @@ class Recurrent(nn.Module):
         return self.head(self.norm(x.flatten(0, 1))), state
 
 
+class Scaled(nn.Sequential):
+    """Layers, and parameters of their container."""
+
+    def __init__(self):
+        super().__init__(*layers())
+        self.scale = nn.Parameter(torch.ones(6))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class ScaledList(nn.ModuleList):
+    def __init__(self):
+        super().__init__(layers())
+        self.scale = nn.Parameter(torch.ones(6))
+
+
+class WithScales(nn.Module):
+    """A model of containers that have parameters. One of them is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called, self.iterated = Scaled(), ScaledList()
+
+    def forward(self, x):
+        x = self.called(x)
+        for layer in self.iterated:
+            x = layer(x) * self.iterated.scale
+        return x
+
+
+@extreme_plans
+@pytest.mark.parametrize("kind", [Scaled, WithScales])
+def test_containers_with_parameters(plan, kind, tmp_path):
+    def script(place):
+        model = place.compile(kind())
+        return train(model, lambda number: model(randn(2, 6, seed=number)).square().mean())
+
+    check(script, plan, tmp_path)
+
+
 @extreme_plans
 def test_recurrent_state_is_carried_between_steps(plan, tmp_path):
     def script(place):

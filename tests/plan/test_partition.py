@@ -110,6 +110,18 @@ def test_parameters_of_a_container_are_a_separate_stage():
     assert [param.name for param in partition.stages[0].params] == ["token"]
 
 
+@pytest.mark.parametrize("path", ["", "blocks"])
+def test_a_container_with_parameters_beside_its_layers(path):
+    class Blocks(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
+            self.scale = nn.Parameter(torch.ones(2))
+
+    model = Blocks() if not path else nn.ModuleDict({path: Blocks()})
+    prefix = f"{path}." if path else ""
+    assert names(model) == [path, f"{prefix}0", f"{prefix}1"]
+
+
 def test_norms_and_fp64_keep_their_dtype_on_the_wire():
     class RMSNorm(nn.Module):
         def __init__(self):

@@ -112,14 +112,12 @@ def _divide(module: nn.Module, path: str, total: int, named: frozenset[str]) -> 
     if path and not inside and not _holds_container(module):
         yield Unit(path, direct_only=False)
         return
-    if _is_container(module):
-        for name, child in module.named_children():
-            yield from _divide_repeated(child, _join(path, name), total, named)
-    else:
-        if next(module.parameters(recurse=False), None) is not None:
-            yield Unit(path, direct_only=True)
-        for name, child in module.named_children():
-            yield from _divide(child, _join(path, name), total, named)
+    # A class derived from `nn.Sequential` or `nn.ModuleList` can hold parameters beside its layers.
+    if next(module.parameters(recurse=False), None) is not None:
+        yield Unit(path, direct_only=True)
+    divide = _divide_repeated if _is_container(module) else _divide
+    for name, child in module.named_children():
+        yield from divide(child, _join(path, name), total, named)
 
 
 def _divide_repeated(child: nn.Module, path: str, total: int, named: frozenset[str]) -> Iterator[Unit]:
