@@ -171,6 +171,47 @@ def test_conversions_that_change_nothing_between_step_and_zero_grad(conversion, 
     check(script, plan, tmp_path)
 
 
+def assign(param, value):
+    param.grad = value
+
+
+OVERWRITTEN = {
+    "zero of data": lambda p: p.grad.data.zero_(),
+    "zero of a detached gradient": lambda p: p.grad.detach().zero_(),
+    "zeros like it": lambda p: assign(p, torch.zeros_like(p.grad)),
+    "new zeros": lambda p: assign(p, p.grad.new_zeros(p.grad.shape)),
+    "like it": lambda p: assign(p, torch.full_like(p.grad, 0.1)),
+    "random": lambda p: assign(p, torch.randn_like(p.grad)),
+    "fill": lambda p: p.grad.fill_(0),
+    "fill of data": lambda p: p.grad.data.fill_(0.5),
+    "copy": lambda p: p.grad.copy_(p.detach() * 0.1),
+    "copy of one value": lambda p: p.grad.copy_(torch.tensor(0.1)),
+}
+
+
+@extreme_plans
+@pytest.mark.parametrize("overwrite", OVERWRITTEN.values(), ids=OVERWRITTEN)
+def test_consumed_gradients_may_be_overwritten(overwrite, plan, tmp_path):
+    def script(place):
+        model = Net()
+        with torch.no_grad():
+            model.head.weight.data = model.head.weight.t().clone().t()  # dense, but not row-major
+        model = place.compile(model)
+        optimizer = adamw(model.parameters())
+        losses = []
+        for tokens, classes in batches(3):
+            loss = loss_of(model(tokens), classes)
+            loss.backward()
+            optimizer.step()
+            for param in model.parameters():
+                overwrite(param)
+            losses.append([loss.item(), *(param.grad for param in model.parameters())])
+            losses[-1] = [value if isinstance(value, float) else value.clone() for value in losses[-1]]
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
 USES_OF_CONSUMED = {
     "a product with the weight": lambda p, state: p * p.grad,
     "a product with data": lambda p, state: p.data * p.grad,

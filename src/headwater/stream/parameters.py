@@ -40,6 +40,18 @@ _WITHOUT_VALUES = frozenset({torch.Tensor.detach_, torch._has_compatible_shallow
 
 _ZEROING = frozenset({torch.Tensor.zero_, torch._foreach_zero_})
 
+_REPLACING = frozenset({torch.Tensor.fill_, torch.Tensor.copy_})
+"""Functions that replace all values of a gradient, so that they need no old ones."""
+
+_OF_ITSELF = frozenset({torch.Tensor.detach, DATA.__get__})
+"""Functions that return a view of a whole consumed gradient."""
+
+_LIKE_IT = frozenset({
+    torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
+    torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full,
+})  # fmt: skip
+"""Functions that return new values of the dtype, the device and mostly the shape of a tensor."""
+
 _CONVERSIONS = frozenset({
     torch.Tensor.to, torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.contiguous,
     torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16,
@@ -217,7 +229,7 @@ def _is_replaced(param: object, value: torch.Tensor) -> bool:
 class ConsumedGradient(WithoutValues):
     """The `grad` of a parameter after a step has consumed the gradient. It has no values to read.
 
-    It can be dropped, zeroed, or converted to the dtype, device and layout that it has.
+    It can be dropped, overwritten, or converted to the dtype, device and layout that it has.
 
     Attributes:
         home: the place of the parameter in the store.
@@ -227,6 +239,23 @@ class ConsumedGradient(WithoutValues):
 
     def refusal(self) -> StreamError:
         return consumed_error(self.home.spec.name)
+
+    def with_new_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return the result of a function of the gradient that does not use its values.
+
+        If the function overwrites the gradient, the new values become the gradient in the store.
+        """
+        if self.home.key in self.home.store.gradients.status.sparse:
+            raise self.refusal()
+        spec = self.home.spec
+        # Unlike the placeholder, this has the strides of the gradient.
+        empty = torch.empty(spec.shape, dtype=spec.gradient_dtype, device=self.device)
+        like = spec.like_the_parameter(empty)
+        found: torch.Tensor = func(like, *args, **kwargs)
+        if func not in _REPLACING:
+            return found
+        self.home.set_gradient(found)
+        return self
 
     @classmethod
     def __torch_function__(
@@ -241,6 +270,10 @@ class ConsumedGradient(WithoutValues):
                 return args[0]
             if func == DATA.__set__ and len(consumed) == 2 and consumed[0].home == consumed[1].home:
                 return None
+            if func in _OF_ITSELF:
+                return args[0]
+            if len(consumed) == 1 and args[0] is consumed[0] and func in _LIKE_IT | _REPLACING:
+                return args[0].with_new_values(func, args[1:], kwargs or {})
             if func not in _ZEROING:
                 raise consumed[0].refusal()
             for gradient in consumed:
