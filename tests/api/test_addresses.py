@@ -1,6 +1,7 @@
 """Addresses of streamed parameters: each has its own, and its values can be read there."""
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from any_loop import Place, adamw, extreme_plans, randn
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from headwater.core.errors import StreamError
 from headwater.stream import addresses
 
 VIEWS = {
@@ -97,6 +99,14 @@ def test_the_copies_are_freed_before_a_forward(trained):
     model(randn(3, 6, seed=1))
     assert not addresses._filled and not values_at(address, 36).any()
     assert model[0].weight.data_ptr() == address and values_at(address, 36).any()
+
+
+@extreme_plans
+def test_an_address_without_memory_for_the_values_is_refused(trained, monkeypatch):
+    model, _, _ = trained
+    monkeypatch.setattr(addresses.psutil, "virtual_memory", lambda: SimpleNamespace(available=36 * 4))
+    with pytest.raises(StreamError, match=r"data_ptr\(\)(.|\n)*shape \[6, 6\](.|\n)*by id\(\)"):
+        model[0].weight.data_ptr()
 
 
 @extreme_plans

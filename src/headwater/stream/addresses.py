@@ -13,10 +13,13 @@ from __future__ import annotations
 import mmap
 from typing import final
 
+import psutil
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from headwater.core.errors import StreamError
 from headwater.core.modes import apart_from_modes
+from headwater.plan.cgroups import memory_room
 
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 
@@ -58,7 +61,19 @@ def address_of(param: torch.Tensor, values: torch.Tensor) -> int:
     Args:
         param: the parameter.
         values: its present values, dense; at least one.
+
+    Raises:
+        StreamError: if there is no memory for a copy of the values.
     """
+    free = psutil.virtual_memory().available
+    room = memory_room()  # of the container
+    if values.nbytes > (free if room is None else min(free, room)) // 2:
+        raise StreamError(
+            f"data_ptr() would copy {values.nbytes / 2**30:.1f} GiB to the address, more than half of the "
+            "memory that is free; copies at other addresses are freed before the next forward",
+            where=f"a parameter of shape {list(values.shape)}",
+            remedy="compare parameters by id(), and read their values by model.state_dict()",
+        )
     with apart_from_modes():
         reserved: _Reserved | None = _reserved.get(param)
         if reserved is None or reserved.size != values.nbytes:
