@@ -56,7 +56,7 @@ def test_a_forked_process_does_not_wait_for_threads_of_its_parent(path, values):
         file.read_whole(name)
     child = multiprocessing.get_context("fork").Process(target=check_in_child, args=(file, values["c"]))
     child.start()
-    child.join(20)
+    child.join(200)
     child.kill()  # if it still waits
     child.join()
     assert child.exitcode == 0

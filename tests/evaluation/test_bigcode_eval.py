@@ -108,7 +108,7 @@ def test_programs_are_run_in_the_sandbox(folder, library, capsys):
 
 def test_saved_programs_are_run_without_a_model(folder, capsys):
     (folder / "saved.json").write_text(json.dumps([[RIGHT, WRONG, ENDLESS, RIGHT], ["x = 1"] * 4]))
-    words = ("--load_generations_path", "saved.json", "--allow_code_execution", "--timeout", 1.5)
+    words = ("--load_generations_path", "saved.json", "--allow_code_execution", "--timeout", 5)
     assert evaluate(*words, "--metric_output_path", "out/scores.json") == 0
     results = read(folder / "out" / "scores.json")
     assert results["own"] == {"pass@1": 0.25}
