@@ -63,7 +63,7 @@ def address_of(param: torch.Tensor, values: torch.Tensor) -> int:
         values: its present values, dense; at least one.
 
     Raises:
-        StreamError: if there is no memory for a copy of the values.
+        StreamError: if the machine has too little free memory for a copy of the values.
     """
     free = psutil.virtual_memory().available
     room = memory_room()  # of the container
