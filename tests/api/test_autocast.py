@@ -1,6 +1,8 @@
 """Loops under autocast to bf16 compute the bits of plain PyTorch, whatever reads weights and gradients."""
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -554,6 +556,23 @@ def test_a_loss_scale_in_fp16_falls_and_rises_as_in_plain_pytorch(plan, tmp_path
     assert min(scales) < 2.0**20 and any(before < after for before, after in itertools.pairwise(scales))
     model = built(Net, plan, tmp_path)
     assert run(model) == expected
+    hw.release(model)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_graphs_without_backward_are_freed(plan, tmp_path):
+    """A node such as that of tanh saves its own output."""
+
+    def net():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+
+    model = built(net, plan, tmp_path)
+    outputs = []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(weakref.ref(model(torch.ones(2, 4))))
+    gc.collect()
+    assert [output() for output in outputs] == [None] * 3
     hw.release(model)
 
 

@@ -190,6 +190,37 @@ OVERWRITTEN = {
 
 
 @extreme_plans
+@pytest.mark.parametrize(
+    "overwrite",
+    [
+        lambda gradient: gradient.fill_(0.5),
+        lambda gradient: gradient.data.fill_(0.5),
+        lambda gradient: gradient.copy_(torch.tensor(0.5)),
+        lambda gradient: gradient.zero_(),
+    ],
+)
+def test_a_gradient_that_was_dropped_does_not_replace_the_present_one(overwrite, plan, tmp_path):
+    """The loop keeps a gradient that a step has consumed, and that `zero_grad` has dropped."""
+
+    def script(place):
+        model = place.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)))
+        optimizer, kept, gradients = adamw(model.parameters()), None, []
+        for step in range(3):
+            model(randn(3, 6, seed=step)).square().mean().backward()
+            if kept is not None:
+                overwrite(kept)
+            gradients.append(model[0].weight.grad.clone())
+            optimizer.step()
+            kept = model[0].weight.grad
+            optimizer.zero_grad()
+            overwrite(kept)
+            assert model[0].weight.grad is None
+        return gradients, model
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
 @pytest.mark.parametrize("overwrite", OVERWRITTEN.values(), ids=OVERWRITTEN)
 def test_consumed_gradients_may_be_overwritten(overwrite, plan, tmp_path):
     def script(place):

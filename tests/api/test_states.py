@@ -1,7 +1,9 @@
 """States of models and optimizers are read, written, saved and loaded at any time, also during training."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -270,6 +272,54 @@ def test_a_copy_of_a_streamed_model_is_a_plain_model(tmp_path):
     train(model, adamw(model.parameters()), batches(1))
     assert_plain(copy.deepcopy(model))
     place.release()
+
+
+@extreme_plans
+def test_a_copy_of_a_copy_is_independent_and_is_freed_at_once(plan, tmp_path):
+    place = Place(plan, tmp_path)
+    model = place.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)))
+    x = torch.randn(3, 6)
+    model(x).sum().backward()
+    copied = copy.deepcopy(model)
+    shallow = copy.copy(copied)
+    shallow._modules = {**copied._modules, "1": nn.ReLU()}
+    assert torch.equal(shallow(x), copied[2](copied[0](x).relu()))
+    # A shallow copy of the streamed module has its attributes, too.
+    streamed = copy.copy(model)
+    streamed._modules = {**model._modules, "1": nn.ReLU()}
+    assert torch.equal(copy.deepcopy(streamed)(x), shallow(x))
+    gc.disable()
+    try:
+        kept = weakref.ref(copied)
+        del copied, shallow
+        assert kept() is None
+    finally:
+        gc.enable()
+    place.release()
+    assert "__deepcopy__" not in vars(model)
+
+
+@extreme_plans
+def test_a_copy_of_a_layer_in_its_forward_under_autocast_has_fp32_weights(plan, tmp_path):
+    class Copied(nn.Linear):
+        def forward(self, x):
+            copies.append(copy.deepcopy(self))
+            return super().forward(x)
+
+    def script(place):
+        copies.clear()
+        model = place.compile(nn.Sequential(Copied(6, 6), nn.Tanh(), nn.Linear(6, 2)))
+        optimizer = adamw(model.parameters())
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(3, 6)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return copies[-1], model
+
+    copies = []
+    check(script, plan, tmp_path)
 
 
 def assert_plain(module):

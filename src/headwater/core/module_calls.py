@@ -16,9 +16,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -77,8 +76,10 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
             del module.forward
         else:
             module.forward = before
+        _copy_as_usual(module)
 
     module.forward = replaced
+    vars(module).setdefault("__deepcopy__", _deep_copy)
     return restore
 
 
@@ -93,6 +94,9 @@ def cannot_be_pickled(module: nn.Module | None) -> StreamError:
 class _ReplacedForward:
     """The forward of one module, replaced by another function.
 
+    Attributes:
+        before: see the arguments.
+
     Args:
         module: the module.
         forward: the new forward.
@@ -104,22 +108,15 @@ class _ReplacedForward:
     ) -> None:
         functools.update_wrapper(self, forward)
         self._module = weakref.ref(module)
-        self._forward, self._before = forward, before
+        self._forward, self.before = forward, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         other = _copy_that_calls(self, "forward", self._module(), depth=2)
         if other is None:
             return self._forward(*args, **kwargs)
-        if self._before is not None:
-            return self._before(*args, **kwargs)
+        if self.before is not None:
+            return self.before(*args, **kwargs)
         return type(other).forward(other, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the original forward of the copied module: the new one calls the module that is copied."""
-        if self._before is not None:
-            return copy.deepcopy(self._before, memo)
-        module = _copied(self._module(), memo)
-        return types.MethodType(type(module).forward, module)
 
 
 class _Layered:
@@ -135,6 +132,7 @@ class _Layered:
         # The call that `module.compile()` made ignores `_call_impl`, so it becomes the innermost call.
         self._compiled = vars(module).pop("_compiled_call_impl", None)
         vars(module)["_call_impl"] = self
+        vars(module).setdefault("__deepcopy__", _deep_copy)
 
     def _note_compiler(self, *args: Any, **kwargs: Any) -> None:
         if self.if_compiled is not None:
@@ -167,14 +165,10 @@ class _Layered:
         del vars(module)["_call_impl"]
         if self._compiled is not None:
             vars(module)["_compiled_call_impl"] = self._compiled
+        _copy_as_usual(module)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise cannot_be_pickled(self._module())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the usual call of the copied module, since a copy of the module is not streamed."""
-        module = _copied(self._module(), memo)
-        return types.MethodType(type(module)._call_impl, module)
 
 
 def _copy_that_calls(
@@ -197,8 +191,35 @@ def _copy_that_calls(
     return caller
 
 
-def _copied(module: nn.Module | None, memo: Mapping[int, Any]) -> nn.Module:
-    """Return the copy of a module. `memo`: the memo of the `copy.deepcopy` that is copying it."""
-    copied = memo.get(id(module))
-    assert isinstance(copied, nn.Module), "it is copied with its module"
-    return copied
+def _deep_copy(memo: dict[int, Any]) -> Any:
+    """Return a deep copy without replaced calls and forwards. It is the `__deepcopy__` of modules with these.
+
+    It belongs to no module, because `copy.copy` copies it to other modules. So it looks up the argument `x`
+    of `copy.deepcopy`, which calls it.
+    """
+    module = sys._getframe(1).f_locals["x"]
+    own = vars(module)
+    hidden = {name: value for name, value in own.items() if isinstance(value, _Layered | _ReplacedForward)}
+    hidden["__deepcopy__"] = own["__deepcopy__"]
+    for name in hidden:
+        del own[name]
+    forward = hidden.get("forward")
+    if isinstance(forward, _ReplacedForward) and forward.before is not None:
+        own["forward"] = forward.before
+    for param in module.parameters():
+        home = getattr(param, "home", None)
+        # In its forward, a weight that is streamed in 16 bits is an ordinary parameter of 16 bits.
+        if home is not None and param.dtype != home.spec.dtype:
+            memo.setdefault(id(param), home.plain_copy(requires_grad=param.requires_grad))
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        own.update(hidden)
+
+
+def _copy_as_usual(module: nn.Module) -> None:
+    """Remove `_deep_copy` from a module without replaced calls and forwards."""
+    own = vars(module)
+    is_changed = any(isinstance(value, _Layered | _ReplacedForward) for value in own.values())
+    if not is_changed and own.get("__deepcopy__") is _deep_copy:
+        del own["__deepcopy__"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -16,15 +17,15 @@ class _ReadOnly:
     """Methods that raise `StreamError`, because they would change a copy alone.
 
     Attributes:
-        address: the address to return instead of that of the copy, or `None`.
+        address: returns the address to show instead of that of the copy; `None` to show that.
     """
 
-    address: int | None = None
+    address: Callable[[], int] | None = None
 
     def data_ptr(self) -> int:
         """Return the address."""
         if self.address is not None:
-            return self.address
+            return self.address()
         found: int = super().data_ptr()  # type: ignore[misc] # of the storage
         return found
 
@@ -48,12 +49,12 @@ class _ReadOnlyTyped(_ReadOnly, torch.TypedStorage):
 _CLASSES = {torch.UntypedStorage: _ReadOnlyUntyped, torch.TypedStorage: _ReadOnlyTyped}
 
 
-def read_only(storage: S, address: int | None = None) -> S:
+def read_only(storage: S, address: Callable[[], int] | None = None) -> S:
     """Return the storage, whose methods that change or share it raise `StreamError` from now on.
 
     Args:
         storage: the storage.
-        address: the address that its `data_ptr` returns from now on; `None` for that of its memory.
+        address: returns the address that its `data_ptr` shows from now on; `None` for that of its memory.
     """
     found = cast(Any, storage)
     found.__class__ = _CLASSES.get(type(storage), type(storage))

@@ -16,6 +16,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy
@@ -270,9 +271,15 @@ def _address(tensor: Any, *, whole: bool) -> int:
     if not values.numel():
         return 0
     view = tensor if isinstance(tensor, RecordedPart) else tensor.selection(values)
-    offset = view.data_ptr() - view.untyped_storage().data_ptr()
+    offset = view.storage_offset() * view.element_size()
     param = tensor.read.param if isinstance(tensor, RecordedPart) else tensor.source.param
     return address_of(param, values) + (0 if whole else offset)
+
+
+def _address_of_all(tensor: Any) -> int:
+    """Return the address of the whole parameter of a tensor; see `_address`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _address(tensor, whole=True)
 
 
 def plain_view(leaf: Any) -> Any:
@@ -344,7 +351,8 @@ class _Operation:
             for index, result in enumerate(results)
         )
         if isinstance(result, Storage) and (self._at_rest or self._views):
-            return read_only(result, _address((*self._at_rest.values(), *self._views)[0], whole=True))
+            # Only a request for the address copies the values there.
+            return read_only(result, partial(_address_of_all, (*self._at_rest.values(), *self._views)[0]))
         return tree_unflatten(returned, structure)
 
     def _call(self, values: dict[int, torch.Tensor]) -> Any:

@@ -40,7 +40,7 @@ def refuse_lost_hooks(params: Iterable[tuple[nn.Parameter, ParamSpec]], device: 
             "parameter, would not be called any more, because the parameter gets another node if it is "
             "streamed in 16 bits or to another device",
             where=name,
-            remedy="register the hook after the first forward of the compiled model",
+            remedy="remove the hook, and register it after this forward of the compiled model",
         )
 
 

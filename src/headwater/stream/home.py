@@ -61,6 +61,10 @@ class Home:
         with apart_from_modes():
             return self.store.parameters.read_param(self.key).to(self.device)
 
+    def plain_copy(self, *, requires_grad: bool) -> nn.Parameter:
+        """Return a new plain parameter with the present values. As in torch's copies, it has no gradient."""
+        return self.kind(self.read(), requires_grad)
+
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield the master piece by piece. A piece is valid until the next is yielded."""
         with closing(self.store.parameters.read(self.stage, states=(), params={self.index})) as pieces:

@@ -147,9 +147,8 @@ class ParameterAtRest(AtRest, nn.Parameter):
         return f"Parameter in the weight store: {spec.name}, shape {list(spec.shape)}, {spec.dtype}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a plain parameter with the present values. As in torch, it has no gradient."""
         if id(self) not in memo:
-            memo[id(self)] = self.home.kind(self.home.read(), self.requires_grad)
+            memo[id(self)] = self.home.plain_copy(requires_grad=self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
 
@@ -243,7 +242,8 @@ class ConsumedGradient(WithoutValues):
     def with_new_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Return the result of a function of the gradient that does not use its values.
 
-        If the function overwrites the gradient, the new values become the gradient in the store.
+        If the function overwrites the gradient, the new values become the gradient in the store, unless the
+        parameter has dropped this gradient meanwhile.
         """
         if self.home.key in self.home.store.gradients.status.sparse:
             raise self.refusal()
@@ -254,7 +254,8 @@ class ConsumedGradient(WithoutValues):
         found: torch.Tensor = func(like, *args, **kwargs)
         if func not in _REPLACING:
             return found
-        self.home.set_gradient(found)
+        if self.home.gradient_is_consumed:
+            self.home.set_gradient(found)
         return self
 
     @classmethod
@@ -277,7 +278,8 @@ class ConsumedGradient(WithoutValues):
             if func not in _ZEROING:
                 raise consumed[0].refusal()
             for gradient in consumed:
-                gradient.home.zero_gradient()
+                if gradient.home.gradient_is_consumed:  # else the parameter has dropped it meanwhile
+                    gradient.home.zero_gradient()
             if func is torch.Tensor.zero_:
                 return args[0]
             rest = [gradient for gradient in args[0] if not isinstance(gradient, ConsumedGradient)]

@@ -106,7 +106,7 @@ def without_weights(
     handle_of: HandleOf,
     resolve: Resolve,
     offload: Callable[[torch.Tensor], Any],
-    mark: object,
+    mark: object = None,
 ) -> Iterator[None]:
     """Enter a context in which autograd saves handles instead of weights, and activations are offloaded.
 
@@ -165,7 +165,10 @@ class _WithoutWeights:
             pack, unpack = self._outer
             return _PackedByUser(pack(tensor), unpack)
         moved = self._offload(tensor)
-        return (tensor, tensor._version) if moved is None else moved
+        if moved is not None:
+            return moved
+        # A node that holds its own output holds itself, so a graph without backward would never be freed.
+        return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Handle):
