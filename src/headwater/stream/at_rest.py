@@ -271,7 +271,7 @@ def _address(tensor: Any, *, whole: bool) -> int:
     if not values.numel():
         return 0
     view = tensor if isinstance(tensor, RecordedPart) else tensor.selection(values)
-    offset = view.storage_offset() * view.element_size()
+    offset = int(view.storage_offset()) * view.element_size()
     param = tensor.read.param if isinstance(tensor, RecordedPart) else tensor.source.param
     return address_of(param, values) + (0 if whole else offset)
 
