@@ -209,8 +209,8 @@ def _deep_copy(memo: dict[int, Any]) -> Any:
     for param in module.parameters():
         home = getattr(param, "home", None)
         # In its forward, a weight that is streamed in 16 bits is an ordinary parameter of 16 bits.
-        if home is not None and param.dtype != home.spec.dtype:
-            memo.setdefault(id(param), home.plain_copy(requires_grad=param.requires_grad))
+        if home is not None and id(param) not in memo and param.dtype != home.spec.dtype:
+            memo[id(param)] = home.plain_copy(requires_grad=param.requires_grad)
     try:
         return copy.deepcopy(module, memo)
     finally:
