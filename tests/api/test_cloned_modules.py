@@ -26,6 +26,18 @@ def adapt(module, loss, rate=0.1):
         part._parameters[name] = value - rate * gradient
 
 
+def trained(optimizer, loss_of):
+    """Train for three steps; return the losses."""
+    losses = []
+    for number in range(3):
+        loss = loss_of(randn(3, 4, seed=number))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def net():
     return nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2))
 
@@ -36,20 +48,16 @@ def test_clones_compute_with_their_own_weights(plan, is_planned, tmp_path):
     def script(place):
         model = place.compile(net())
         optimizer = adamw(model.parameters())
-        losses = []
         if is_planned:
             model(randn(3, 4, seed=9)).square().mean().backward()
-        for number in range(3):
-            x = randn(3, 4, seed=number)
+
+        def loss_of(x):
             clone = clone_of(model)
             for _ in range(2):
                 adapt(clone, clone(x).square().mean())
-            loss = (clone(x) - 1).square().mean() + model(x).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, model, optimizer
+            return (clone(x) - 1).square().mean() + model(x).mean()
+
+        return trained(optimizer, loss_of), model, optimizer
 
     check(script, plan, tmp_path)
 
@@ -59,16 +67,10 @@ def test_a_shallow_copy_with_another_layer(plan, tmp_path):
     def script(place):
         model = place.compile(net())
         optimizer = adamw(model.parameters())
-        losses = [model(randn(3, 4, seed=9)).sum().item()]
+        first = model(randn(3, 4, seed=9)).sum().item()
         other = copy.copy(model)
         other._modules = {**model._modules, "1": nn.Tanh()}
-        for number in range(3):
-            x = randn(3, 4, seed=number)
-            loss = other(x).square().mean() + model(x).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, model, optimizer
+        losses = trained(optimizer, lambda x: other(x).square().mean() + model(x).mean())
+        return first, losses, model, optimizer
 
     check(script, plan, tmp_path)
