@@ -12,6 +12,7 @@ from headwater.api.backend import backend as make_backend
 from headwater.api.streamed import ATTRIBUTE, StreamedModel, refuse_compiled_parts
 from headwater.core.empty import fill_parameters
 from headwater.core.errors import StreamError
+from headwater.core.interrupts import uninterrupted
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -66,6 +67,7 @@ def streamed(model: nn.Module) -> StreamedModel | None:
     return found if isinstance(found, StreamedModel) else None
 
 
+@uninterrupted
 def release(model: Module) -> Module:
     """Undo `compile`: copy the weights back to host memory, and end the streaming.
 

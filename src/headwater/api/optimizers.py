@@ -20,6 +20,7 @@ from headwater.api.registry import find_model, model_of
 from headwater.api.step_checks import check_between_forwards, check_kinds, check_not_consumed, check_ranks
 from headwater.api.stored_state import Optimizer, params_of
 from headwater.api.transaction import is_open
+from headwater.core.interrupts import uninterrupted
 from headwater.core.modes import present_autocast
 from headwater.core.process_value import ProcessValue
 from headwater.core.stage import ParamKey
@@ -128,6 +129,7 @@ def _homes(optimizer: Optimizer) -> Iterator[Home]:
             yield param.home
 
 
+@uninterrupted
 def _place_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Register the hooks around the step that begins now (a hook of torch for every optimizer).
 
@@ -168,6 +170,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return (args[0], closure_and_commit, *args[2:]), kwargs
 
 
+@uninterrupted
 def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Commit the optimizer's step to the stores of its streamed parameters, if it has any.
 
@@ -249,6 +252,7 @@ def _update(optimizer: Optimizer, step: int) -> Update:
     )
 
 
+@uninterrupted
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Mark gradients as consumed after an optimizer's step (a hook of torch).
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 from headwater.core.cleanup import on_failure
+from headwater.core.interrupts import UninterruptedContext
 from headwater.core.process_value import ProcessValue
 
 
@@ -102,12 +103,16 @@ def when_committed(action: Callable[[], object]) -> None:
         _current.value.when_committed.append(action)
 
 
-@contextmanager
-def transaction() -> Iterator[None]:
+def transaction() -> AbstractContextManager[None]:
     """Enter a context whose changes are committed together at its end, or undone if it raises an exception.
 
     A transaction within another is part of the outer one.
     """
+    return UninterruptedContext(_transaction())
+
+
+@contextmanager
+def _transaction() -> Iterator[None]:
     if _current.value is not None:
         yield
         return

@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 
 from headwater.core.errors import StreamError
+from headwater.core.interrupts import interruptible, uninterrupted
 from headwater.core.uncompiled import uncompiled
 
 Layer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -143,7 +144,7 @@ class _Layered:
         other = _copy_that_calls(self, "_call_impl", self._module(), depth=3)
         if other is not None:
             return type(other)._call_impl(other, *args, **kwargs)
-        return self._call(0, *args, **kwargs)
+        return self._call_uninterrupted(0, *args, **kwargs)
 
     def _call(self, depth: int, /, *args: Any, **kwargs: Any) -> Any:
         if depth < len(self.layers):
@@ -151,9 +152,11 @@ class _Layered:
         module = self._module()
         assert module is not None, "a module that is called is alive"
         if self._compiled is not None:
-            return self._compiled(*args, **kwargs)
+            return interruptible(self._compiled, *args, **kwargs)
         # Looked up at each call: the class may be patched meanwhile.
-        return type(module)._call_impl(module, *args, **kwargs)
+        return interruptible(type(module)._call_impl, module, *args, **kwargs)
+
+    _call_uninterrupted = uninterrupted(_call)
 
     def remove(self, layer: Layer) -> None:
         """Remove a wrapper. If none is left, the module gets its original call back."""

@@ -63,8 +63,8 @@ _CHEAP = frozenset(
 
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 """The code that runs the forward of a custom autograd function."""
-_HOOKS = ("headwater.plan.", "headwater.stream.")
-"""Packages of the hooks that autograd calls when it saves a tensor."""
+_HOOKS = ("headwater.core.interrupts", "headwater.plan.", "headwater.stream.")
+"""Where the hooks are that autograd calls when it saves a tensor."""
 
 HandleOf = Callable[[torch.Tensor], Any]
 """A function that returns the handle of a weight; `None` for other tensors."""

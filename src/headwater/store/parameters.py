@@ -11,6 +11,7 @@ import torch
 
 from headwater.core.errors import StoreError
 from headwater.core.gather import gather
+from headwater.core.interrupts import uninterrupted, uninterrupted_items
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.core.threads import one_core
 from headwater.sparsity.masks import PackedMask
@@ -64,6 +65,7 @@ class Parameters:
         self._access = access
         self._gradients = gradients
 
+    @uninterrupted_items
     def read(
         self,
         stage: int,
@@ -96,6 +98,7 @@ class Parameters:
         """Yield (piece, first element, end) of each `PieceState` that `write` fills, in order."""
         return self.pieces.ranges(stage, self.own_pieces(stage))
 
+    @uninterrupted
     def remask(self, key: ParamKey, mask: PackedMask) -> None:
         """Change the mask of a parameter whose masked elements the store leaves out; see `Pieces.remask`.
 
@@ -108,6 +111,7 @@ class Parameters:
             assert image is not None, "a rank alone updates all stages"
             self.pieces.remask(stage, image, param, mask)
 
+    @uninterrupted
     def write(self, stage: int, fill: Callable[[PieceState], None]) -> None:
         """Replace all values of a stage. All ranks call this function together.
 
@@ -122,6 +126,7 @@ class Parameters:
             self._gradients.take(stage)  # those that a commit has taken
             self.pieces.write(stage, image, fill)
 
+    @uninterrupted
     def change(
         self,
         stage: int,
@@ -141,6 +146,7 @@ class Parameters:
             if image is not None:
                 self.pieces.change(stage, image, params, change, states)
 
+    @uninterrupted
     def read_param(self, key: ParamKey, state: str | None = None) -> torch.Tensor:
         """Return a copy of a parameter's master or optimizer state tensor, with pending updates applied.
 
@@ -193,6 +199,7 @@ class Parameters:
                 remedy="save a checkpoint, and read the parameter from it",
             )
 
+    @uninterrupted
     def write_param(self, key: ParamKey, value: torch.Tensor, state: str | None = None) -> None:
         """Replace a parameter's master, or its optimizer state tensor `state`, by `value`.
 

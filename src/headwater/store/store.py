@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from headwater.core.interrupts import uninterrupted
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.core.streams import IMMEDIATE, Stream
 from headwater.fabric.fabric import ALONE, Board, Fabric
@@ -156,10 +157,12 @@ class WeightStore:
         """Return a counter. It grows whenever the wire image changes that `fetch` copies."""
         return self.access.version(stage)
 
+    @uninterrupted
     def flush_stage(self, stage: int) -> None:
         """Apply the pending update of a stage now."""
         self.access.flush(stage)
 
+    @uninterrupted
     def flush(self) -> None:
         """Apply every pending update now."""
         for stage in range(len(self.stages)):
@@ -204,6 +207,7 @@ class WeightStore:
             self.access.catch_up_all()
             gradients.drain()
 
+    @uninterrupted
     def set_gradient(self, key: ParamKey, gradient: torch.Tensor) -> None:
         """Replace the gradient sum of one parameter. The caller may change the tensor until the commit.
 
@@ -220,12 +224,14 @@ class WeightStore:
         self.access.flush(key[0])
         editable(self.gradients).replace(key, gradient.to(self.gradient_device(key[0])))
 
+    @uninterrupted
     def borrow_gradient(self, key: ParamKey) -> torch.Tensor | None:
         """Return the gradient sum of one parameter, or `None`; see `GradientSink.borrow`."""
         gradients = self.gradients
         with self.access.without_updates([key[0]]):
             return gradients.borrow(key)
 
+    @uninterrupted
     def drop_gradient(self, key: ParamKey) -> None:
         """Discard the gradient sum of one parameter; see `GradientSink.drop`."""
         gradients = self.gradients
@@ -239,6 +245,7 @@ class WeightStore:
         # Ranks sum their gradients in memory that all of them reach.
         return torch.device("cpu") if place is None or self.fabric.size > 1 else place.wire.device
 
+    @uninterrupted
     def end_micro_batch(self) -> None:
         """Tell the store that this rank has no more gradients of this micro-batch."""
         if self._gradients.is_shared:
@@ -247,6 +254,7 @@ class WeightStore:
         # Not `self.gradients`: a thread that adds gradients would wait for itself.
         self._gradients.end_micro_batch()
 
+    @uninterrupted
     def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:
         """End a step: all later reads return values with the step's update applied.
 
@@ -312,6 +320,7 @@ class WeightStore:
 
     # steps that may have to be undone
 
+    @uninterrupted
     def begin_transaction(self, present: Collection[ParamKey] | None = None) -> None:
         """Begin a transaction: `roll_back` can undo commits and gradients that come after this call.
 
@@ -321,10 +330,12 @@ class WeightStore:
         self.ledger.begin()
         editable(self.gradients).remember(present)
 
+    @uninterrupted
     def end_transaction(self) -> None:
         """End a transaction and keep its commits and gradients: they can no longer be rolled back."""
         editable(self.gradients).forget()
 
+    @uninterrupted
     def roll_back(self) -> bool:
         """Undo commits and gradients since `begin_transaction`. Commits whose weights were used stay.
 
@@ -340,6 +351,7 @@ class WeightStore:
             gradients.restore(undone.taken, self.ledger.waiting(), undone.keys)
             return undone.is_complete
 
+    @uninterrupted
     def close(self) -> None:
         """Release memory, threads and files, also if a part of the store raises an error."""
         with ExitStack() as closed:  # calls these in reverse order

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from headwater.core.interrupts import uninterrupted
 from headwater.core.recorder import COMPUTE, RECORDER, Lane, Work
 
 _NO_TASK = -1
@@ -49,6 +50,7 @@ class BackwardWatch:
                 self.lane.switch(OTHER_COMPUTE)
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
+    @uninterrupted
     def _end(self) -> None:
         self.forget()
         self._at_end()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from headwater.core.interrupts import uninterrupted
 from headwater.core.recorder import COMPUTE, GRADIENT, RECORDER, Work
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.stream.autocast_blocks import AutocastBlocks, ForwardMark, add_gradients_in
@@ -60,19 +61,16 @@ class GradientHooks:
         self._backward = backward
         self._factor = factor
         self.last_micro_batch = store.in_backward is None
-        self.casts = [
-            (param, store.spec(key))
-            for key, param in binder.parameters()
-            if param.requires_grad and store.spec(key).one_cast
-        ]
+        trained = [(param, key) for key, param in binder.parameters() if param.requires_grad]
+        self._trained = [param for param, _ in trained]
+        self.casts = [(param, store.spec(key)) for param, key in trained if store.spec(key).one_cast]
         self.blocks = AutocastBlocks()
         with ExitStack() as hooks:  # a hook that cannot be registered must not leave the others behind
-            for key, param in binder.parameters():
-                if param.requires_grad:
-                    if add_gradients_in(store.spec(key).gradient_dtype, param):
-                        # `None` allows any dtype: torch has no way back to the parameter's dtype.
-                        hooks.callback(add_gradients_in, None, param)
-                    hooks.callback(_register_first(param, self._hook(key, store.spec(key))).remove)
+            for param, key in trained:
+                if add_gradients_in(store.spec(key).gradient_dtype, param):
+                    # `None` allows any dtype: torch has no way back to the parameter's dtype.
+                    hooks.callback(add_gradients_in, None, param)
+                hooks.callback(_register_first(param, self._hook(key, store.spec(key))).remove)
             self._registered = hooks.pop_all()
 
     def _hook(self, key: ParamKey, spec: ParamSpec) -> Callable[[torch.Tensor], None]:
@@ -82,6 +80,7 @@ class GradientHooks:
         giving: Work = (GRADIENT, name)
         computing: Work = (COMPUTE, name)
 
+        @uninterrupted
         def hook(param: torch.Tensor) -> None:
             if not hasattr(param, "home"):
                 return  # it has become a plain parameter
@@ -147,6 +146,13 @@ class GradientHooks:
             add_gradients_in(spec.wire_dtype if is_narrow else spec.gradient_dtype, param)
         return mark
 
+    def drop_left(self) -> None:
+        """Drop accumulated gradients that did not reach the store, because Ctrl-C came before their hook."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self._trained:
+                if _GRAD.__get__(param) is not None and hasattr(param, "home"):
+                    _GRAD.__set__(param, None)
+
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Enter a context for the backward of a micro-batch. `last`: it is the step's last micro-batch."""
@@ -164,8 +170,10 @@ class GradientHooks:
             self._copies.end_micro_batch()
 
     def remove(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks from the parameters, and forget the parameters."""
         self._registered.close()
+        self._trained.clear()
+        self.casts.clear()
 
     def close(self) -> None:
         """End the thread that adds gradients."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwater.core.copies import apart
 from headwater.core.errors import StreamError
+from headwater.core.interrupts import interruptible, uninterrupted
 from headwater.core.module_calls import replace_forward
 from headwater.core.uncompiled import CompilerOffWarning, uncompiled
 from headwater.stream.forward_state import ForwardState
@@ -109,11 +110,12 @@ def _recompute_forward(
 
     def bound_forward(*args: Any, **kwargs: Any) -> Any:
         with bound():
-            return forward(*args, **kwargs)
+            return interruptible(forward, *args, **kwargs)
 
     is_wrapped = True
 
     @functools.partial(uncompiled, if_compiled=functools.partial(_note_compiler, type(module).__name__))
+    @uninterrupted
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not is_wrapped:  # a forward that the user has set calls this one
             return forward(*args, **kwargs)
@@ -250,6 +252,7 @@ class _RepeatedCall:
         found = [leaf for leaf in tree_leaves(self._first) if isinstance(leaf, torch.Tensor)]
         return list({id(tensor): tensor for tensor in found}.values())
 
+    @uninterrupted
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._first is not None:  # the caller's own objects
             (args, kwargs), self._first = self._first, None

@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from headwater.core.interrupts import uninterrupted
 from headwater.plan.writes import changed_in_place
 
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -157,6 +158,7 @@ class _WithoutWeights:
         self._mark = mark  # autograd keeps these hooks with each tensor
         self.is_in_checkpoint = own_checkpoints.is_in_another()
 
+    @uninterrupted
     def pack(self, tensor: torch.Tensor) -> Any:
         handle = self.handle_of(tensor)
         if handle is not None:
@@ -170,6 +172,7 @@ class _WithoutWeights:
         # A node that holds its own output holds itself, so a graph without backward would never be freed.
         return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
 
+    @uninterrupted
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Handle):
             return self._resolve(packed)
