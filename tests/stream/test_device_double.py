@@ -287,7 +287,7 @@ def test_a_step_uses_the_page_locked_memory_of_the_step_before(monkeypatch, tmp_
             locked.append(device.num_locks)
     device.end()
     # Late copies differ from step to step, and with them the blocks that are lent at one time.
-    assert locked[-1] - locked[1] < locked[0] / 4
+    assert locked[-1] < 2 * locked[0], "5 times as many without reuse"
 
 
 def test_a_step_that_fails_leaves_no_gradient_on_its_way(double, tmp_path):
