@@ -17,6 +17,7 @@ from headwater.core.interrupts import uninterrupted
 Module = TypeVar("Module", bound=nn.Module)
 
 
+@uninterrupted
 def compile(model: Module, backend: Backend | str | None = None) -> Module:
     """Make a module compute on a backend, and return the same module.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from headwater.core.interrupts import uninterrupted
 from headwater.core.modes import apart_from_modes
 from headwater.core.stage import ParamKey, ParamSpec, dense_strides
 
@@ -77,6 +78,7 @@ class Home:
         alike = tuple(value.shape) == spec.shape and dense_strides(value) == spec.strides
         return alike and value.dtype == spec.dtype
 
+    @uninterrupted
     def leave(self, device: torch.device) -> None:
         """Turn the parameter into a plain parameter, with its values copied from the store to a device."""
         let_go = self.let_go()
