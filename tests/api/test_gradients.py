@@ -243,6 +243,19 @@ def test_consumed_gradients_may_be_overwritten(overwrite, plan, tmp_path):
     check(script, plan, tmp_path)
 
 
+def test_a_consumed_gradient_is_not_that_of_a_later_step(tmp_path):
+    place = Place("memory", tmp_path)
+    model = place.compile(Net())
+    optimizer, kept = adamw(model.parameters()), None
+    for tokens, classes in batches(2):
+        optimizer.zero_grad()
+        loss_of(model(tokens), classes).backward()
+        optimizer.step()
+        kept = kept if kept is not None else model.head.weight.grad
+    kept.zero_()  # plain PyTorch zeroes a tensor that is not the gradient any more
+    assert type(model.head.weight.grad) is type(kept)
+
+
 USES_OF_CONSUMED = {
     "a product with the weight": lambda p, state: p * p.grad,
     "a product with data": lambda p, state: p.data * p.grad,

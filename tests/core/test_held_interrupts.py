@@ -101,7 +101,7 @@ def test_the_code_of_the_user_can_call_uninterrupted_functions_again():
     assert done == ["inner"]
 
 
-def test_a_second_one_is_raised_at_once_if_the_first_has_waited_for_long(monkeypatch):
+def test_a_second_one_is_raised_at_once_if_the_first_has_waited_for_long(monkeypatch, capfd):
     done = []
 
     @uninterrupted
@@ -116,6 +116,7 @@ def test_a_second_one_is_raised_at_once_if_the_first_has_waited_for_long(monkeyp
     with pytest.raises(KeyboardInterrupt):
         stuck()
     assert done == ["patient"]
+    assert "repeat Ctrl-C in 5 s" in capfd.readouterr().err
 
 
 def test_a_handler_of_the_user_is_called_at_once():
@@ -158,30 +159,55 @@ def test_a_generator_is_not_interrupted_but_its_caller_is():
     @uninterrupted_items
     def items():
         try:
-            press()
-            done.append("first")
             yield 1
+            press()
+            done.append("second")
+            yield 2
         finally:
             done.append("closed")
 
-    pieces = items()
-    with pytest.raises(KeyboardInterrupt):
-        next(pieces)
-    pieces.close()
-    assert done == ["first", "closed"]
+    with pytest.raises(KeyboardInterrupt) as kept:
+        for item in items():
+            done.append(item)
+    assert done == [1, "second", "closed"], kept
 
 
-def test_a_context_is_entered_and_left_whole():
+class Context:
+    """Records when it is entered and left. It presses Ctrl-C in one of both."""
+
+    def __init__(self, press_in):
+        self.press_in, self.done = press_in, []
+
+    def __enter__(self):
+        self.note("enter")
+
+    def __exit__(self, *_):
+        self.note("exit")
+
+    def note(self, place):
+        if place == self.press_in:
+            press()
+        self.done.append(place)
+
+
+@pytest.mark.parametrize(
+    ("press_in", "done"), [("enter", ["enter", "exit"]), ("exit", ["enter", "inside", "exit"])]
+)
+def test_a_context_is_entered_and_left_whole(press_in, done):
+    context = Context(press_in)
+    with pytest.raises(KeyboardInterrupt), UninterruptedContext(context):
+        context.done.append("inside")
+    assert context.done == done
+
+
+def test_one_that_waits_can_be_left_to_the_next_function():
     done = []
 
-    class Context:
-        def __enter__(self):
-            done.append("enter")
+    def first():
+        press()
+        done.append("first")
 
-        def __exit__(self, *_):
-            press()
-            done.append("exit")
-
-    with pytest.raises(KeyboardInterrupt), UninterruptedContext(Context()):
-        done.append("inside")
-    assert done == ["enter", "inside", "exit"]
+    uninterrupted(first, raises=False)()
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(done.append)("second")
+    assert done == ["first", "second"]

@@ -93,3 +93,19 @@ def test_a_replaced_forward_is_restored_unless_the_user_has_replaced_it_again():
     assert module(x).item() == 2
     restore()
     assert "forward" not in vars(module)
+
+
+def test_while_a_module_is_copied_other_threads_find_its_wrappers():
+    """A checkpoint that is saved in the background copies the module while it trains."""
+    module, seen = nn.Linear(1, 1), []
+    surround(module, lambda call, args, kwargs: call(*args, **kwargs))
+
+    class Watches:
+        def __deepcopy__(self, memo):
+            seen.append("_call_impl" in vars(module))
+            return self
+
+    module.other, module.itself = Watches(), [module]
+    copied = copy.deepcopy(module)
+    assert seen == [True]
+    assert copied.itself[0] is copied and "_call_impl" not in vars(copied)

@@ -16,6 +16,7 @@ from headwater.api.watcher import Structure, has_lent_parameters
 from headwater.config.sections import BackendConfig
 from headwater.core.cleanup import on_failure
 from headwater.core.empty import initial_values
+from headwater.core.interrupts import uninterrupted
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.types import Plan
@@ -121,6 +122,7 @@ class ReplaceableEngine:
         """True if the store updates all parameters as these optimizers do, and has their state tensors."""
         return updaters.specs == self.updaters.specs and self.has_states_for(updaters)
 
+    @uninterrupted
     def replace(
         self, plan: Plan, updaters: Updaters, old_names: Mapping[str, str], *, unchanged: bool
     ) -> None:
@@ -209,6 +211,7 @@ class ReplaceableEngine:
         store = self.present.store
         give_back(store, key, param, self.updaters.state_owner_of(store.spec(key).name), device)
 
+    @uninterrupted
     def give_states_back(self, names: Collection[str]) -> None:
         """Copy optimizer state from the store to host memory, before other optimizers take over.
 

@@ -11,6 +11,7 @@ from headwater.api.moments import lazy_state
 from headwater.api.optimizer_state import install
 from headwater.api.registry import is_state_replaced, model_of
 from headwater.api.stored_state import Optimizer, is_served, params_of
+from headwater.core.interrupts import uninterrupted
 from headwater.core.stage import ParamKey
 from headwater.stream.parameters import ParameterAtRest
 
@@ -29,6 +30,7 @@ def add_stored_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     state_dict["state"] = {number: states[number] for number in sorted(states)}
 
 
+@uninterrupted
 def take_stored_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Load the states of streamed parameters into stores, and return the `state_dict` without them.
 

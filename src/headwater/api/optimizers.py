@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,10 +28,12 @@ from headwater.core.stage import ParamKey
 from headwater.optim.spec import group_options
 from headwater.store.update import Update
 from headwater.stream.home import Home
+from headwater.stream.left_gradients import collect_left
 from headwater.stream.parameters import ParameterAtRest
 
 if TYPE_CHECKING:
     from headwater.api.streamed import StreamedModel
+    from headwater.store.store import WeightStore
 
 
 class Amendment(Protocol):
@@ -67,8 +70,8 @@ class _StepOptions:
 _options = ProcessValue(_StepOptions())
 """Options of the step that runs now. Global, because `optimizer.step()` has no arguments for them."""
 _adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_used: weakref.WeakKeyDictionary[Optimizer, list[ParameterAtRest]] = weakref.WeakKeyDictionary()
-"""Optimizer -> the streamed parameters that its running step has updated so far."""
+_stepping: weakref.WeakKeyDictionary[Optimizer, list[WeightStore]] = weakref.WeakKeyDictionary()
+"""Optimizer -> the stores to which its running step was committed."""
 _hooks: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
 """Optimizer -> the hooks around its last step: `_before_step` and `_after_step`."""
 
@@ -170,7 +173,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return (args[0], closure_and_commit, *args[2:]), kwargs
 
 
-@uninterrupted
+@functools.partial(uninterrupted, raises=False)  # `_after_step` completes the step
 def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Commit the optimizer's step to the stores of its streamed parameters, if it has any.
 
@@ -180,6 +183,9 @@ def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         kwargs: its keyword arguments.
     """
     check_between_forwards(optimizer)
+    for param in params_of(optimizer):
+        if isinstance(param, ParameterAtRest):
+            collect_left(param)
     _amend(optimizer)  # before the return: masks apply to plain parameters too
     if next(_homes(optimizer), None) is None or runs_in_loop(optimizer):
         return
@@ -189,7 +195,7 @@ def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     check_ranks(optimizer, _options.value.arguments())
     adopt(optimizer)  # before any store is read: it may replace stores
-    _used.pop(optimizer, None)  # entries of a step that failed
+    _end_step(optimizer)  # one that failed
     check_not_consumed(_homes(optimizer))
     if _scaler_found_overflow(optimizer):
         for home in _homes(optimizer):
@@ -234,7 +240,12 @@ def _commit_to(
         and param.home.key in committed.params
     ]
     torch.autograd.graph.increment_version(updated)  # as an update in place does
-    _used.setdefault(optimizer, []).extend(updated)
+    # In plain PyTorch the gradients stay until they are zeroed. Here the store has consumed them, and using
+    # them again before they are zeroed is an error.
+    status = store.gradients.status
+    status.consume(param.home.key for param in updated)
+    status.is_stepping = True
+    _stepping.setdefault(optimizer, []).append(store)
     warn_of_kept_views(updated, update.step)
 
 
@@ -254,13 +265,13 @@ def _update(optimizer: Optimizer, step: int) -> Update:
 
 @uninterrupted
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark gradients as consumed after an optimizer's step (a hook of torch).
+    """End an optimizer's step (a hook of torch): the gradients that it has consumed can be seen again."""
+    _end_step(optimizer)
 
-    In plain PyTorch the gradients stay until they are zeroed. Here the store has consumed them, and using
-    them again before they are zeroed is an error.
-    """
-    for param in _used.pop(optimizer, []):
-        param.home.store.gradients.status.consume([param.home.key])
+
+def _end_step(optimizer: Optimizer) -> None:
+    for store in _stepping.pop(optimizer, []):
+        store.gradients.status.is_stepping = False
 
 
 def _scaler_found_overflow(optimizer: Optimizer) -> bool:
@@ -286,6 +297,7 @@ def _parts(optimizer: Optimizer) -> dict[StreamedModel, dict[ParamKey, dict[str,
     return parts
 
 
+@uninterrupted
 def adopt(optimizer: Optimizer) -> None:
     """Move the state of an optimizer's streamed parameters to their store.
 

@@ -20,6 +20,7 @@ from headwater.api.updaters import Updaters, live_optimizers
 from headwater.api.watcher import Structure, refuse_inference_parameters, refuse_shared_memory
 from headwater.core.copies import apart
 from headwater.core.empty import settle_lazy_parameters
+from headwater.core.interrupts import interruptible
 from headwater.core.precision import Precision
 from headwater.fabric.membership import current
 from headwater.plan.writes import refuse_assignments_after_use
@@ -97,7 +98,9 @@ class Replanning:
                 return
             target = dataclasses.replace(target, unchanged=target.unchanged and same_dtypes)
             before = self._predecessor(target)
-            plan = self._planner.plan(trace, traces, precision, target.updaters, now.fabric, before)
+            plan = interruptible(
+                self._planner.plan, trace, traces, precision, target.updaters, now.fabric, before
+            )
             now.replace(plan, target.updaters, target.kept, unchanged=target.unchanged)
             self.trained = target.trained
             # A training forward may change weights that a forward in evaluation mode does not change.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 from headwater.core.cleanup import on_failure
-from headwater.core.interrupts import UninterruptedContext
+from headwater.core.interrupts import UninterruptedContext, interruptible
 from headwater.core.process_value import ProcessValue
 
 
@@ -55,7 +55,7 @@ def _finally(action: Callable[[], object]) -> Iterator[None]:
     try:
         yield
     finally:  # an earlier action may have failed
-        action()
+        interruptible(action)  # it may be a closure of the user
 
 
 _participants: weakref.WeakValueDictionary[int, Participant] = weakref.WeakValueDictionary()  # oldest first

@@ -1,14 +1,14 @@
 """Ctrl-C waits until the code of this project has returned to the user's code.
 
 [Note: interrupts]
-Python raises `KeyboardInterrupt` in the main thread between any two instructions. In the middle of this
-project's code it would leave a weight half bound, an update half applied or a lock held, and an error handler
-could not repair this, because it can be interrupted too. A user of a notebook interrupts a cell and then
-continues with the same model. So functions that change the state of a model are `uninterrupted`: the
-exception is raised when the outermost of them returns, or when it calls the user's code by `interruptible`.
-There it looks like an error in the user's code, after which a model is usable.
+Python raises `KeyboardInterrupt` in the main thread when a function begins, when a call has returned, or when
+a loop repeats. In the middle of this project's code it would leave a weight half bound, an update half
+applied or a lock held, and an error handler could not repair this, because it can be interrupted too. A user
+of a notebook interrupts a cell and then continues with the same model. So functions that change the state of
+a model are `uninterrupted`: the exception is raised when the outermost of them returns, or when it calls the
+user's code by `interruptible`. There it is like an error in the user's code, after which a model is usable.
 
-Only the usual handler of Python is replaced, and only inside these functions: a handler that the user or the
+Only the usual handler of Python is replaced, and only inside these functions. A handler that the user or the
 trainer has installed is called at once.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found] # the functions of `signal` need 13 µs, these 0.8 µs
 import functools
+import os
 import threading
 import time
 from _thread import get_ident
@@ -30,7 +31,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 PATIENCE_S = 5.0
-"""A second Ctrl-C that comes this many seconds after the first is raised at once: the code may be stuck."""
+"""A Ctrl-C that comes this many seconds after the first is raised at once: the code may be stuck."""
 
 _OUTSIDE, _USER, _HELD = range(3)
 """Where the main thread is: outside of uninterrupted functions, in the user's code that one of them has
@@ -41,7 +42,8 @@ class _Interrupts:
     """The state of the main thread. Functions in other threads never get `KeyboardInterrupt`.
 
     Attributes:
-        place: where the thread is.
+        main: the main thread.
+        place: where it is.
         since: the time of a Ctrl-C that waits; `None` if none waits.
     """
 
@@ -56,8 +58,13 @@ class _Interrupts:
             now = time.monotonic()
             if self.since is None:
                 self.since = now
-            if now - self.since < PATIENCE_S:
                 return
+            left = self.since + PATIENCE_S - now
+            if left > 0:
+                _say(f"headwater ends an operation first; to stop at once, repeat Ctrl-C in {left:.0f} s")
+                return
+        elif self.place == _OUTSIDE:  # `enter` or `leave` was interrupted
+            _signal.signal(SIGINT, default_int_handler)
         self.since = None
         raise KeyboardInterrupt
 
@@ -70,13 +77,19 @@ class _Interrupts:
         self.place = _HELD
         return before
 
-    def leave(self, before: int) -> None:
-        """End the function; `before` is the result of `enter`. Raise the interrupt that has waited for it."""
+    def leave(self, before: int, *, raises: bool = True) -> None:
+        """End the function, and raise the interrupt that has waited for it.
+
+        Args:
+            before: the result of `enter`.
+            raises: false if the interrupt is to wait for the next uninterrupted function.
+        """
         # This is first: an interrupt after it is raised, and nothing is left to be undone.
         self.place = before
         if before == _OUTSIDE and _signal.getsignal(SIGINT) is _handle:
             _signal.signal(SIGINT, default_int_handler)
-        self.raise_waiting()
+        if raises:
+            self.raise_waiting()
 
     def raise_waiting(self) -> None:
         """Raise the interrupt that waits, if one does."""
@@ -89,10 +102,19 @@ _interrupts = _Interrupts()
 _handle = _interrupts.handle  # one object, because handlers are compared by identity
 
 
-def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
+def _say(text: str) -> None:
+    # A buffered stream cannot begin a write within a write, which the signal may have interrupted.
+    os.write(2, f"\n{text}\n".encode())
+
+
+def uninterrupted(function: Callable[P, R], *, raises: bool = True) -> Callable[P, R]:
     """Decorate a function that Ctrl-C does not interrupt; see [Note: interrupts].
 
     If Ctrl-C was pressed meanwhile, `KeyboardInterrupt` is raised when the outermost such function returns.
+
+    Args:
+        function: the function.
+        raises: false if it is to be raised only after the next such function, which completes this one.
     """
 
     @functools.wraps(function)
@@ -103,7 +125,7 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         finally:
-            _interrupts.leave(before)
+            _interrupts.leave(before, raises=raises)
 
     return run
 
@@ -120,6 +142,21 @@ def interruptible(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
         _interrupts.place = _HELD
 
 
+def _begun(begin: Callable[[], R], end: Callable[[], object]) -> R:
+    """Return `begin()`, uninterrupted. If Ctrl-C was pressed meanwhile, call `end()` and raise the exception.
+
+    After an exception in its beginning, the caller does not end a context or a generator.
+    """
+    begun: list[R] = []
+    try:
+        uninterrupted(lambda: begun.append(begin()))()
+    except KeyboardInterrupt:
+        if begun:
+            uninterrupted(end)()
+        raise
+    return begun[0]
+
+
 def uninterrupted_items(
     function: Callable[P, Generator[T, None, None]],
 ) -> Callable[P, Generator[T, None, None]]:
@@ -133,12 +170,13 @@ def uninterrupted_items(
 
 
 class _Items(Generator[T, None, None]):
+    """A generator that is closed if Ctrl-C was pressed while it computed an item."""
+
     def __init__(self, items: Generator[T, None, None]) -> None:
         self._items = items
 
-    @uninterrupted
     def send(self, value: None) -> T:
-        return self._items.send(value)
+        return _begun(lambda: self._items.send(value), self._items.close)
 
     @uninterrupted
     def throw(self, *error: Any) -> T:
@@ -155,9 +193,9 @@ class UninterruptedContext(AbstractContextManager[T]):
     def __init__(self, context: AbstractContextManager[T]) -> None:
         self._context = context
 
-    @uninterrupted
     def __enter__(self) -> T:
-        return self._context.__enter__()
+        error = KeyboardInterrupt()
+        return _begun(self._context.__enter__, lambda: self._context.__exit__(type(error), error, None))
 
     @uninterrupted
     def __exit__(self, *error: Any) -> bool | None:

@@ -201,23 +201,25 @@ def _deep_copy(memo: dict[int, Any]) -> Any:
     of `copy.deepcopy`, which calls it.
     """
     module = sys._getframe(1).f_locals["x"]
-    own = vars(module)
-    hidden = {name: value for name, value in own.items() if isinstance(value, _Layered | _ReplacedForward)}
-    hidden["__deepcopy__"] = own["__deepcopy__"]
-    for name in hidden:
-        del own[name]
-    forward = hidden.get("forward")
+    forward = vars(module).get("forward")
+    # Another object with the same attributes: another thread may call the module meanwhile.
+    plain = object.__new__(type(module))
+    for name, value in dict(vars(module)).items():
+        if value is not _deep_copy and not isinstance(value, _Layered | _ReplacedForward):
+            vars(plain)[name] = value
     if isinstance(forward, _ReplacedForward) and forward.before is not None:
-        own["forward"] = forward.before
+        vars(plain)["forward"] = forward.before
     for param in module.parameters():
         home = getattr(param, "home", None)
         # In its forward, a weight that is streamed in 16 bits is an ordinary parameter of 16 bits.
         if home is not None and id(param) not in memo and param.dtype != home.spec.dtype:
             memo[id(param)] = home.plain_copy(requires_grad=param.requires_grad)
-    try:
-        return copy.deepcopy(module, memo)
-    finally:
-        own.update(hidden)
+    copier = getattr(plain, "__deepcopy__", None)
+    if copier is not None:
+        memo.setdefault(id(memo), []).append(plain)  # alive, so that no other object gets its `id`
+        return copier(memo)
+    # Like `copy.deepcopy(plain, memo)`, but in the copy, references to the module become those to the copy.
+    return copy._reconstruct(module, memo, *plain.__reduce_ex__(4))  # type: ignore[attr-defined]
 
 
 def _copy_as_usual(module: nn.Module) -> None:

@@ -145,8 +145,8 @@ class Executor:
         refuse_copies_of_saved_weights()
         if self._packing is not None:
             self._packing.mark = None  # that of the forward before
-        if torch.is_grad_enabled():
-            self._gradients.drop_left()
+        if torch.is_grad_enabled() and not self._forwards_expected:  # steps of the engine discard gradients
+            self._gradients.collect_left()
         if self._gradients.casts and torch.is_grad_enabled():
             mark = self._gradients.begin_forward(self._versions(tuple(range(len(self._plan.trace.stages)))))
             assert self._packing is not None, "weights that autocast casts are streamed in 16 bits"

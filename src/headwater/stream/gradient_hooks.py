@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from headwater.core.recorder import COMPUTE, GRADIENT, RECORDER, Work
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.stream.autocast_blocks import AutocastBlocks, ForwardMark, add_gradients_in
 from headwater.stream.backward import BackwardWatch
+from headwater.stream.left_gradients import collect_left, take_accumulated
 from headwater.stream.weights import Weights
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from headwater.stream.binding import Binder
     from headwater.stream.gradient_copies import GradientCopies
     from headwater.stream.home import Home
-
-_GRAD: Any = torch.Tensor.grad
 
 
 class GradientHooks:
@@ -88,7 +87,7 @@ class GradientHooks:
             assert hooks is not None, "a parameter at rest has an engine"
             # With weights that stay in memory, no fetch notices the backward.
             hooks._backward.notice()
-            gradient = _taken_gradient(param)
+            gradient = take_accumulated(param)
             if gradient is None:
                 return
             if spec.one_cast:  # see `begin_forward`
@@ -146,12 +145,11 @@ class GradientHooks:
             add_gradients_in(spec.wire_dtype if is_narrow else spec.gradient_dtype, param)
         return mark
 
-    def drop_left(self) -> None:
-        """Drop accumulated gradients that did not reach the store, because Ctrl-C came before their hook."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in self._trained:
-                if _GRAD.__get__(param) is not None and hasattr(param, "home"):
-                    _GRAD.__set__(param, None)
+    def collect_left(self) -> None:
+        """Move gradients that Ctrl-C has left in parameters to the store."""
+        for param in self._trained:
+            if hasattr(param, "home"):
+                collect_left(param)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -171,6 +169,7 @@ class GradientHooks:
 
     def remove(self) -> None:
         """Remove the hooks from the parameters, and forget the parameters."""
+        self.collect_left()
         self._registered.close()
         self._trained.clear()
         self.casts.clear()
@@ -190,16 +189,3 @@ def _register_first(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
         del hooks[key]
         hooks[key] = others
     return handle
-
-
-def _taken_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Remove the gradient that autograd has just accumulated from the parameter, and return it.
-
-    Return `None` if the parameter was frozen after the forward: autograd drops its gradient, but calls the
-    hooks.
-    """
-    # `param.grad` of a parameter at rest would read the store, so torch's own attribute is read.
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = _GRAD.__get__(param)
-        _GRAD.__set__(param, None)
-    return gradient

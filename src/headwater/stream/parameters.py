@@ -31,6 +31,7 @@ from headwater.stream.detached import DetachedAtRest, home_of, whole_memory
 from headwater.stream.exposed_gradients import exposed_on
 from headwater.stream.home import Home
 from headwater.stream.leaving import HOST
+from headwater.stream.left_gradients import collect_left, take_accumulated
 from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
 from headwater.stream.parameter_memory import Memory, leave_memory, present_memory, return_to_memory
 from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, is_metadata, stand_in
@@ -59,6 +60,20 @@ _CONVERSIONS = frozenset({
 """Functions that return the tensor itself if it has the requested dtype, device and layout already."""
 
 
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""The code that runs hooks around the step of every optimizer of torch."""
+
+
+def _is_optimizer_running() -> bool:
+    """True if the caller is called by the step of an optimizer."""
+    frame = sys._getframe()
+    while frame.f_code is not _STEP:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
+
+
 class ParameterAtRest(AtRest, nn.Parameter):
     """A parameter whose values are in the weight store. Existing parameters get this class by assignment."""
 
@@ -80,21 +95,30 @@ class ParameterAtRest(AtRest, nn.Parameter):
         After a step has consumed the gradient, it is a `ConsumedGradient`, which has no values, until it is
         dropped.
         """
+        collect_left(self)
         if not self.home.gradient_is_consumed:
             gradient = self.home.gradient()
             return None if gradient is None else exposed_on(self.home.device, gradient)
+        status = self.home.store.gradients.status
+        if status.is_stepping:
+            if _is_optimizer_running():
+                return None
+            status.is_stepping = False  # Ctrl-C has ended the step
         with torch._C.DisableTorchFunctionSubclass():
             like = torch.empty((), dtype=self.home.spec.dtype, device=self.device)
             consumed = stand_in(ConsumedGradient, self.shape, like)
         consumed.home = self.home
+        consumed.number = self.home.store.gradients.status.consumed[self.home.key]
         return consumed
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        take_accumulated(self)  # left by Ctrl-C
         self.home.set_gradient(value)
 
     @grad.deleter
     def grad(self) -> None:
+        take_accumulated(self)
         self.home.set_gradient(None)
 
     @classmethod
@@ -232,9 +256,16 @@ class ConsumedGradient(WithoutValues):
 
     Attributes:
         home: the place of the parameter in the store.
+        number: tells it from gradients of the same parameter that other steps have consumed.
     """
 
     home: Home
+    number: int
+
+    @property
+    def is_present(self) -> bool:
+        """True if the parameter has not dropped this gradient meanwhile."""
+        return self.home.store.gradients.status.consumed.get(self.home.key) == self.number
 
     def refusal(self) -> StreamError:
         return consumed_error(self.home.spec.name)
@@ -254,7 +285,7 @@ class ConsumedGradient(WithoutValues):
         found: torch.Tensor = func(like, *args, **kwargs)
         if func not in _REPLACING:
             return found
-        if self.home.gradient_is_consumed:
+        if self.is_present:
             self.home.set_gradient(found)
         return self
 
@@ -278,7 +309,7 @@ class ConsumedGradient(WithoutValues):
             if func not in _ZEROING:
                 raise consumed[0].refusal()
             for gradient in consumed:
-                if gradient.home.gradient_is_consumed:  # else the parameter has dropped it meanwhile
+                if gradient.is_present:
                     gradient.home.zero_gradient()
             if func is torch.Tensor.zero_:
                 return args[0]

@@ -119,7 +119,7 @@ class LocalGradients(EditableGradients):
             self._sums.put(stage, gradients)
 
     def drop(self, key: ParamKey) -> None:
-        self.status.consumed.discard(key)
+        self.status.consumed.pop(key, None)
         self._sums.stop_lending(key)
         if key in self.status.present:
             self._sums.drop(key)
@@ -148,7 +148,7 @@ class LocalGradients(EditableGradients):
         # As in plain PyTorch, the loop's tensor is the gradient from now on.
         self._sums.note_lent(key, gradient)
         self.status.arrive(key, is_sparse=gradient.is_sparse)
-        self.status.consumed.discard(key)
+        self.status.consumed.pop(key, None)
 
     def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
         return self._sums.loans.kept(key, like)

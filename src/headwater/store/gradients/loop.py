@@ -92,7 +92,7 @@ class LoopGradients(EditableGradients):
                 self._taken[stage, param] = gradient
 
     def drop(self, key: ParamKey) -> None:
-        self.status.consumed.discard(key)
+        self.status.consumed.pop(key, None)
         self.status.leave(key)
         self._sums.give_up(key)
 
@@ -112,7 +112,7 @@ class LoopGradients(EditableGradients):
     def replace(self, key: ParamKey, gradient: torch.Tensor) -> None:
         self._sums.replace(key, gradient)
         self.status.present.add(key)
-        self.status.consumed.discard(key)
+        self.status.consumed.pop(key, None)
 
     def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
         return None

@@ -20,8 +20,11 @@ class GradientStatus:
 
     Attributes:
         present: parameters with a sum that no commit has taken.
-        consumed: parameters whose sum an optimizer has used, and whose sum was not dropped since. A gradient
-            that is added to a consumed sum is lost, because plain PyTorch would add it to the used one.
+        consumed: parameters whose sum an optimizer has used, and whose sum was not dropped since, each with
+            the number of the `consume` call. A gradient that is added to a consumed sum is lost, because
+            plain PyTorch would add it to the used one.
+        is_stepping: true while torch's optimizer runs after a commit has taken its gradients. It must find no
+            gradients, so consumed ones look as if they were dropped.
         sparse: parameters whose newest sum is or was a sparse tensor.
         norms: the 2-norms of sums that have been measured.
         first_bad: the first stage whose gradient was not finite.
@@ -30,12 +33,14 @@ class GradientStatus:
 
     def __init__(self) -> None:
         self.present: set[ParamKey] = set()
-        self.consumed: set[ParamKey] = set()
+        self.consumed: dict[ParamKey, int] = {}
+        self._num_consumed = 0
+        self.is_stepping = False
         self.sparse: set[ParamKey] = set()
         self.norms: dict[ParamKey, Tensor] = {}
         self.first_bad: int | None = None
         self.remembered: frozenset[ParamKey] = frozenset()
-        self._consumed_before: frozenset[ParamKey] = frozenset()
+        self._consumed_before: Mapping[ParamKey, int] = {}
 
     def arrive(self, key: ParamKey, *, is_sparse: bool) -> None:
         """Record that a sum is present and has changed, so that its norm is not known."""
@@ -76,19 +81,20 @@ class GradientStatus:
 
     def consume(self, keys: Iterable[ParamKey]) -> None:
         """Record that an optimizer has used these sums. Reading them is an error until they are discarded."""
-        self.consumed.update(keys)
+        self._num_consumed += 1
+        self.consumed.update(dict.fromkeys(keys, self._num_consumed))
 
     def remember(self, keys: Collection[ParamKey] | None) -> None:
         """Save for `restore` which sums are present, among `keys` if given."""
         self.remembered = frozenset(self.present if keys is None else self.present.intersection(keys))
-        self._consumed_before = frozenset(self.consumed)
+        self._consumed_before = dict(self.consumed)
 
     def restore(self, gone: Iterable[ParamKey]) -> None:
         """Restore the remembered status, except for the sums in `gone`, and discard what was remembered."""
         self.leave_all()
-        self.present, self.consumed = set(self.remembered.difference(gone)), set(self._consumed_before)
+        self.present, self.consumed = set(self.remembered.difference(gone)), dict(self._consumed_before)
         self.forget()
 
     def forget(self) -> None:
         """Discard the remembered status."""
-        self.remembered = self._consumed_before = frozenset()
+        self.remembered, self._consumed_before = frozenset(), {}
