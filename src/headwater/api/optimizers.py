@@ -173,7 +173,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return (args[0], closure_and_commit, *args[2:]), kwargs
 
 
-@functools.partial(uninterrupted, raises=False)  # `_after_step` completes the step
+@functools.partial(uninterrupted, raises=False)  # plain parameters of the optimizer are updated after it
 def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Commit the optimizer's step to the stores of its streamed parameters, if it has any.
 
@@ -195,7 +195,7 @@ def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     check_ranks(optimizer, _options.value.arguments())
     adopt(optimizer)  # before any store is read: it may replace stores
-    _end_step(optimizer)  # one that failed
+    _end_step(optimizer)  # the step before may have failed
     check_not_consumed(_homes(optimizer))
     if _scaler_found_overflow(optimizer):
         for home in _homes(optimizer):

@@ -21,7 +21,7 @@ import threading
 import time
 from _thread import get_ident
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from signal import SIGINT, default_int_handler
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -104,7 +104,8 @@ _handle = _interrupts.handle  # one object, because handlers are compared by ide
 
 def _say(text: str) -> None:
     # A buffered stream cannot begin a write within a write, which the signal may have interrupted.
-    os.write(2, f"\n{text}\n".encode())
+    with suppress(OSError):  # the terminal may be closed
+        os.write(2, f"\n{text}\n".encode())
 
 
 def uninterrupted(function: Callable[P, R], *, raises: bool = True) -> Callable[P, R]:

@@ -15,8 +15,8 @@ _GRAD: Any = torch.Tensor.grad
 def take_accumulated(param: torch.Tensor) -> torch.Tensor | None:
     """Remove the gradient that autograd has accumulated from a parameter, and return it.
 
-    Return `None` if there is none: autograd drops the gradient of a parameter that was frozen after the
-    forward, but calls the hooks.
+    The result is `None` if the parameter was frozen after the forward: autograd drops its gradient, but calls
+    the hooks.
     """
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _GRAD.__get__(param)
