@@ -15,6 +15,9 @@ from headwater.api.compile import is_compiled
 from headwater.api.transaction import is_open
 from headwater.core.errors import StreamError
 
+# The frames of a kept error may hold views of weights, as in a notebook; Headwater warns of these.
+pytestmark = pytest.mark.filterwarnings("ignore::headwater.api.references.StaleTensorWarning")
+
 SOURCE = str(Path(hw.__file__).parent)
 PRESSES = 60
 """Number of interrupted steps in each test."""

@@ -211,7 +211,6 @@ class ReplaceableEngine:
         store = self.present.store
         give_back(store, key, param, self.updaters.state_owner_of(store.spec(key).name), device)
 
-    @uninterrupted
     def give_states_back(self, names: Collection[str]) -> None:
         """Copy optimizer state from the store to host memory, before other optimizers take over.
 

@@ -320,7 +320,6 @@ class WeightStore:
 
     # steps that may have to be undone
 
-    @uninterrupted
     def begin_transaction(self, present: Collection[ParamKey] | None = None) -> None:
         """Begin a transaction: `roll_back` can undo commits and gradients that come after this call.
 
@@ -330,12 +329,10 @@ class WeightStore:
         self.ledger.begin()
         editable(self.gradients).remember(present)
 
-    @uninterrupted
     def end_transaction(self) -> None:
         """End a transaction and keep its commits and gradients: they can no longer be rolled back."""
         editable(self.gradients).forget()
 
-    @uninterrupted
     def roll_back(self) -> bool:
         """Undo commits and gradients since `begin_transaction`. Commits whose weights were used stay.
 

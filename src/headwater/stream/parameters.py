@@ -118,8 +118,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
 
     @grad.deleter
     def grad(self) -> None:
-        take_accumulated(self)
-        self.home.set_gradient(None)
+        self.grad = None
 
     @classmethod
     def __torch_function__(

@@ -118,7 +118,7 @@ def _recompute_forward(
     @uninterrupted
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not is_wrapped:  # a forward that the user has set calls this one
-            return forward(*args, **kwargs)
+            return interruptible(forward, *args, **kwargs)
         # The parameters of `functional_call` do not exist in backward any more.
         others = list(map(id, module.parameters())) != own
         if others or not _can_run_again():
