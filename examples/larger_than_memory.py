@@ -19,7 +19,8 @@ AutoModelForCausalLM.from_config(config).save_pretrained(folder / "checkpoint")
 # tier and num_slabs are set because this model is small. For a large one write host_memory="8GiB" instead.
 backend = hw.backend("CSX", disk=folder / "scratch", tier="disk", num_slabs=2)
 with hw.empty_parameters():  # a model without values
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "checkpoint")).train()
+    config = AutoConfig.from_pretrained(folder / "checkpoint")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 hw.load_pretrained(model, folder / "checkpoint")  # remembers where the values are
 hw.compile(model, backend)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -68,6 +68,7 @@ def test_short_forms_of_options_mean_keys_of_a_params_file(short, full):
         ({"cluster_config": {"max_restarts": 2}}, "backend, option cluster_config.max_restarts"),
         ({"updates": "in_backward"}, "backend, option updates"),
         ({"skip_padding": True}, "backend, option skip_padding"),
+        ({"micro_batch_size": 4}, "backend, option micro_batch_size"),
     ],
 )
 def test_keys_that_only_a_run_can_obey_are_refused(options, where):

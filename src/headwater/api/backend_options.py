@@ -75,6 +75,14 @@ def _refuse_keys_of_runs(config: BackendConfig) -> None:
             where="backend, option cluster_config.num_memx",
             remedy="leave num_memx out; only `headwater fit` starts store ranks",
         )
+    if config.micro_batch_size is not None:
+        raise ConfigError(
+            "in your own loop each call of the model computes one micro-batch, got "
+            f"micro_batch_size={config.micro_batch_size}",
+            where="backend, option micro_batch_size",
+            remedy="leave micro_batch_size out; to use less memory, call the model and backward() with parts "
+            "of the batch",
+        )
     config.refuse_loss("backend, option loss")
     config.refuse_padding("backend, option skip_padding")
     config.refuse_updates("backend, option updates")

@@ -33,6 +33,7 @@ def add_params_arguments(
     *,
     without: Collection[str] = (),
     optional: bool = False,
+    or_model: bool = False,
 ) -> None:
     """Add the argument PARAMS and the options that replace values of the params file.
 
@@ -41,12 +42,16 @@ def add_params_arguments(
         shown: options that the help lists. The others are accepted too: they set keys of the same file.
         without: options that are not added, because the command itself has options with these names.
         optional: PARAMS may be left out.
+        or_model: PARAMS may also be a folder of the transformers library.
     """
+    choices = ["a params file", "the name of a shipped one (such as gpt/tiny)", "the model_dir of a run"]
+    if or_model:
+        choices.append("a folder of the transformers library, with config.json and weights")
     parser.add_argument(
         "params",
         nargs="?" if optional else None,
         metavar="PARAMS",
-        help="a params file, the name of a shipped one (such as gpt/tiny), or the model_dir of a run",
+        help=f"{', '.join(choices[:-1])}, or {choices[-1]}",
     )
     add_override_options(parser, shown, without=without)
 
@@ -76,7 +81,7 @@ def add_model_arguments(
     """
     own = {"batch_size", "checkpoint_path", "seed"}
     shown = (_OF_EVERY_RUN | _MACHINE | {"num_csx"} if several_ranks else _OF_EVERY_RUN | _MACHINE) - own
-    add_params_arguments(parser, shown, without=own, optional=optional)
+    add_params_arguments(parser, shown, without=own, optional=optional, or_model=True)
     add_checkpoint_arguments(parser)
     parser.add_argument(
         "--batch_size",

@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="evaluate every checkpoint on all data of the section `validate_all`",
+        help="evaluate several checkpoints on all data of the section `validate_all`: those in its "
+        "`ckpt_paths`, or all in the model_dir",
     )
     add_interrupt_option(parser)
 
