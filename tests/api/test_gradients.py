@@ -243,6 +243,33 @@ def test_consumed_gradients_may_be_overwritten(overwrite, plan, tmp_path):
     check(script, plan, tmp_path)
 
 
+@extreme_plans
+@pytest.mark.parametrize("write", ["zero", "copy", "twice"])
+def test_gradients_that_a_loop_keeps_after_a_step_can_be_written_in_each_step(write, plan, tmp_path):
+    def script(place):
+        model = place.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)))
+        optimizer, seen = adamw(model.parameters()), []
+
+        def backward():
+            model(randn(3, 6, seed=0)).square().mean().backward()
+
+        backward()
+        optimizer.step()
+        gradients = [param.grad for param in model.parameters()]
+        for number in (1.0, 2.0, 3.0):
+            for gradient in gradients:
+                gradient.zero_() if write == "zero" else gradient.fill_(number)
+            if write == "zero":
+                backward()
+            if write == "twice":
+                torch._foreach_mul_(gradients, 3.0)
+                seen += [gradient.sum().item() for gradient in gradients]
+            optimizer.step()
+        return seen, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
 def test_a_consumed_gradient_is_not_that_of_a_later_step(tmp_path):
     place = Place("memory", tmp_path)
     model = place.compile(Net())

@@ -1,5 +1,6 @@
 """Ctrl-C at any function of this project, after which the user trains the same model again."""
 
+import io
 import itertools
 import signal
 import sys
@@ -257,3 +258,116 @@ def test_a_closure_of_the_user_in_a_traced_step_is_interrupted_at_once():
     with pytest.raises(KeyboardInterrupt):
         step(torch.ones(4, 8))
     assert not done
+
+
+@contextmanager
+def pressed_in(function, event, *, after=None, of=None):
+    """Press Ctrl-C at the first event of this kind in a function of the project.
+
+    With `after`, only below a function of this name; with `of`, only at the return of this function in C.
+    """
+    is_done = False
+
+    def names(frame):
+        while frame is not None:
+            yield frame.f_code.co_name
+            frame = frame.f_back
+
+    def watch(frame, kind, arg):
+        nonlocal is_done
+        if is_done or kind != event or frame.f_code.co_name != function:
+            return
+        if of is not None and arg.__name__ != of:
+            return
+        if frame.f_code.co_filename.startswith(SOURCE) and (after is None or after in names(frame)):
+            is_done = True
+            signal.raise_signal(signal.SIGINT)
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised:
+            yield raised
+    finally:
+        sys.setprofile(before)
+    assert is_done
+
+
+@pytest.mark.timeout(60)
+def test_a_save_of_weights_that_was_interrupted_keeps_no_lock(tmp_path):
+    backend = hw.backend("CSX", tier="disk", disk=str(tmp_path), num_slabs=2)
+    loop = Loop(hw.compile(make_model(), backend))
+    loop.step(torch.ones(4, 8))
+    kept = []  # as a notebook keeps the last error
+    with pressed_in("gather", "c_return", of="copy_") as raised:
+        torch.save(loop.model.state_dict(), io.BytesIO())
+    kept.append(raised.value)
+    loop.step(torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("function", ["gather", "replace"])
+def test_an_assignment_of_data_that_was_interrupted_can_be_repeated(function):
+    loop = Loop(hw.compile(make_model(), hw.backend("CSX", num_slabs=2)))
+    loop.step(torch.ones(4, 8))
+    params = list(loop.model.parameters())
+    expected, backup = loop.weights(), [param.data for param in params]
+
+    def swap():
+        for param in params:
+            param.data = torch.full_like(param, 0.5)
+
+    with pressed_in(function, "call", after="assign_data"):
+        swap()
+    swap()
+    for param, values in zip(params, backup, strict=True):
+        param.data = values
+    assert all(map(torch.equal, expected, loop.weights()))
+
+
+def test_a_copy_that_was_interrupted_counts_as_a_change():
+    model = hw.compile(make_model(), hw.backend("CSX"))
+    loss = model(torch.ones(4, 8)).square().mean()
+    loss.backward()
+    loss, weight = model(torch.ones(4, 8)).square().mean(), model[1][0].weight
+    with pressed_in("write_param", "call"), torch.no_grad():
+        weight.copy_(torch.ones(8, 8))
+    if torch.equal(weight.detach().clone(), torch.ones(8, 8)):
+        with pytest.raises((RuntimeError, StreamError), match=r"modified|changed"):
+            loss.backward()
+
+
+def test_an_interrupted_step_updates_streamed_and_plain_parameters():
+    class WithUnused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.used(x) + 0 * self.unused.weight.detach().sum()
+
+    model, scale = hw.compile(WithUnused(), hw.backend("CSX")), nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], 0.1)
+
+    def backward():
+        (model(torch.ones(4, 8)) * scale).square().mean().backward()
+
+    backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    backward()
+    before, before_scale = model.used.weight.detach().clone(), scale.detach().clone()
+    with pressed_in("_commit_to", "call"):
+        optimizer.step()
+    assert not torch.equal(before, model.used.weight.detach().clone())
+    assert not torch.equal(before_scale, scale)
+    optimizer.zero_grad()
+    optimizer.step(backward)
+
+
+def test_a_model_is_planned_again_after_ctrl_c_in_its_dry_run():
+    model = hw.compile(make_model(), hw.backend("CSX"))
+    model(torch.ones(2, 8)).sum().backward()
+    with pressed_in("trace_step", "call"):
+        model(torch.ones(8, 8))
+    model.zero_grad()
+    assert model(torch.ones(8, 8)).shape == (8, 8)

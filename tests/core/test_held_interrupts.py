@@ -1,12 +1,19 @@
 """Ctrl-C while functions run that it must not interrupt."""
 
+import os
 import signal
 import threading
 
 import pytest
 
 from headwater.core import interrupts
-from headwater.core.interrupts import UninterruptedContext, interruptible, uninterrupted, uninterrupted_items
+from headwater.core.interrupts import (
+    UninterruptedContext,
+    held_throughout,
+    interruptible,
+    uninterrupted,
+    uninterrupted_items,
+)
 
 
 def press():
@@ -211,3 +218,75 @@ def test_one_that_waits_can_be_left_to_the_next_function():
     with pytest.raises(KeyboardInterrupt):
         uninterrupted(done.append)("second")
     assert done == ["first", "second"]
+
+
+def test_code_of_the_user_can_be_held_too():
+    done = []
+
+    def user():
+        press()
+        done.append("user")
+
+    with pytest.raises(KeyboardInterrupt):
+        held_throughout(uninterrupted(lambda: interruptible(user)))
+    assert done == ["user"]
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(lambda: interruptible(user))()
+    assert done == ["user"], "only in that call"
+
+
+def test_one_that_is_to_wait_is_raised_if_the_function_fails():
+    def fails():
+        press()
+        raise ValueError
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(fails, raises=False)()
+    uninterrupted(list)()
+
+
+def test_one_that_waits_is_forgotten_when_the_next_press_is_raised():
+    uninterrupted(press, raises=False)()
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    uninterrupted(list)()
+
+
+def test_a_handler_that_the_code_of_the_user_installs_stays():
+    calls = []
+
+    def user():
+        usual = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, lambda *args: (calls.append(0), usual(*args)))
+
+    uninterrupted(lambda: interruptible(user))()
+    try:
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                press()
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert len(calls) == 2
+
+
+def test_a_fork_by_another_thread_is_interrupted_at_once():
+    codes = []
+
+    def fork():
+        child = os.fork()
+        if not child:
+            try:
+                press()
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(0)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    @uninterrupted
+    def outer():
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+
+    outer()
+    assert codes == [7]

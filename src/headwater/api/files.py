@@ -26,6 +26,7 @@ from headwater.core.checked_files import CHUNK_BYTES, Chunk
 from headwater.core.cleanup import on_failure
 from headwater.core.errors import CheckpointError
 from headwater.core.files import PARTIAL_SUFFIX, disk_errors, sync_folder
+from headwater.core.interrupts import UninterruptedContext
 from headwater.core.lazy import LazyTensor
 from headwater.core.pickles import load_pickled
 from headwater.core.safetensors import DTYPE_CODES, TensorFile, TensorFileWriter, TensorPlace
@@ -72,7 +73,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
 def _save(state: Any, path: Path) -> None:
     structure, tensors = encode(state)
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with _replacing(path) as unfinished:
+    with UninterruptedContext(_replacing(path)) as unfinished:
         metadata = {_VERSION: _FORMAT_VERSION, _STATE: json.dumps(structure), _SEAL: "0" * _CHECKSUM_DIGITS}
         # The checksums are not known yet. Zeros take their place, so that the header keeps its length.
         num_chunks = sum(-(-tensor.nbytes // CHUNK_BYTES) for tensor in tensors.values())

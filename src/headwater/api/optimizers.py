@@ -141,6 +141,7 @@ def _place_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     """
     for handle in _hooks.pop(optimizer, ()):
         handle.remove()
+    _end_step(optimizer)  # the step before may have failed
     before = optimizer.register_step_pre_hook(_before_step)
     after = optimizer.register_step_post_hook(_after_step)
     # torch calls global hooks first, then those of the optimizer in this order.
@@ -195,7 +196,6 @@ def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     check_ranks(optimizer, _options.value.arguments())
     adopt(optimizer)  # before any store is read: it may replace stores
-    _end_step(optimizer)  # the step before may have failed
     check_not_consumed(_homes(optimizer))
     if _scaler_found_overflow(optimizer):
         for home in _homes(optimizer):

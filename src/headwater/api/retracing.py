@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from headwater.api.calls import Call, stand_in_loss
+from headwater.core.interrupts import held_throughout
 from headwater.core.precision import Precision
 from headwater.core.seeding import drawing_devices
 from headwater.core.stage import ParamSpec
@@ -72,7 +73,8 @@ def traces_of(
         in_fp32 = precision != engine.plan.precision
         partition = _with_masters_of(engine, partition, old_names, in_fp32=in_fp32)
     with _not_streamed(engine):
-        partition = widen_uncast(
+        partition = held_throughout(
+            widen_uncast,
             partition,
             model,
             call,
@@ -85,7 +87,8 @@ def traces_of(
     least = len(engine.plan.trace.stages) if engine is not None and divided else 0
     for each in _at_least(least, chain((partition,), divisions(model, partition))):
         with _not_streamed(engine):
-            trace = trace_step(
+            trace = held_throughout(
+                trace_step,
                 model,
                 call,
                 precision,

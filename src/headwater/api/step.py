@@ -13,6 +13,7 @@ from headwater.api.registry import streamed_models
 from headwater.api.transaction import is_open, transaction, when_committed
 from headwater.api.values import traced
 from headwater.core.errors import StreamError
+from headwater.core.interrupts import interruptible, uninterrupted
 from headwater.core.trees import map_tensors
 from headwater.fabric.membership import current
 
@@ -62,14 +63,18 @@ def trace(step: Callable[P, R]) -> Callable[P, R]:
         A function called like `step`.
     """
 
+    @uninterrupted  # all of it, so that the transaction ends also if Ctrl-C comes as the step returns
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with transaction():
+            result: R = map_tensors(traced, interruptible(step, *args, **kwargs))
+        return result
+
     @functools.wraps(step)
     def traced_step(*args: P.args, **kwargs: P.kwargs) -> R:
         if is_open():
             return step(*args, **kwargs)
         _closures.run_ready()
-        with transaction():
-            result: R = map_tensors(traced, step(*args, **kwargs))
-        return result
+        return run(*args, **kwargs)
 
     return traced_step
 

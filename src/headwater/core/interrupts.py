@@ -45,10 +45,12 @@ class _Interrupts:
         main: the main thread.
         place: where it is.
         since: the time of a Ctrl-C that waits; `None` if none waits.
+        holds_user_code: true if the user's code is not interrupted either.
     """
 
     def __init__(self) -> None:
         self.main = threading.main_thread()
+        self.holds_user_code = False
         self.place = _OUTSIDE
         self.since: float | None = None
 
@@ -63,7 +65,8 @@ class _Interrupts:
             if left > 0:
                 _say(f"headwater ends an operation first; to stop at once, repeat Ctrl-C in {left:.0f} s")
                 return
-        elif self.place == _OUTSIDE:  # `enter` or `leave` was interrupted
+        elif self.place == _OUTSIDE and _signal.getsignal(SIGINT) is _handle:
+            # `enter` or `leave` was interrupted, or an earlier interrupt still waits.
             _signal.signal(SIGINT, default_int_handler)
         self.since = None
         raise KeyboardInterrupt
@@ -86,7 +89,9 @@ class _Interrupts:
         """
         # This is first: an interrupt after it is raised, and nothing is left to be undone.
         self.place = before
-        if before == _OUTSIDE and _signal.getsignal(SIGINT) is _handle:
+        waits = self.since is not None and not raises
+        # Only `_handle` forgets an interrupt that still waits when another one is raised first.
+        if before == _OUTSIDE and not waits and _signal.getsignal(SIGINT) is _handle:
             _signal.signal(SIGINT, default_int_handler)
         if raises:
             self.raise_waiting()
@@ -97,9 +102,17 @@ class _Interrupts:
             self.since = None
             raise KeyboardInterrupt
 
+    def begin_fork(self) -> None:
+        """Begin as in a new process, in a child that a thread beside an uninterrupted function has forked."""
+        self.main, self.place, self.since = threading.main_thread(), _OUTSIDE, None
+        self.holds_user_code = False
+        if _signal.getsignal(SIGINT) is _handle:
+            _signal.signal(SIGINT, default_int_handler)
+
 
 _interrupts = _Interrupts()
 _handle = _interrupts.handle  # one object, because handlers are compared by identity
+os.register_at_fork(after_in_child=_interrupts.begin_fork)
 
 
 def _say(text: str) -> None:
@@ -124,16 +137,19 @@ def uninterrupted(function: Callable[P, R], *, raises: bool = True) -> Callable[
             return function(*args, **kwargs)
         before = _interrupts.enter()
         try:
-            return function(*args, **kwargs)
-        finally:
-            _interrupts.leave(before, raises=raises)
+            result = function(*args, **kwargs)
+        except BaseException:
+            _interrupts.leave(before)
+            raise
+        _interrupts.leave(before, raises=raises)
+        return result
 
     return run
 
 
 def interruptible(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Call the user's code from an uninterrupted function. Ctrl-C interrupts it, also if pressed before."""
-    if _interrupts.place != _HELD or get_ident() != _interrupts.main.ident:
+    if _interrupts.place != _HELD or _interrupts.holds_user_code or get_ident() != _interrupts.main.ident:
         return function(*args, **kwargs)
     try:
         _interrupts.place = _USER
@@ -141,6 +157,26 @@ def interruptible(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
         return function(*args, **kwargs)
     finally:
         _interrupts.place = _HELD
+
+
+def held_throughout(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function that Ctrl-C does not interrupt, not even in the user's code that it calls.
+
+    With fake tensors torch calls Python from C++ functions that cannot raise an exception: there
+    `KeyboardInterrupt` would end the process.
+    """
+    if get_ident() != _interrupts.main.ident:
+        return function(*args, **kwargs)
+
+    @uninterrupted
+    def run() -> R:
+        before, _interrupts.holds_user_code = _interrupts.holds_user_code, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _interrupts.holds_user_code = before
+
+    return run()
 
 
 def _begun(begin: Callable[[], R], end: Callable[[], object]) -> R:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 from headwater.core.errors import StreamError
 from headwater.core.gather import gather
+from headwater.core.interrupts import uninterrupted
 from headwater.core.read_only_storage import read_only
 from headwater.core.transfers import RUN_BYTES
 
@@ -54,6 +55,7 @@ class StoredTensor(Tensor):
         tensor.read_pieces, tensor._kept = read_pieces, None
         return tensor
 
+    @uninterrupted  # the iterator of the pieces may hold a lock, which an exception would keep
     def materialize(self) -> Tensor:
         """Return a plain tensor with the values, in new memory."""
         return gather(self.read_pieces(), self.shape, self.dtype).to(self.device)

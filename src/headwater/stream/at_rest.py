@@ -24,6 +24,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from headwater.core.errors import StreamError
+from headwater.core.interrupts import uninterrupted
 from headwater.core.read_only_storage import Storage, read_only
 from headwater.plan.alive import has_storage
 from headwater.stream.addresses import address_of
@@ -377,6 +378,7 @@ class _Operation:
             return view.detach().requires_grad_()
         return view
 
+    @uninterrupted
     def _write_back(self, changed: set[int], values: dict[int, torch.Tensor]) -> None:
         for key in changed:
             leaf = self._at_rest[key]

@@ -57,6 +57,7 @@ class Home:
         with torch.inference_mode(False):
             return spec.like_the_parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
 
+    @uninterrupted
     def read(self) -> torch.Tensor:
         """Return a copy of the master on `device`, a normal tensor in any mode and any transform."""
         with apart_from_modes():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from headwater.core.errors import StreamError
+from headwater.core.interrupts import uninterrupted
 from headwater.core.lazy import StoredTensor
 from headwater.core.tensor_values import OF_DTYPE
 from headwater.store.gradients.port import consumed_error
@@ -96,14 +98,13 @@ class ParameterAtRest(AtRest, nn.Parameter):
         dropped.
         """
         collect_left(self)
+        status = self.home.store.gradients.status
+        if status.is_stepping and self.home.key not in status.present and _is_optimizer_running():
+            return None  # without a call of the store, which could raise Ctrl-C in the middle of the step
         if not self.home.gradient_is_consumed:
             gradient = self.home.gradient()
             return None if gradient is None else exposed_on(self.home.device, gradient)
-        status = self.home.store.gradients.status
-        if status.is_stepping:
-            if _is_optimizer_running():
-                return None
-            status.is_stepping = False  # Ctrl-C has ended the step
+        status.is_stepping = False  # if it is true, Ctrl-C has ended the step
         with torch._C.DisableTorchFunctionSubclass():
             like = torch.empty((), dtype=self.home.spec.dtype, device=self.device)
             consumed = stand_in(ConsumedGradient, self.shape, like)
@@ -145,8 +146,9 @@ class ParameterAtRest(AtRest, nn.Parameter):
             if func == DATA.__set__:
                 return assign_data(args[0], args[1])
             if func is torch.Tensor.copy_ and _is_replaced(args[0], args[1]):
-                args[0].home.write(args[1])
+                # First: Ctrl-C is raised when the values are written.
                 torch.autograd.graph.increment_version(args[0])
+                args[0].home.write(args[1])
                 return args[0]
             return on_values(func, args, kwargs)
 
@@ -196,6 +198,7 @@ def _in_dtypes_of_masters(gradients: Any, inputs: Any) -> tuple[torch.Tensor | N
     )
 
 
+@uninterrupted
 def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
     """Assign `param.data = value`.
 
@@ -266,6 +269,23 @@ class ConsumedGradient(WithoutValues):
         """True if the parameter has not dropped this gradient meanwhile."""
         return self.home.store.gradients.status.consumed.get(self.home.key) == self.number
 
+    @property
+    def new_values(self) -> torch.Tensor | None:
+        """The gradient in the store, if the loop has overwritten this gradient and has not dropped it."""
+        is_overwritten = self.home.store.gradients.status.overwritten.get(self.home.key) == self.number
+        return self.home.gradient() if is_overwritten else None
+
+    @uninterrupted
+    def overwrite(self, values: torch.Tensor | None = None) -> None:
+        """Replace the gradient by new values, or by zeros, unless the parameter has dropped it meanwhile."""
+        if not self.is_present:
+            return
+        if values is None:
+            self.home.zero_gradient()
+        else:
+            self.home.set_gradient(values)
+        self.home.store.gradients.status.overwrite_consumed(self.home.key, self.number)
+
     def refusal(self) -> StreamError:
         return consumed_error(self.home.spec.name)
 
@@ -284,18 +304,20 @@ class ConsumedGradient(WithoutValues):
         found: torch.Tensor = func(like, *args, **kwargs)
         if func not in _REPLACING:
             return found
-        if self.is_present:
-            self.home.set_gradient(found)
+        self.overwrite(found)
         return self
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        consumed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ConsumedGradient)]
+        present = {id(leaf): leaf.new_values for leaf in consumed}
+        if any(values is not None for values in present.values()):
+            return _on_new_values(func, args, kwargs or {}, present)
         with torch._C.DisableTorchFunctionSubclass():
             if is_metadata(func) or func in _WITHOUT_VALUES:
                 return func(*args, **(kwargs or {}))
-            consumed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ConsumedGradient)]
             # `model.cpu()` and similar methods convert each gradient and assign the result to `grad.data`.
             if func in _CONVERSIONS and _changes_nothing(func, args, kwargs or {}):
                 return args[0]
@@ -308,12 +330,35 @@ class ConsumedGradient(WithoutValues):
             if func not in _ZEROING:
                 raise consumed[0].refusal()
             for gradient in consumed:
-                if gradient.is_present:
-                    gradient.home.zero_gradient()
+                gradient.overwrite()
             if func is torch.Tensor.zero_:
                 return args[0]
             rest = [gradient for gradient in args[0] if not isinstance(gradient, ConsumedGradient)]
             return func(rest) if rest else None
+
+
+def _on_new_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], present: Mapping[int, torch.Tensor | None]
+) -> Any:
+    """Run a function on the new values of consumed gradients that the loop has overwritten.
+
+    Args:
+        func: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        present: identity of a consumed gradient -> its new values; `None` for one that was not overwritten.
+    """
+    gradients: dict[int, ConsumedGradient] = {}
+
+    def values_of(leaf: Any) -> Any:
+        values = present.get(id(leaf))
+        if values is None:
+            return leaf
+        gradients[id(values)] = leaf
+        return values
+
+    result = func(*tree_map(values_of, args), **tree_map(values_of, kwargs))
+    return tree_map(lambda leaf: gradients.get(id(leaf), leaf), result)
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

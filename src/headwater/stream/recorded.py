@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from headwater.core.errors import StreamError
+from headwater.core.interrupts import uninterrupted
 from headwater.stream.parameter_memory import KeptHome
 
 
@@ -57,6 +58,7 @@ class RecordedRead:
             return None
         return weakref.ref(home.store), home.key, home.store.version(home.stage), self._memory.param._version
 
+    @uninterrupted
     def refresh(self) -> None:
         """Copy the values again if they have changed."""
         state = self._present_state()
@@ -72,6 +74,7 @@ class RecordedRead:
         """Make the next `refresh` copy the values: an operation that is an error has changed the copy."""
         self._state = None
 
+    @uninterrupted
     def write(self) -> None:
         """Write the copy, which an operation has changed, to the weight.
 

@@ -119,7 +119,7 @@ class LocalGradients(EditableGradients):
             self._sums.put(stage, gradients)
 
     def drop(self, key: ParamKey) -> None:
-        self.status.consumed.pop(key, None)
+        self.status.drop_consumed(key)
         self._sums.stop_lending(key)
         if key in self.status.present:
             self._sums.drop(key)
@@ -128,7 +128,7 @@ class LocalGradients(EditableGradients):
     def discard(self) -> None:
         for key in list(self.status.present):
             self.drop(key)
-        self.status.consumed.clear()
+        self.status.drop_all_consumed()
         self.status.first_bad = None
 
     def borrow(self, key: ParamKey) -> torch.Tensor | None:
@@ -148,7 +148,7 @@ class LocalGradients(EditableGradients):
         # As in plain PyTorch, the loop's tensor is the gradient from now on.
         self._sums.note_lent(key, gradient)
         self.status.arrive(key, is_sparse=gradient.is_sparse)
-        self.status.consumed.pop(key, None)
+        self.status.drop_consumed(key)
 
     def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
         return self._sums.loans.kept(key, like)

@@ -92,14 +92,14 @@ class LoopGradients(EditableGradients):
                 self._taken[stage, param] = gradient
 
     def drop(self, key: ParamKey) -> None:
-        self.status.consumed.pop(key, None)
+        self.status.drop_consumed(key)
         self.status.leave(key)
         self._sums.give_up(key)
 
     def discard(self) -> None:
         self._sums.give_up_all()
         self.status.leave_all()
-        self.status.consumed.clear()
+        self.status.drop_all_consumed()
 
     def borrow(self, key: ParamKey) -> torch.Tensor | None:
         return self._sums.lend(key)
@@ -112,7 +112,7 @@ class LoopGradients(EditableGradients):
     def replace(self, key: ParamKey, gradient: torch.Tensor) -> None:
         self._sums.replace(key, gradient)
         self.status.present.add(key)
-        self.status.consumed.pop(key, None)
+        self.status.drop_consumed(key)
 
     def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
         return None

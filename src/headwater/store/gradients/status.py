@@ -23,6 +23,8 @@ class GradientStatus:
         consumed: parameters whose sum an optimizer has used, and whose sum was not dropped since, each with
             the number of the `consume` call. A gradient that is added to a consumed sum is lost, because
             plain PyTorch would add it to the used one.
+        overwritten: parameters whose consumed sum the loop has overwritten by new values, with the same
+            number. As in plain PyTorch, the tensor that the loop got after the step is still the gradient.
         is_stepping: true while torch's optimizer runs after a commit has taken its gradients. It must find no
             gradients, so consumed ones look as if they were dropped.
         sparse: parameters whose newest sum is or was a sparse tensor.
@@ -34,13 +36,14 @@ class GradientStatus:
     def __init__(self) -> None:
         self.present: set[ParamKey] = set()
         self.consumed: dict[ParamKey, int] = {}
+        self.overwritten: dict[ParamKey, int] = {}
         self._num_consumed = 0
         self.is_stepping = False
         self.sparse: set[ParamKey] = set()
         self.norms: dict[ParamKey, Tensor] = {}
         self.first_bad: int | None = None
         self.remembered: frozenset[ParamKey] = frozenset()
-        self._consumed_before: Mapping[ParamKey, int] = {}
+        self._consumed_before: tuple[Mapping[ParamKey, int], Mapping[ParamKey, int]] = {}, {}
 
     def arrive(self, key: ParamKey, *, is_sparse: bool) -> None:
         """Record that a sum is present and has changed, so that its norm is not known."""
@@ -82,19 +85,35 @@ class GradientStatus:
     def consume(self, keys: Iterable[ParamKey]) -> None:
         """Record that an optimizer has used these sums. Reading them is an error until they are discarded."""
         self._num_consumed += 1
-        self.consumed.update(dict.fromkeys(keys, self._num_consumed))
+        for key in keys:
+            self.consumed[key] = self.overwritten.pop(key, self._num_consumed)
+
+    def overwrite_consumed(self, key: ParamKey, number: int) -> None:
+        """Record that the loop has written new values into a consumed sum, which is present again."""
+        self.overwritten[key] = number
+
+    def drop_consumed(self, key: ParamKey) -> None:
+        """Record that a parameter has no consumed sum any more, because it was dropped or replaced."""
+        self.consumed.pop(key, None)
+        self.overwritten.pop(key, None)
+
+    def drop_all_consumed(self) -> None:
+        """Record that no parameter has a consumed sum any more."""
+        self.consumed.clear()
+        self.overwritten.clear()
 
     def remember(self, keys: Collection[ParamKey] | None) -> None:
         """Save for `restore` which sums are present, among `keys` if given."""
         self.remembered = frozenset(self.present if keys is None else self.present.intersection(keys))
-        self._consumed_before = dict(self.consumed)
+        self._consumed_before = dict(self.consumed), dict(self.overwritten)
 
     def restore(self, gone: Iterable[ParamKey]) -> None:
         """Restore the remembered status, except for the sums in `gone`, and discard what was remembered."""
         self.leave_all()
-        self.present, self.consumed = set(self.remembered.difference(gone)), dict(self._consumed_before)
+        self.present = set(self.remembered.difference(gone))
+        self.consumed, self.overwritten = map(dict, self._consumed_before)
         self.forget()
 
     def forget(self) -> None:
         """Discard the remembered status."""
-        self.remembered, self._consumed_before = frozenset(), {}
+        self.remembered, self._consumed_before = frozenset(), ({}, {})
