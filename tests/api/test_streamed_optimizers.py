@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from any_loop import Net, adamw, batches, check, extreme_plans, loss_of, some_plan
+from any_loop import Net, adamw, batches, check, extreme_plans, loss_of, randn, some_plan
+from torch import nn
 
 import headwater as cstorch
 
@@ -164,5 +165,32 @@ def test_an_optimizer_class_of_the_user_equals_plain(plan, tmp_path):
         model = place.compile(Net())
         optimizer = SignDescent(model.parameters(), lr=0.002)
         return train(model, [optimizer], batches(4)), model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+class Centralized(torch.optim.SGD):
+    """Gradient centralization (arXiv:2004.01461), as a step that changes gradients and calls its base."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.dim() > 1:
+                    param.grad.sub_(param.grad.mean(dim=1, keepdim=True))
+        return super().step(closure)
+
+
+@extreme_plans
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_step_that_changes_gradients_and_calls_its_base_equals_plain(momentum, plan, tmp_path):
+    def script(place):
+        model = place.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)))
+        optimizer = Centralized(model.parameters(), lr=0.1, momentum=momentum)
+        for step in range(4):
+            model(randn(3, 6, seed=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
 
     check(script, plan, tmp_path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -29,7 +31,7 @@ from headwater.optim.spec import group_options
 from headwater.store.update import Update
 from headwater.stream.home import Home
 from headwater.stream.left_gradients import collect_left
-from headwater.stream.parameters import ParameterAtRest
+from headwater.stream.parameters import STEP_OF_TORCH, ParameterAtRest
 
 if TYPE_CHECKING:
     from headwater.api.streamed import StreamedModel
@@ -139,6 +141,8 @@ def _place_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     `_before_step` runs after the user's hooks, which may still change gradients and options. `_after_step`
     runs before the user's hooks, which must not find the gradients missing.
     """
+    if _is_nested(optimizer):
+        return
     for handle in _hooks.pop(optimizer, ()):
         handle.remove()
     _end_step(optimizer)  # the step before may have failed
@@ -159,6 +163,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     Returns:
         The new arguments of `step`, or `None` to leave them as they are.
     """
+    if _is_nested(optimizer):
+        return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         _commit(optimizer, args[1:], kwargs)
@@ -266,7 +272,23 @@ def _update(optimizer: Optimizer, step: int) -> Update:
 @uninterrupted
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """End an optimizer's step (a hook of torch): the gradients that it has consumed can be seen again."""
-    _end_step(optimizer)
+    if not _is_nested(optimizer):
+        _end_step(optimizer)
+
+
+def _is_nested(optimizer: Optimizer) -> bool:
+    """True if the step for which torch calls a hook was called by another step of the same optimizer.
+
+    The `step` of a subclass may change gradients and then call `super().step()`. torch runs the hooks for
+    both, but the outer step has committed the update of this class.
+    """
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and count < 2:
+        if frame.f_code is STEP_OF_TORCH and frame.f_locals["args"][0] is optimizer:
+            count += 1
+        frame = frame.f_back
+    return count == 2
 
 
 def _end_step(optimizer: Optimizer) -> None:

@@ -10,11 +10,13 @@ import queue
 import sys
 import threading
 from collections import UserDict, UserList
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from types import (
     BuiltinMethodType,
+    CodeType,
     FunctionType,
     MemberDescriptorType,
     MethodType,
@@ -30,13 +32,16 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 from torch.nn.modules import module as global_hooks
+from torch.utils._pytree import tree_leaves
 
 from headwater.core.containers import CONTAINERS, Items, has_items
 from headwater.core.errors import StreamError
 from headwater.core.python_records import (
+    CACHES,
     ITERATORS,
     OfArray,
     OfBuffer,
+    OfCache,
     OfCell,
     OfClass,
     OfContainer,
@@ -96,13 +101,17 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_call_impl", "_compi
 _WITHOUT_STATE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 """Classes of values that refer to no other objects. They are skipped, as most attributes have them."""
 
+_LIBRARIES = frozenset({"site-packages", "dist-packages"})
+"""The names of folders of installed libraries."""
+
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "headwater", "builtins"}
 
 
 def functions_of(model: nn.Module) -> list[Any]:
     """Return the hooks and forwards of a model and its parts that are not torch's or this package's.
 
-    Methods that run in a forward belong to them, such as a `__getattr__` that looks up weights elsewhere.
+    Methods that run in a forward belong to them, such as a `__getattr__` that looks up weights elsewhere, or
+    those that the code of the user calls by name.
     """
     found: dict[int, Any] = {}
     for registry in ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks"):
@@ -111,18 +120,58 @@ def functions_of(model: nn.Module) -> list[Any]:
         attributes = vars(module)
         for name in HOOKS:
             found.update((id(hook), hook) for hook in attributes.get(name, {}).values())
-        methods = (getattr(type(module), name, None) for name in _RUN_WITH_FORWARDS)
-        found.update((id(method), method) for method in methods if isinstance(method, FunctionType))
-        # TorchScript's classes have a `forward` that cannot be read.
-        for forward in (attributes.get("forward"), getattr(type(module), "forward", None)):
-            if forward is not None:
-                found[id(forward)] = forward
+        if (forward := attributes.get("forward")) is not None:
+            found[id(forward)] = forward
+        kind: Any = type(module)
+        found.update((id(method), method) for method in _methods_of(kind))
     return [function for function in found.values() if not _is_foreign(function)]
 
 
+def functions_in(call: object) -> list[Any]:
+    """Return the functions among the arguments of a call, in any nesting.
+
+    A dry run gets copies of other arguments, but a copy of a function has the same state.
+    """
+    kinds = FunctionType, BuiltinMethodType, MethodType, functools.partial
+    return [leaf for leaf in tree_leaves(call) if isinstance(leaf, kinds)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _methods_of(cls: type[nn.Module]) -> list[Any]:
+    """Return the methods of a module's class that may run in a call of it."""
+    others = (getattr(cls, name, None) for name in _RUN_WITH_FORWARDS)
+    methods: list[Any] = [method for method in others if isinstance(method, FunctionType)]
+    # `super().forward` runs those of bases. TorchScript's classes have a `forward` that cannot be read.
+    methods += [vars(base).get("forward") for base in cls.__mro__ if issubclass(base, nn.Module)]
+    found = {id(method): method for method in methods if method is not None}
+    todo = [method for method in found.values() if isinstance(method, FunctionType)]
+    while todo:
+        method = todo.pop()
+        for name in names_of(method.__code__) if _is_followed(method) else ():
+            called = getattr(cls, name, None)
+            if isinstance(called, FunctionType) and _is_followed(called) and id(called) not in found:
+                found[id(called)] = called
+                todo.append(called)
+    return [method for method in found.values() if not _is_foreign(method)]
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: CodeType) -> tuple[str, ...]:
+    """Return the names of variables and attributes in the code of a function and of functions inside it."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(dict.fromkeys(names_of(constant)))
+    return tuple(names)
+
+
 @contextmanager
-def effects_undone(model: nn.Module) -> Iterator[None]:
+def effects_undone(model: nn.Module, arguments: Sequence[Any] = ()) -> Iterator[None]:
     """Enter a context. At its end, restore all Python objects that a model's forward and hooks can reach.
+
+    Args:
+        model: the model.
+        arguments: functions that the caller passes to the model.
 
     Changes of tensors of more than 64 MiB, of numpy arrays of more than 1 MiB, files and anything outside of
     Python's objects stay.
@@ -130,7 +179,7 @@ def effects_undone(model: nn.Module) -> Iterator[None]:
     Raises:
         StreamError: if an iterator has advanced that cannot go back.
     """
-    before = PythonState.of(model)
+    before = PythonState.of(model, arguments)
     # Not by their versions: a dry run counts changes by fake tensors, which change no values.
     values = copies_of([tensor for tensor in before.large_tensors if tensor.nbytes <= _LARGEST_COPIED_ONCE])
     try:
@@ -174,8 +223,13 @@ class PythonState:
         """Tensors that a forward may change in place, and whose values are not recorded."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> PythonState:
-        """Record the state of a model's modules, and of all objects that their hooks and forwards reach."""
+    def of(cls, model: nn.Module, arguments: Sequence[Any] = ()) -> PythonState:
+        """Record the state of a model's modules, and of all objects that their hooks and forwards reach.
+
+        Args:
+            model: the model.
+            arguments: functions that the caller passes to the model.
+        """
         state = cls()
         state._records.append(
             OfVariables(vars(F), tuple(vars(F)))
@@ -185,7 +239,7 @@ class PythonState:
         state._seen.update((id(module), module) for module in modules)
         for module in modules:
             state._visit_module(module, _DEEPEST_IN_MODULE)
-        functions = functions_of(model)
+        functions = [*functions_of(model), *arguments]
         for function in functions:
             state.visit(function, _DEEPEST)
         if functions:  # torch's own modules draw from torch's generator only
@@ -222,14 +276,19 @@ class PythonState:
         elif isinstance(value, FunctionType):
             if not _is_foreign(value):
                 self._visit_function(value, depth)
+        elif isinstance(value, CACHES):
+            self._records.append(OfCache(value))
+            self.visit(vars(value)["__wrapped__"], depth - 1)
         elif isinstance(value, CONTAINERS):
             self._visit_container(value, depth)
         elif isinstance(value, ContextVar):
             variable = OfContextVariable(value)
             self._records.append(variable)
             self.visit(variable.content, depth - 1)
-        elif isinstance(value, nn.Module) and not _is_foreign(type(value)):
+        elif isinstance(value, nn.Module):  # one that is not registered as a part of the model
             self._visit_module(value, depth)
+            for part in (*value.buffers(recurse=False), *value.children()):  # one object with the module
+                self.visit(part, depth)
         elif isinstance(value, _HOLDERS):
             self._visit_object(value, depth + 1)  # the attributes are one object with their holder
         elif not _is_foreign(type(value)):
@@ -246,7 +305,7 @@ class PythonState:
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.visit(default, depth - 1)
         self._visit_attributes(function, depth)
-        self._visit_variables(function.__globals__, function.__code__.co_names, depth)
+        self._visit_variables(function.__globals__, names_of(function.__code__), depth)
 
     def _visit_variables(self, space: dict[str, Any], names: tuple[str, ...], depth: int) -> None:
         """Record the variables of a Python module that a function names. Others are not its state."""
@@ -258,8 +317,8 @@ class PythonState:
                     self._visit_variables(vars(value), names, depth - 1)
             elif _is_of_foreign(space.get("__name__")):
                 continue
-            # The code of functions that a function calls would lead through whole libraries.
-            elif not isinstance(value, FunctionType):
+            # The code of a library's functions would lead through all of the library.
+            elif not isinstance(value, FunctionType) or _is_followed(value):
                 self._visit_shared(value, depth - 1)
             elif not _is_foreign(value):
                 self._visit_attributes(value, depth - 1)
@@ -441,6 +500,17 @@ def _is_foreign(value: Any) -> bool:
     while isinstance(value, functools.partial):
         value = value.func  # a partial itself is of functools, whatever it calls
     return _is_of_foreign(getattr(getattr(value, "__func__", value), "__module__", None))
+
+
+def _is_followed(function: FunctionType) -> bool:
+    """True for a function of the user's own code: it is not of an installed library."""
+    return not _is_of_library(function.__module__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_library(module: str | None) -> bool:
+    path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return _is_of_foreign(module) or not _LIBRARIES.isdisjoint(Path(path).parts)
 
 
 def _is_of_foreign(module: str | None) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from headwater.core.dry_run import counting_costs
-from headwater.core.effects import effects_undone
+from headwater.core.effects import effects_undone, functions_in
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.precision import Precision, autocast
 from headwater.core.trees import tensors_in
@@ -162,7 +162,8 @@ class _DryRun:
             self.model, self.partition, tensors, self.observer, repeats, inference=self.inference
         )
         casts = casts_of_gpu() if self.precision.mixed and self.device != "cpu" else nullcontext()
-        untouched = effects_undone(self.model)  # outermost: states of random generators are real tensors
+        # Outermost: states of random generators are real tensors.
+        untouched = effects_undone(self.model, functions_in(self.batch))
         with untouched, compiler_off(), tensors.active(), casts, autocast(self.precision, "cpu"):
             recorder.run(self.batch, self.loss_function)
         return recorder

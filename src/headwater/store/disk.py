@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import final
 import torch
 
 from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_up
+from headwater.core.errors import StoreError
 from headwater.core.files import disk_errors
 from headwater.core.recorder import RECORDER, WAIT
 from headwater.store.files import open_files
@@ -72,6 +74,7 @@ class DiskTier(Tier):
             for layout, groups in zip(layouts, kept, strict=True)
         ]
         self._threads = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="headwater-disk")
+        self._process = os.getpid()
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(_STAGING_BUFFERS):
             self._staging.put(aligned_empty(largest_group_bytes(layouts)))
@@ -198,7 +201,18 @@ class DiskTier(Tier):
         self._writes[stage].append(writing)
 
     def _settle(self, stage: int) -> None:
-        """Block until all writes to a stage have ended. Raises the error of a write, each time."""
+        """Block until all writes to a stage have ended. Raises the error of a write, each time.
+
+        Raises:
+            StoreError: in a fork of the process, which lacks the threads that read and write.
+        """
+        if os.getpid() != self._process:
+            raise StoreError(
+                "a fork of the process cannot read weights that are on disk, because it lacks the threads of "
+                "the weight store",
+                where=self.layouts[stage].stage.name,
+                remedy="read them before the fork: give a data worker parameter.detach().clone()",
+            )
         writes = self._writes[stage]
         while writes:
             writing = writes.popleft()

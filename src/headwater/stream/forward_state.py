@@ -26,11 +26,12 @@ class ForwardState:
 
     Args:
         module: the module whose forward is about to run.
+        arguments: functions that the forward gets as arguments.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._python = PythonState.of(module)
+    def __init__(self, module: nn.Module, arguments: Sequence[Any] = ()) -> None:
+        self._module, self._arguments = module, arguments
+        self._python = PythonState.of(module, arguments)
         self._settings = TorchSettings()
         self._values = copies_of(_tensors_of(module))
         self._params = list(module.parameters())
@@ -70,7 +71,7 @@ class ForwardState:
     def _present_python(self) -> PythonState:
         if self._python.is_present():
             return self._python
-        python = PythonState.of(self._module)
+        python = PythonState.of(self._module, self._arguments)
         python.add_places_of(self._python)
         return python
 

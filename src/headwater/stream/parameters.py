@@ -62,14 +62,14 @@ _CONVERSIONS = frozenset({
 """Functions that return the tensor itself if it has the requested dtype, device and layout already."""
 
 
-_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+STEP_OF_TORCH = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """The code that runs hooks around the step of every optimizer of torch."""
 
 
 def _is_optimizer_running() -> bool:
     """True if the caller is called by the step of an optimizer."""
     frame = sys._getframe()
-    while frame.f_code is not _STEP:
+    while frame.f_code is not STEP_OF_TORCH:
         if frame.f_back is None:
             return False
         frame = frame.f_back

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from headwater.core.copies import apart
+from headwater.core.effects import functions_in
 from headwater.core.errors import StreamError
 from headwater.core.interrupts import interruptible, uninterrupted
 from headwater.core.module_calls import replace_forward
@@ -124,7 +125,10 @@ def _recompute_forward(
         if others or not _can_run_again():
             return bound_forward(*args, **kwargs)
         # The state is taken before the first run changes it.
-        state, weights = ForwardState(module), _UnchangedWeights(module, versions)
+        state, weights = (
+            ForwardState(module, functions_in((args, kwargs))),
+            _UnchangedWeights(module, versions),
+        )
         return _RepeatedCall(bound_forward, args, kwargs, state, weights).run()
 
     restore = replace_forward(module, checkpointed)
