@@ -37,11 +37,9 @@ from torch.utils._pytree import tree_leaves
 from headwater.core.containers import CONTAINERS, Items, has_items
 from headwater.core.errors import StreamError
 from headwater.core.python_records import (
-    CACHES,
     ITERATORS,
     OfArray,
     OfBuffer,
-    OfCache,
     OfCell,
     OfClass,
     OfContainer,
@@ -82,6 +80,9 @@ _WITHOUT_PARTS = (torch.Tensor, np.ndarray, io.BytesIO, io.StringIO, type(os.env
 
 _HOLDERS = (SimpleNamespace, argparse.Namespace, UserDict, UserList, queue.Queue, threading.local)
 """Python's own classes whose objects have their state in attributes."""
+
+_CACHED: tuple[type, ...] = (type(functools.lru_cache(len)),)
+"""The class of functions whose results `functools` caches."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The dictionaries in which torch keeps the hooks of a module."""
@@ -186,6 +187,7 @@ def effects_undone(model: nn.Module, arguments: Sequence[Any] = ()) -> Iterator[
         yield
     finally:
         before.put_back()
+        before.clear_grown_caches()
         put_back(values)
     before.refuse_advanced_iterators()
 
@@ -219,6 +221,7 @@ class PythonState:
         self._seen: dict[int, object] = {}  # keeps them alive, so that an identity means one object
         self._records: list[Record] = []
         self._iterators: list[OfIterator] = []
+        self._caches: list[tuple[Any, int]] = []  # functions whose results are cached, and their number
         self.large_tensors: list[torch.Tensor] = []
         """Tensors that a forward may change in place, and whose values are not recorded."""
 
@@ -276,9 +279,8 @@ class PythonState:
         elif isinstance(value, FunctionType):
             if not _is_foreign(value):
                 self._visit_function(value, depth)
-        elif isinstance(value, CACHES):
-            self._records.append(OfCache(value))
-            self.visit(vars(value)["__wrapped__"], depth - 1)
+        elif isinstance(value, _CACHED):
+            self._visit_cached(value, depth)
         elif isinstance(value, CONTAINERS):
             self._visit_container(value, depth)
         elif isinstance(value, ContextVar):
@@ -306,6 +308,10 @@ class PythonState:
             self.visit(default, depth - 1)
         self._visit_attributes(function, depth)
         self._visit_variables(function.__globals__, names_of(function.__code__), depth)
+
+    def _visit_cached(self, function: Any, depth: int) -> None:
+        self._caches.append((function, function.cache_info().currsize))
+        self.visit(function.__wrapped__, depth)
 
     def _visit_variables(self, space: dict[str, Any], names: tuple[str, ...], depth: int) -> None:
         """Record the variables of a Python module that a function names. Others are not its state."""
@@ -402,6 +408,12 @@ class PythonState:
                     remedy="call next(...) outside of the forward, and pass its value to the model as an "
                     "argument; or count the calls in an attribute",
                 )
+
+    def clear_grown_caches(self) -> None:
+        """Clear caches of functions that have new results: a dry run puts tensors without values there."""
+        for function, size in self._caches:
+            if function.cache_info().currsize > size:
+                function.cache_clear()
 
     def versions_of_large_tensors(self) -> list[tuple[torch.Tensor, int]]:
         """Return the tensors whose values are not recorded, each with its present version counter."""
@@ -503,7 +515,7 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _is_followed(function: FunctionType) -> bool:
-    """True for a function of the user's own code: it is not of an installed library."""
+    """True for a function that is not of an installed library, but of the user."""
     return not _is_of_library(function.__module__)
 
 

@@ -203,8 +203,7 @@ def _deep_copy(memo: dict[int, Any]) -> Any:
     module = sys._getframe(1).f_locals["x"]
     forward = vars(module).get("forward")
     # Another object with the same attributes: another thread may call the module meanwhile.
-    kind: Any = type(module)
-    plain = kind.__new__(kind)
+    plain = object.__new__(type(module))
     for name, value in dict(vars(module)).items():
         if value is not _deep_copy and not isinstance(value, _Layered | _ReplacedForward):
             vars(plain)[name] = value

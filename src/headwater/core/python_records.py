@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import functools
 import io
 import itertools
 import os
@@ -337,30 +336,6 @@ class OfGenerator(Record):
 
     def again(self) -> Record:
         return OfGenerator(self._generator)
-
-
-CACHES: tuple[type, ...] = (type(functools.lru_cache(len)),)
-"""The class of functions whose results `functools` caches."""
-
-
-@final
-class OfCache(Record):
-    """A cache of `functools`. If it has grown it is cleared, because it may have tensors without values."""
-
-    __slots__ = ("_function", "_size")
-
-    def __init__(self, function: Any) -> None:
-        self._function, self._size = function, function.cache_info().currsize
-
-    def is_present(self) -> bool:
-        return True  # the results are those of any call
-
-    def put_back(self) -> None:
-        if self._function.cache_info().currsize > self._size:
-            self._function.cache_clear()
-
-    def again(self) -> Record:
-        return OfCache(self._function)
 
 
 _REWINDABLE: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter("")))
