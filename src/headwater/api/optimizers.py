@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -31,7 +29,7 @@ from headwater.optim.spec import group_options
 from headwater.store.update import Update
 from headwater.stream.home import Home
 from headwater.stream.left_gradients import collect_left
-from headwater.stream.parameters import STEP_OF_TORCH, ParameterAtRest
+from headwater.stream.parameters import ParameterAtRest, running_steps
 
 if TYPE_CHECKING:
     from headwater.api.streamed import StreamedModel
@@ -282,13 +280,7 @@ def _is_nested(optimizer: Optimizer) -> bool:
     The `step` of a subclass may change gradients and then call `super().step()`. torch runs the hooks for
     both, but the outer step has committed the update of this class.
     """
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and count < 2:
-        if frame.f_code is STEP_OF_TORCH and frame.f_locals["args"][0] is optimizer:
-            count += 1
-        frame = frame.f_back
-    return count == 2
+    return sum(each is optimizer for each in running_steps()) > 1
 
 
 def _end_step(optimizer: Optimizer) -> None:

@@ -148,7 +148,7 @@ def _methods_of(cls: type[nn.Module]) -> list[Any]:
     todo = [method for method in found.values() if isinstance(method, FunctionType)]
     while todo:
         method = todo.pop()
-        for name in names_of(method.__code__) if _is_followed(method) else ():
+        for name in _names_of(method.__code__) if _is_followed(method) else ():
             called = getattr(cls, name, None)
             if isinstance(called, FunctionType) and _is_followed(called) and id(called) not in found:
                 found[id(called)] = called
@@ -157,12 +157,12 @@ def _methods_of(cls: type[nn.Module]) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def names_of(code: CodeType) -> tuple[str, ...]:
+def _names_of(code: CodeType) -> tuple[str, ...]:
     """Return the names of variables and attributes in the code of a function and of functions inside it."""
     names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names.update(dict.fromkeys(names_of(constant)))
+            names.update(dict.fromkeys(_names_of(constant)))
     return tuple(names)
 
 
@@ -170,12 +170,12 @@ def names_of(code: CodeType) -> tuple[str, ...]:
 def effects_undone(model: nn.Module, arguments: Sequence[Any] = ()) -> Iterator[None]:
     """Enter a context. At its end, restore all Python objects that a model's forward and hooks can reach.
 
+    Changes of tensors of more than 64 MiB, of numpy arrays of more than 1 MiB, files and anything outside of
+    Python's objects stay.
+
     Args:
         model: the model.
         arguments: functions that the caller passes to the model.
-
-    Changes of tensors of more than 64 MiB, of numpy arrays of more than 1 MiB, files and anything outside of
-    Python's objects stay.
 
     Raises:
         StreamError: if an iterator has advanced that cannot go back.
@@ -307,7 +307,7 @@ class PythonState:
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.visit(default, depth - 1)
         self._visit_attributes(function, depth)
-        self._visit_variables(function.__globals__, names_of(function.__code__), depth)
+        self._visit_variables(function.__globals__, _names_of(function.__code__), depth)
 
     def _visit_cached(self, function: Any, depth: int) -> None:
         self._caches.append((function, function.cache_info().currsize))

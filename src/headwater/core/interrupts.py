@@ -138,7 +138,7 @@ def uninterrupted(function: Callable[P, R], *, raises: bool = True) -> Callable[
         before = _interrupts.enter()
         try:
             result = function(*args, **kwargs)
-        except BaseException:
+        except BaseException:  # whatever ends the function, no later one completes it; it is raised again
             _interrupts.leave(before)
             raise
         _interrupts.leave(before, raises=raises)

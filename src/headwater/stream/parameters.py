@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -62,18 +63,24 @@ _CONVERSIONS = frozenset({
 """Functions that return the tensor itself if it has the requested dtype, device and layout already."""
 
 
-STEP_OF_TORCH = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """The code that runs hooks around the step of every optimizer of torch."""
+
+
+def running_steps() -> list[object]:
+    """Return the optimizer of each step that the caller runs in, the innermost first."""
+    found = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _STEP:
+            found.append(frame.f_locals["args"][0])
+        frame = frame.f_back
+    return found
 
 
 def _is_optimizer_running() -> bool:
     """True if the caller is called by the step of an optimizer."""
-    frame = sys._getframe()
-    while frame.f_code is not STEP_OF_TORCH:
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return True
+    return bool(running_steps())
 
 
 class ParameterAtRest(AtRest, nn.Parameter):
@@ -98,10 +105,11 @@ class ParameterAtRest(AtRest, nn.Parameter):
         dropped.
         """
         collect_left(self)
-        status = self.home.store.gradients.status
-        if status.is_stepping and self.home.key not in status.present and _is_optimizer_running():
+        status, is_consumed = self.home.store.gradients.status, self.home.gradient_is_consumed
+        is_used = is_consumed or self.home.key not in status.present
+        if status.is_stepping and is_used and _is_optimizer_running():
             return None  # without a call of the store, which could raise Ctrl-C in the middle of the step
-        if not self.home.gradient_is_consumed:
+        if not is_consumed:
             gradient = self.home.gradient()
             return None if gradient is None else exposed_on(self.home.device, gradient)
         status.is_stepping = False  # if it is true, Ctrl-C has ended the step

@@ -125,10 +125,8 @@ def _recompute_forward(
         if others or not _can_run_again():
             return bound_forward(*args, **kwargs)
         # The state is taken before the first run changes it.
-        state, weights = (
-            ForwardState(module, functions_in((args, kwargs))),
-            _UnchangedWeights(module, versions),
-        )
+        state = ForwardState(module, functions_in((args, kwargs)))
+        weights = _UnchangedWeights(module, versions)
         return _RepeatedCall(bound_forward, args, kwargs, state, weights).run()
 
     restore = replace_forward(module, checkpointed)
