@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
-from any_loop import adamw, check, every_plan
-from test_changed_models import stack, train
+from any_loop import adamw, check, every_plan, some_plan
+from test_changed_models import inputs, stack, train
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
@@ -135,3 +135,87 @@ def test_a_function_compiled_by_inductor_has_the_same_bits(tmp_path):
         return train(model, adamw(model.parameters())), model
 
     check(script, "recompute", tmp_path)
+
+
+def _average(model, averages):
+    for average, param in zip(averages, model.parameters(), strict=True):
+        average.lerp_(param, 0.25)
+
+
+def _clamp(model, averages):
+    for param in model.parameters():
+        param.clamp_(-0.2, 0.2)
+
+
+def _average_detached(model, averages):
+    for average, param in zip(averages, model.parameters(), strict=True):
+        average.mul_(0.75).add_(param.detach(), alpha=0.25)
+
+
+@some_plan
+@pytest.mark.parametrize("update", [_average, _average_detached, _clamp])
+def test_a_compiled_function_reads_and_writes_present_weights(update, plan, tmp_path):
+    def script(place):
+        model = stack()
+        averages = [param.detach().clone() for param in model.parameters()]
+        model = place.compile(model)
+        optimizer = adamw(model.parameters())
+        compiled = torch.compile(update, backend="aot_eager")
+        losses = []
+        for step in range(3):
+            losses.append(train(model, optimizer, 1, start=step))
+            with torch.no_grad():
+                compiled(model, averages)
+        return losses, averages, model
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_a_compiled_function_of_weights_and_gradients_between_steps(plan, tmp_path):
+    @torch.compile(backend="aot_eager")
+    def penalty(params):
+        return sum(param.square().sum() for param in params)
+
+    @torch.compile(backend="aot_eager")
+    def clip(params):
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            param.grad.mul_(1 / (norm + 1))
+
+    def script(place):
+        model = place.compile(stack())
+        optimizer = adamw(model.parameters())
+        losses = []
+        for step in range(3):
+            batch = inputs(step)
+            loss = model(batch).square().mean() + 0.01 * penalty(list(model.parameters()))
+            loss.backward()
+            clip(list(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses, model
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_a_compiled_optimizer_step_is_exact_and_warns_that_it_is_not_compiled(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        optimizer = adamw(model.parameters())
+        # In plain PyTorch the compiled step rounds differently, so the plain model takes an eager step.
+        step = torch.compile(optimizer.step, backend="eager") if place.plan else optimizer.step
+        losses = []
+        for number in range(3):
+            batch = inputs(number)
+            loss = model(batch).square().mean()
+            loss.backward()
+            step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses, model
+
+    with pytest.warns(CompilerOffWarning, match=r"no effect on AdamW\.step"):
+        check(script, plan, tmp_path)

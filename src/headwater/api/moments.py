@@ -13,13 +13,14 @@ from headwater.api.stored_state import Optimizer, layouts_of, set_scalars, store
 from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor
 from headwater.core.stage import ParamSpec
+from headwater.core.uncompiled import uncompiled
 from headwater.store.layout import Scalars
 from headwater.stream.at_rest import AtRest, all_of, on_values
 from headwater.stream.home import Home
 from headwater.stream.new_parameters import becomes_parameter_when_marked
 from headwater.stream.parameter_memory import KeptHome
 from headwater.stream.parameters import ParameterAtRest
-from headwater.stream.placeholders import LAYOUT, is_metadata, stand_in
+from headwater.stream.placeholders import LAYOUT, NotTraced, is_metadata, stand_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ class _Reading:
         return (home.home, home.name) if isinstance(home, _MomentHome) else None
 
 
-class MomentAtRest(AtRest, torch.Tensor):
+class MomentAtRest(AtRest, NotTraced):
     """A tensor of an optimizer's state whose values are in the weight store.
 
     Attributes:
@@ -180,6 +181,7 @@ class MomentAtRest(AtRest, torch.Tensor):
         return self.moment.home
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

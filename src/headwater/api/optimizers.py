@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +26,7 @@ from headwater.core.interrupts import uninterrupted
 from headwater.core.modes import present_autocast
 from headwater.core.process_value import ProcessValue
 from headwater.core.stage import ParamKey
+from headwater.core.uncompiled import CompilerOffWarning, never_compile, uncompiled
 from headwater.optim.spec import group_options
 from headwater.store.update import Update
 from headwater.stream.home import Home
@@ -132,6 +134,25 @@ def _homes(optimizer: Optimizer) -> Iterator[Home]:
             yield param.home
 
 
+def _note_compiler(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warn that the user's `torch.compile` of a step has no effect, if the step has streamed parameters.
+
+    torch's compiler makes assumptions about the state of an optimizer that do not hold for a state in the
+    store, so it does not get the step at all.
+    """
+    if next(_homes(optimizer), None) is None:
+        return
+    name = type(optimizer).__name__
+    never_compile(type(optimizer).step)
+    warnings.warn(
+        f"your torch.compile has no effect on {name}.step from now on, because the weight store updates "
+        "streamed parameters: do not compile this step",
+        CompilerOffWarning,
+        stacklevel=2,
+    )
+
+
+@functools.partial(uncompiled, if_compiled=_note_compiler)
 @uninterrupted
 def _place_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Register the hooks around the step that begins now (a hook of torch for every optimizer).
@@ -151,6 +172,7 @@ def _place_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     _hooks[optimizer] = before, after
 
 
+@uncompiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Commit the updates of streamed parameters before an optimizer's step (a hook of torch).
 
@@ -178,6 +200,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return (args[0], closure_and_commit, *args[2:]), kwargs
 
 
+@uncompiled
 @functools.partial(uninterrupted, raises=False)  # plain parameters of the optimizer are updated after it
 def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Commit the optimizer's step to the stores of its streamed parameters, if it has any.
@@ -267,6 +290,7 @@ def _update(optimizer: Optimizer, step: int) -> Update:
     )
 
 
+@uncompiled
 @uninterrupted
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """End an optimizer's step (a hook of torch): the gradients that it has consumed can be seen again."""

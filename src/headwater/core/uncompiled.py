@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -17,6 +18,8 @@ R = TypeVar("R")
 
 _NOT_ITSELF = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
 """Makes `torch.compile` skip the frame of a wrapper, and handle other frames as usual."""
+
+_NOT_AT_ALL = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 
 class CompilerOffWarning(UserWarning):
@@ -48,6 +51,17 @@ def uncompiled(function: Callable[P, R], *, if_compiled: Callable[P, None] | Non
     code: CodeType = run.__code__  # type: ignore[attr-defined] # a function, though `wraps` does not say so
     eval_frame.set_code_exec_strategy(code, _NOT_ITSELF)
     return run
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Make `torch.compile` skip a function from now on, and all functions that it calls.
+
+    Args:
+        function: a function of Python. If it is a wrapper made with `functools.wraps`, the innermost function
+            is skipped.
+    """
+    code: CodeType = inspect.unwrap(function).__code__
+    eval_frame.set_code_exec_strategy(code, _NOT_AT_ALL)
 
 
 @contextmanager

@@ -26,13 +26,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from headwater.core.errors import StreamError
 from headwater.core.interrupts import uninterrupted
 from headwater.core.read_only_storage import Storage, read_only
+from headwater.core.uncompiled import uncompiled
 from headwater.plan.alive import has_storage
 from headwater.stream.addresses import address_of
 from headwater.stream.autocast_blocks import note_read_of_master
 from headwater.stream.home import Home
 from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
 from headwater.stream.parameter_memory import KeptHome
-from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, is_metadata, stand_in
+from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, NotTraced, is_metadata, stand_in
 from headwater.stream.recorded import RecordedRead
 from headwater.stream.transforms import refuse_recorded_read
 
@@ -104,7 +105,7 @@ def all_of(whole: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-class PartAtRest(AtRest, torch.Tensor):
+class PartAtRest(AtRest, NotTraced):
     """A tensor at rest that would be a view of a parameter in plain PyTorch.
 
     Attributes:
@@ -127,6 +128,7 @@ class PartAtRest(AtRest, torch.Tensor):
         return view.set_(*args, **kwargs)
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -143,7 +145,7 @@ class PartAtRest(AtRest, torch.Tensor):
             return on_values(func, args, kwargs or {})
 
 
-class RecordedPart(torch.Tensor):
+class RecordedPart(NotTraced):
     """A view of a weight that autograd records; see [Note: recorded views].
 
     Attributes:
@@ -153,6 +155,7 @@ class RecordedPart(torch.Tensor):
     read: RecordedRead
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -304,7 +307,7 @@ def plain_value(value: torch.Tensor) -> torch.Tensor:
     return found
 
 
-class WithoutValues(torch.Tensor):
+class WithoutValues(NotTraced):
     """A tensor without values: an operation that would read them raises an error."""
 
     @abc.abstractmethod

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from headwater.core.lazy import LazyTensor, StoredTensor
+from headwater.core.uncompiled import uncompiled
 from headwater.stream.at_rest import AtRest, PartAtRest, all_of, moved, on_values, plain_view
 from headwater.stream.home import Home
 from headwater.stream.parameter_memory import KeptHome, Memory, Values
@@ -62,6 +63,7 @@ class DetachedAtRest(AtRest, StoredTensor):
             made_of._become_lazy()
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -15,6 +15,7 @@ from headwater.core.errors import StreamError
 from headwater.core.interrupts import uninterrupted
 from headwater.core.lazy import StoredTensor
 from headwater.core.tensor_values import OF_DTYPE
+from headwater.core.uncompiled import uncompiled
 from headwater.store.gradients.port import consumed_error
 from headwater.stream.at_rest import (
     LIKE_ANOTHER,
@@ -37,7 +38,7 @@ from headwater.stream.leaving import HOST
 from headwater.stream.left_gradients import collect_left, take_accumulated
 from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
 from headwater.stream.parameter_memory import Memory, leave_memory, present_memory, return_to_memory
-from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, is_metadata, stand_in
+from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, NotTraced, is_metadata, stand_in
 
 _WITHOUT_VALUES = frozenset({torch.Tensor.detach_, torch._has_compatible_shallow_copy_type})
 """Functions that work on a consumed gradient, because they need no values."""
@@ -83,7 +84,7 @@ def _is_optimizer_running() -> bool:
     return bool(running_steps())
 
 
-class ParameterAtRest(AtRest, nn.Parameter):
+class ParameterAtRest(AtRest, NotTraced, nn.Parameter):
     """A parameter whose values are in the weight store. Existing parameters get this class by assignment."""
 
     selection = staticmethod(all_of)
@@ -98,6 +99,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
         return self
 
     @property
+    @uncompiled
     def grad(self) -> torch.Tensor | None:
         """The gradient in the store, as a tensor on the parameter's device. Changes in place reach the store.
 
@@ -121,6 +123,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
         return consumed
 
     @grad.setter
+    @uncompiled
     def grad(self, value: torch.Tensor | None) -> None:
         take_accumulated(self)  # left by Ctrl-C
         self.home.set_gradient(value)
@@ -130,6 +133,7 @@ class ParameterAtRest(AtRest, nn.Parameter):
         self.grad = None
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -316,6 +320,7 @@ class ConsumedGradient(WithoutValues):
         return self
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

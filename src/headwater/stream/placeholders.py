@@ -47,4 +47,23 @@ def stand_in(kind: type[T], shape: Sequence[int], like: torch.Tensor) -> T:
         like: a tensor with the dtype and the device.
     """
     value = float("nan") if like.is_floating_point() else 0
-    return torch.full((), value, dtype=like.dtype, device=like.device).expand(tuple(shape)).as_subclass(kind)
+    found: Any = torch.full((), value, dtype=like.dtype, device=like.device).expand(tuple(shape))
+    found.__class__ = kind  # `as_subclass` would make torch call `__torch_dispatch__` for each operation
+    placeholder: T = found
+    return placeholder
+
+
+class NotTraced(torch.Tensor):
+    """A tensor whose operations `torch.compile` leaves out of its graphs.
+
+    `torch.compile` takes a tensor of a class with its own `__torch_dispatch__` as a plain object. So it runs
+    an operation on such a tensor as without compilation. Otherwise it would read the placeholder's memory.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation as torch does."""
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **(kwargs or {}))
