@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.shapes import Load
 from benchmarks.systems.headwater_ import batch_of
 from headwater.models.decoder import Decoder
-from headwater.models.layers.attention import Seen
+from headwater.models.layers.attention import AttentionContext
 
 MEGATRAIN = "MEGATRAIN"
 """The environment variable with the folder of MegaTrain's source."""
@@ -74,7 +74,7 @@ class _Middle(nn.Module):
 
     def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, cosines, sines, labels = given
-        return self.block(x, Seen(None, (cosines, sines)))[0], cosines, sines, labels
+        return self.block(x, AttentionContext(None, (cosines, sines)))[0], cosines, sines, labels
 
 
 class _Last(nn.Module):
@@ -172,7 +172,7 @@ class _Layer(nn.Module):
         output_attentions: bool = False,
     ) -> Tensor:
         # The package passes the other arguments too.
-        after: Tensor = self.block(x, Seen(None, position_embeddings))[0]
+        after: Tensor = self.block(x, AttentionContext(None, position_embeddings))[0]
         return after
 
 

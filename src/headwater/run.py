@@ -22,8 +22,8 @@ from headwater.cli.parser import Parser
 from headwater.config.files import find_params
 from headwater.config.user import UserConfig, load_user_params
 from headwater.core.errors import ConfigError
-from headwater.fabric.alike import check_alike
 from headwater.fabric.cluster import join
+from headwater.fabric.consistency import check_consistency
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.fabric.launch.script import use_ranks
 from headwater.trainer.base_model import ModelClass, PyTorchBaseModel
@@ -133,7 +133,7 @@ def _ranks(config: UserConfig) -> Fabric:
         use_ranks(cluster.num_csx, where=where, timeout_s=cluster.rank_timeout_s)
     fabric = join(cluster.rank_timeout_s)
     if fabric.num_hosts > 1:
-        check_alike(fabric, dict(keys_of(config.params)))
+        check_consistency(fabric, dict(keys_of(config.params)))
     return fabric
 
 

@@ -96,14 +96,14 @@ def test_a_parameter_whose_shape_changes_before_the_release_is_in_host_memory(do
     model = hw.compile(Net(), hw.backend("CSX", device_memory="1GiB", num_slabs=2))
     with double:
         optimizer = trained(model)
-    let_go = StageParameters.let_go
+    make_plain = StageParameters.make_plain
 
-    def let_go_on_gpu(stage, index):
-        param = let_go(stage, index)
+    def make_plain_on_gpu(stage, index):
+        param = make_plain(stage, index)
         param.__class__ = OnGpu
         return param
 
-    monkeypatch.setattr(StageParameters, "let_go", let_go_on_gpu)
+    monkeypatch.setattr(StageParameters, "make_plain", make_plain_on_gpu)
     changed, other = list(model.parameters())[:2]
     for param in (changed, next(iter(plain.parameters()))):
         with fake_cuda():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from headwater.api.watcher import Structure, has_lent_parameters
+from headwater.api.watcher import Structure, has_replaced_parameters
 
 
 def model():
@@ -84,7 +84,7 @@ def test_old_names_of_moved_parameters_are_found():
 def test_parameters_of_a_functional_call_are_recognised(kind):
     net = model()
     seen = []
-    net.register_forward_pre_hook(lambda module, args: seen.append(has_lent_parameters(net)))
+    net.register_forward_pre_hook(lambda module, args: seen.append(has_replaced_parameters(net)))
     lent = {"0.weight": kind(torch.zeros(3, 3))}
     torch.func.functional_call(net, lent, (torch.randn(4, 3),))
     net(torch.randn(4, 3))

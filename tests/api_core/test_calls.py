@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from headwater.api.calls import asked_precision, guard_call, is_lazy, own_randomness, stand_in_loss
+from headwater.api.calls import autocast_precision, guard_call, is_lazy, own_randomness, stand_in_loss
 from headwater.core.errors import StreamError
 
 
@@ -99,10 +99,10 @@ def test_the_loss_of_a_dry_run_depends_on_every_output_with_a_gradient(output, e
 
 
 def test_autocast_decides_the_precision():
-    assert asked_precision("cpu").name == "fp32"
+    assert autocast_precision("cpu").name == "fp32"
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         with torch.autocast("cpu", dtype=dtype):
-            assert asked_precision("cpu").name == name
+            assert autocast_precision("cpu").name == name
 
 
 def test_lazy_modules_are_lazy_until_their_first_call():

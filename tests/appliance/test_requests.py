@@ -13,7 +13,7 @@ from headwater.appliance.client import SharedQueue
 from headwater.appliance.database import Database
 from headwater.appliance.embedded import Caller, EmbeddedQueue
 from headwater.appliance.open import prepare
-from headwater.appliance.server import Places, serving, socket_address
+from headwater.appliance.server import ConnectionLimits, serving, socket_address
 from headwater.appliance.types import Submission
 from headwater.core.errors import ConfigError, QueueError
 
@@ -129,7 +129,7 @@ def refusal_of(connection):
 )
 def test_connections_beyond_the_limit_are_refused_at_once(folder, limits, said, monkeypatch, capfd):
     prepare(folder, shared=True)
-    with serving(folder, Places(**limits)):
+    with serving(folder, ConnectionLimits(**limits)):
         idle = [connect(folder) for _ in range(3)]
         error = refusal_of(connect(folder))
         assert (error["kind"], error["what"]) == ("QueueError", said)
@@ -150,7 +150,7 @@ def test_connections_beyond_the_limit_are_refused_at_once(folder, limits, said, 
 
 
 def test_idle_connections_of_one_user_leave_places_for_others():
-    places = Places(most=5, per_user=3)
+    places = ConnectionLimits(most=5, per_user=3)
     assert [places.take(1) is None for _ in range(5)] == [True] * 3 + [False] * 2
     assert [places.take(2) is None for _ in range(3)] == [True, True, False]
     places.leave(1)

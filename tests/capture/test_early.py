@@ -132,7 +132,7 @@ def test_findings_are_reported_with_module_and_line(tmp_path):
     text = printed(report)
     lines, start = inspect.getsourcelines(capture_models.Branches)
     line = start + next(i for i, line in enumerate(lines) if "if x.sum()" in line)
-    assert "in no graph: aten._local_scalar_dense (.item())" in text
+    assert "no graph: aten._local_scalar_dense (.item())" in text
     assert f"where: module layers.2\n  line: {capture_models.__file__}:{line}" in text
     assert text == printed(report)
     findings = json.loads((tmp_path / "operators.json").read_text())["findings"]
@@ -230,7 +230,7 @@ def test_an_error_for_a_wrong_shape_has_module_line_shapes_and_remedy():
     assert caught.value.where == (
         f"module layers.1, {line}; input float32[4, 5, 8], weight float32[8, 9], bias float32[8]"
     )
-    assert caught.value.remedy.startswith("give module layers.1 tensors of the shape and dtype")
+    assert caught.value.remedy.startswith("pass module layers.1 tensors of the shape and dtype")
 
 
 @pytest.mark.parametrize(
@@ -246,15 +246,15 @@ def test_wrong_labels_are_reported_at_the_loss_function(labels, story):
     with pytest.raises(ModelError, match=story) as caught:
         validate_only(Classifier(), (TOKENS, labels), loss_function=cross_entropy)
     assert caught.value.where.startswith(f"outside the model, {here('F.cross_entropy', cross_entropy)}")
-    assert caught.value.remedy.startswith("give the loss function tensors")
+    assert caught.value.remedy.startswith("pass the loss function tensors")
 
 
 @pytest.mark.parametrize(
     ("loss_function", "story"),
     [
-        (lambda model, batch: model(batch), r"the loss is float32\[4, 5, 16\], not one number"),
+        (lambda model, batch: model(batch), r"expected one number as the loss, got float32\[4, 5, 16\]"),
         (lambda model, batch: model(batch).argmax(-1).sum(), "depends on no trainable parameter"),
-        (lambda model, batch: {"loss": model(batch).mean()}, "the loss is a dict, not a tensor"),
+        (lambda model, batch: {"loss": model(batch).mean()}, "expected a tensor as the loss, got a dict"),
     ],
 )
 def test_an_invalid_loss_is_refused(loss_function, story):

@@ -29,7 +29,7 @@ def test_fit_can_compile_instead_of_training(tmp_path, capsys):
 
 def test_fit_can_validate_instead_of_training(tmp_path, capsys):
     assert main(["fit", "gpt/tiny", "--validate_only"]) == 0
-    assert capsys.readouterr().out.startswith("valid: forward, loss and backward go together\n")
+    assert capsys.readouterr().out.startswith("valid: model, loss and batch fit together\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -43,7 +43,7 @@ def clock(monkeypatch, tmp_path):
     return clock
 
 
-def told(folder):
+def compilation_line(folder):
     """Return the line of a run's plan about compiled blocks."""
     text = " ".join((folder / "plan.txt").read_text().split())
     return text[text.index("blocks are") :].partition(" batch:")[0]
@@ -56,7 +56,9 @@ def forget(tmp_path):
 def test_blocks_are_measured_once_and_stay_eager_in_a_resumed_run(headwater, params, clock, tmp_path):
     assert headwater("fit", params, *AUTO)[0] == 0
     whole = tmp_path / "run"
-    assert told(whole).startswith("blocks are not compiled: compiled blocks take 133.3% of the time")
+    assert compilation_line(whole).startswith(
+        "blocks are not compiled: compiled blocks take 133.3% of the time"
+    )
     assert clock.measured == 1
     plain = tmp_path / "plain"
     assert headwater("fit", params, AUTO[1], model_dir(plain))[0] == 0
@@ -69,7 +71,7 @@ def test_blocks_are_measured_once_and_stay_eager_in_a_resumed_run(headwater, par
     clock.times = FASTER
     assert headwater("fit", params, *AUTO, model_dir(again))[0] == 0
     assert clock.measured == 1
-    assert told(again) == "blocks are not compiled: this run began so, and its checkpoint says it"
+    assert compilation_line(again) == "blocks are not compiled: this run began so, as its checkpoint records"
     assert_same_checkpoint(again / "checkpoint_6", whole / "checkpoint_6")
 
 
@@ -79,13 +81,13 @@ def test_compiled_blocks_stay_compiled_in_a_resumed_run_with_equal_bits(headwate
     clock.times = FASTER
     assert headwater("fit", params, *AUTO)[0] == 0
     whole = tmp_path / "run"
-    assert told(whole).startswith("blocks are compiled: compiled blocks take 50.0% of the time")
+    assert compilation_line(whole).startswith("blocks are compiled: compiled blocks take 50.0% of the time")
     stopped = tmp_path / "stopped"
     assert headwater("fit", params, *AUTO, model_dir(stopped), "--max_steps=3")[0] == 0
     forget(tmp_path)
     clock.times = SLOWER
     assert headwater("fit", params, *AUTO, model_dir(stopped))[0] == 0
-    assert told(stopped) == "blocks are compiled: this run began so, and its checkpoint says it"
+    assert compilation_line(stopped) == "blocks are compiled: this run began so, as its checkpoint records"
     assert_same_checkpoint(stopped / "checkpoint_6", whole / "checkpoint_6")
     fixed = tmp_path / "fixed"
     assert headwater("fit", params, "--trainer.init.backend.compile=true", AUTO[1], model_dir(fixed))[0] == 0
@@ -132,7 +134,7 @@ def test_all_ranks_take_the_choice_of_the_first(data, clock, tmp_path, monkeypat
     cache.write_text(json.dumps(planted))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert main(["fit", str(params), *options, model_dir(auto), AUTO[0]]) == 0
-    assert told(auto).startswith("blocks are compiled")
+    assert compilation_line(auto).startswith("blocks are compiled")
     assert history(auto) == history(fixed)
 
 
@@ -163,15 +165,15 @@ def test_blocks_with_many_constants_stay_eager(headwater, params, clock, monkeyp
     monkeypatch.setattr(compile_choice._Run, "variants", lambda self, group: count)
     code, output, _ = headwater("plan", params, *AUTO)
     assert code == 0
-    told = " ".join(output.split())
-    assert ("training and evaluation need 9 variants, and torch compiles 8" in told) == refused
-    assert ("not measured yet" in told) != refused
+    words = " ".join(output.split())
+    assert ("training and evaluation need 9 variants, and torch compiles 8" in words) == refused
+    assert ("not measured yet" in words) != refused
 
 
 def test_a_short_run_is_not_measured(headwater, params, tmp_path, monkeypatch):
     monkeypatch.setattr(compile_choice, "measure_block", None)
     assert headwater("fit", params, *AUTO, "--max_steps=1")[0] == 0
-    line = told(tmp_path / "run")
+    line = compilation_line(tmp_path / "run")
     # A machine that is too busy to be measured has no predicted time.
     assert "saves at most 20%" in line or "the speed of this machine is not known" in line
 
@@ -180,7 +182,7 @@ def test_a_measurement_that_fails_leaves_blocks_eager(headwater, params, clock, 
     clock.times = "a block could not be compiled and measured: no compiler"
     assert headwater("fit", params, *AUTO, "--max_steps=1")[0] == 0
     expected = "blocks are not compiled: blocks.1: a block could not be compiled and measured: no compiler"
-    assert told(tmp_path / "run") == expected
+    assert compilation_line(tmp_path / "run") == expected
 
 
 def test_damaged_stored_times_are_measured_again(headwater, params, clock, tmp_path):

@@ -28,13 +28,13 @@ def at_once(monkeypatch):
             pass
 
     @contextmanager
-    def noticed(name):
+    def notice_if_long(name):
         print(f"{name} …")
         yield Activity(name)
 
     monkeypatch.setattr("headwater.trainer.waits.threading", type("Module", (), {"Timer": Timer}))
     for module in (measuring, planning):
-        monkeypatch.setattr(module, "noticed", noticed)
+        monkeypatch.setattr(module, "notice_if_long", notice_if_long)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from headwater.core.precision import Precision
 from headwater.optim import CosineDecay, Linear, Sequential
 
 
-def told(path):
+def keys_without_effect(path):
     """Return the keys that notices report as without effect, after checking their lines."""
     keys = []
     for notice in load_params(path).notices:
@@ -103,7 +103,7 @@ def test_keys_without_effect_get_a_notice(tmp_path):
     text = NEWER.replace("log_loss_scale: true", "precision_opt_level: 1")
     text = text.replace("- ComputeNorm: {}", "- ScopedTrainFlags: {csx.performance.micro_batch_size: 8}")
     path = write(tmp_path, text.replace("num_csx: 2", "num_csx: 2, max_wgt_servers: 1"))
-    assert told(path) == [
+    assert keys_without_effect(path) == [
         "trainer.init.backend.cluster_config.max_wgt_servers",
         "trainer.init.precision.precision_opt_level",
         "trainer.init.callbacks[0].ScopedTrainFlags",
@@ -112,18 +112,18 @@ def test_keys_without_effect_get_a_notice(tmp_path):
 
 def test_notices_name_keys_of_the_older_form(tmp_path):
     path = write(tmp_path, OLDER + "  save_losses: true\n  precision_opt_level: 1\n")
-    assert told(path) == ["runconfig.save_losses", "runconfig.precision_opt_level"]
+    assert keys_without_effect(path) == ["runconfig.save_losses", "runconfig.precision_opt_level"]
 
 
 def test_a_logger_without_effect_gets_a_notice(tmp_path):
     loggers = "    loggers:\n    - ProgressLogger: {}\n    callbacks:"
     path = write(tmp_path, NEWER.replace("    callbacks:", loggers))
-    assert told(path) == ["trainer.init.loggers[0].ProgressLogger"]
+    assert keys_without_effect(path) == ["trainer.init.loggers[0].ProgressLogger"]
 
 
 def test_cbfloat16_and_its_loss_scale_get_a_notice(tmp_path):
     text = NEWER.replace("fp16_type: bfloat16", "fp16_type: cbfloat16\n      loss_scaling_factor: dynamic")
-    assert told(write(tmp_path, text)) == [
+    assert keys_without_effect(write(tmp_path, text)) == [
         "trainer.init.precision.fp16_type",
         "trainer.init.precision.loss_scaling_factor",
     ]
@@ -154,7 +154,7 @@ def test_public_cerebras_gpt_files_load_unchanged(size):
     assert run.fit is not None
     assert len(run.fit.train_dataloader.data_dir) == 10
     assert (init.model.mup_base_hidden_size == 256) == size.endswith("mup")
-    assert told(run.source) == ["trainer.init.precision.precision_opt_level"]
+    assert keys_without_effect(run.source) == ["trainer.init.precision.precision_opt_level"]
 
 
 def test_public_111m(tmp_path):

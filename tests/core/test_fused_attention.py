@@ -225,7 +225,7 @@ def test_logarithms_of_sums_are_those_of_exact_scores():
         torch.testing.assert_close(log2_sums.double(), right, rtol=3e-7, atol=3e-6)
 
 
-def test_the_operator_is_a_good_citizen_of_torch():
+def test_the_operator_passes_the_checks_of_torch():
     """The schema, shapes and strides without values, and derivatives under tracing."""
     if attention_kernel_available():
         (query, key, value), _ = inputs(2, 4, 2, 33, 33, 32)

@@ -27,7 +27,7 @@ def usual_handler():
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
-def test_it_is_raised_when_the_outermost_function_has_returned():
+def test_an_interrupt_is_raised_when_the_outermost_function_has_returned():
     done = []
 
     @uninterrupted
@@ -47,7 +47,7 @@ def test_it_is_raised_when_the_outermost_function_has_returned():
     assert outer_again() == "result", "it is raised once"
 
 
-def test_it_is_raised_after_an_error_of_the_function():
+def test_an_interrupt_is_raised_after_an_error_of_the_function():
     @uninterrupted
     def fails():
         press()
@@ -78,7 +78,7 @@ def test_code_of_the_user_is_interrupted_at_once():
     assert done == ["clean-up"]
 
 
-def test_one_that_waits_is_raised_where_the_code_of_the_user_begins():
+def test_a_waiting_interrupt_is_raised_where_the_code_of_the_user_begins():
     done = []
 
     @uninterrupted
@@ -108,7 +108,7 @@ def test_the_code_of_the_user_can_call_uninterrupted_functions_again():
     assert done == ["inner"]
 
 
-def test_a_second_one_is_raised_at_once_if_the_first_has_waited_for_long(monkeypatch, capfd):
+def test_a_second_interrupt_is_raised_at_once_if_the_first_has_waited_for_long(monkeypatch, capfd):
     done = []
 
     @uninterrupted
@@ -123,7 +123,7 @@ def test_a_second_one_is_raised_at_once_if_the_first_has_waited_for_long(monkeyp
     with pytest.raises(KeyboardInterrupt):
         stuck()
     assert done == ["patient"]
-    assert "repeat Ctrl-C in 5 s" in capfd.readouterr().err
+    assert "press Ctrl-C again after 5 s" in capfd.readouterr().err
 
 
 def test_a_handler_of_the_user_is_called_at_once():
@@ -141,7 +141,7 @@ def test_a_handler_of_the_user_is_called_at_once():
         assert signal.signal(signal.SIGINT, signal.default_int_handler) is not signal.default_int_handler
 
 
-def test_functions_in_other_threads_do_not_hold_back_one_of_the_main_thread():
+def test_functions_in_other_threads_do_not_delay_interrupts_of_the_main_thread():
     entered, end = threading.Event(), threading.Event()
 
     @uninterrupted
@@ -207,7 +207,7 @@ def test_a_context_is_entered_and_left_whole(press_in, done):
     assert context.done == done
 
 
-def test_one_that_waits_can_be_left_to_the_next_function():
+def test_a_waiting_interrupt_can_be_left_to_the_next_function():
     done = []
 
     def first():
@@ -220,7 +220,7 @@ def test_one_that_waits_can_be_left_to_the_next_function():
     assert done == ["first", "second"]
 
 
-def test_code_of_the_user_can_be_held_too():
+def test_code_of_the_user_can_be_uninterrupted_too():
     done = []
 
     def user():
@@ -235,7 +235,7 @@ def test_code_of_the_user_can_be_held_too():
     assert done == ["user"], "only in that call"
 
 
-def test_one_that_is_to_wait_is_raised_if_the_function_fails():
+def test_an_interrupt_that_is_to_wait_is_raised_if_the_function_fails():
     def fails():
         press()
         raise ValueError
@@ -245,7 +245,7 @@ def test_one_that_is_to_wait_is_raised_if_the_function_fails():
     uninterrupted(list)()
 
 
-def test_one_that_waits_is_forgotten_when_the_next_press_is_raised():
+def test_a_waiting_interrupt_is_forgotten_when_the_next_one_is_raised():
     uninterrupted(press, raises=False)()
     with pytest.raises(KeyboardInterrupt):
         press()

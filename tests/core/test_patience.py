@@ -2,12 +2,12 @@
 
 import time
 
-from headwater.core.patience import noticed
+from headwater.core.patience import notice_if_long
 
 
 def test_a_notice_names_the_current_activity():
     said = []
-    with noticed("planning", silence_s=0.001, interval_s=0.001, say=said.append) as activity:
+    with notice_if_long("planning", silence_s=0.001, interval_s=0.001, say=said.append) as activity:
         while not said:
             time.sleep(0.001)
         activity.name = "planning: dry run of 2 samples"
@@ -19,6 +19,6 @@ def test_a_notice_names_the_current_activity():
 
 def test_short_work_is_not_announced():
     said = []
-    with noticed("planning", silence_s=60, say=said.append):
+    with notice_if_long("planning", silence_s=60, say=said.append):
         pass
     assert said == []

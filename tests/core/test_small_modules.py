@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headwater.core.cleanup import on_failure
-from headwater.core.copies import apart
+from headwater.core.copies import copied_arguments
 from headwater.core.errors import CheckpointError
 from headwater.core.pickles import load_pickled
 from headwater.core.scores import f_beta, intersection_over_union
@@ -31,7 +31,7 @@ def test_clean_up_runs_only_after_a_failure(error):
 def test_copied_arguments_share_tensors_and_nothing_else():
     tensor, cache = torch.ones(2), {"keys": []}
     numbers = iter([1, 2])
-    found_tensor, found_cache, found_numbers = apart((tensor, [cache, tensor], numbers))
+    found_tensor, found_cache, found_numbers = copied_arguments((tensor, [cache, tensor], numbers))
     assert found_tensor is tensor and found_cache[1] is tensor
     assert (
         found_cache[0] == cache

@@ -224,7 +224,7 @@ print(less > 60 * MIB, again.data_ptr() == address, range_bytes().free)
     assert run(script, PYTHONMALLOC="malloc", OMP_NUM_THREADS="1") == "True True 0"
 
 
-def test_a_profiler_hears_that_a_block_is_freed_before_another_thread_can_take_it(tmp_path):
+def test_a_profiler_is_notified_of_a_freed_block_before_another_thread_can_take_it(tmp_path):
     tune_allocator(keep=True)
     library = load(Path(__file__).with_name("freed_block_report.cpp"), flags_for_torch(), tmp_path)
     assert library.reported_late() == 0

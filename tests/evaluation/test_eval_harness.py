@@ -10,7 +10,7 @@ from headwater.cli.main import main
 from headwater.config.run import load_params
 from headwater.core.errors import ConfigError, RunError
 from headwater.trainer.callback import Callback
-from headwater.trainer.task_callbacks import harness_callbacks, tell_scores
+from headwater.trainer.task_callbacks import harness_callbacks, report_scores
 
 
 def test_evaluations_run_at_their_steps_and_do_not_change_the_training(run, tasks):
@@ -96,5 +96,5 @@ def test_all_callbacks_get_the_scores_if_one_of_them_fails():
                 raise RunError("no connection")
 
     with pytest.raises(RunError, match="no connection"):
-        tell_scores([Noted(), Noted()], 3, {"task/acc": 0.5})
+        report_scores([Noted(), Noted()], 3, {"task/acc": 0.5})
     assert found == [(3, {"task/acc": 0.5})] * 2

@@ -11,7 +11,7 @@ from tests.rank_processes import run_ranks
 from headwater.core.errors import RankError
 from headwater.fabric import host_watch
 from headwater.fabric.host_watch import HostWatch
-from headwater.fabric.meeting import Process
+from headwater.fabric.rendezvous import Process
 
 
 @pytest.fixture

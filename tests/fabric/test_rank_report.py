@@ -7,16 +7,16 @@ import time
 import pytest
 
 from headwater.core.errors import ConfigError
-from headwater.fabric.alike import check_alike
+from headwater.fabric.consistency import check_consistency
 from headwater.fabric.fabric import ALONE
 from headwater.fabric.parent import find_parent, is_alive
-from headwater.fabric.report import read_report, report, report_traceback, told_error
+from headwater.fabric.report import read_report, report, report_traceback, reported_error
 
 
 def test_an_error_is_the_same_after_a_report(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
     assert report(ConfigError("expected 1, got 2", where="seed", remedy="write 1"))
-    error = told_error(read_report(str(tmp_path / "error")))
+    error = reported_error(read_report(str(tmp_path / "error")))
     assert type(error) is ConfigError
     assert (error.what, error.where, error.remedy) == ("expected 1, got 2", "seed", "write 1")
     assert report_traceback("Traceback …")
@@ -65,8 +65,8 @@ class _TwoRanks(type(ALONE)):
 
 
 def test_ranks_with_different_arguments_are_refused():
-    check_alike(_TwoRanks({"seed": "1"}), {"seed": "1"})
+    check_consistency(_TwoRanks({"seed": "1"}), {"seed": "1"})
     with pytest.raises(ConfigError, match="seed differs between ranks: rank 0 has 1, rank 1 has 2"):
-        check_alike(_TwoRanks({"seed": "2"}), {"seed": "1"})
+        check_consistency(_TwoRanks({"seed": "2"}), {"seed": "1"})
     with pytest.raises(ConfigError, match="model differs between ranks: rank 0 has None, rank 1 has gpt"):
-        check_alike(_TwoRanks({"seed": "1", "model": "gpt"}), {"seed": "1"})
+        check_consistency(_TwoRanks({"seed": "1", "model": "gpt"}), {"seed": "1"})

@@ -3,7 +3,7 @@
 import pytest
 
 from headwater.core.placement import Placement
-from headwater.fabric.meeting import Process
+from headwater.fabric.rendezvous import Process
 from headwater.fabric.roster import Roster
 
 

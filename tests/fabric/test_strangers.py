@@ -23,7 +23,7 @@ from tests.rank_processes import free_port, run_ranks
 
 from headwater.core.errors import RankError
 from headwater.core.placement import Placement
-from headwater.fabric import meeting, secret
+from headwater.fabric import rendezvous, secret
 from headwater.fabric.connection import Connection
 from headwater.fabric.handshake import Keys, StrangerError, examine, introduce, purpose_digest
 from headwater.fabric.launch.launcher import launch
@@ -225,7 +225,7 @@ def test_ranks_with_different_secrets_do_not_join(monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(RankError, match="does not know the secret") as caught:
-        meeting.meet(meeting.Process("here", os.getpid(), 0), 60)
+        rendezvous.meet(rendezvous.Process("here", os.getpid(), 0), 60)
     assert "HEADWATER_SECRET_FILE" in str(caught.value)
     board.close()
 
@@ -242,7 +242,7 @@ def test_rank_0_reports_a_refused_connection(monkeypatch):
         environment = {"RANK": 0, "WORLD_SIZE": 2, "HEADWATER_RENDEZVOUS": "here"}
         for name, value in {**environment, "HEADWATER_LISTENER": os.dup(listener.fileno())}.items():
             monkeypatch.setenv(name, str(value))
-        monkeypatch.setattr(meeting, "time", types.SimpleNamespace(monotonic=now, sleep=time.sleep))
+        monkeypatch.setattr(rendezvous, "time", types.SimpleNamespace(monotonic=now, sleep=time.sleep))
         stranger = socket.create_connection(listener.getsockname())
 
     def knock():
@@ -257,7 +257,7 @@ def test_rank_0_reports_a_refused_connection(monkeypatch):
         RankError,
         match=r"missing ranks \(of 2\): 1; a connection from 127.0.0.1:\d+ was refused: its first",
     ):
-        meeting.meet(meeting.Process("here", os.getpid(), 0), 60)
+        rendezvous.meet(rendezvous.Process("here", os.getpid(), 0), 60)
     knocking.join()
 
 

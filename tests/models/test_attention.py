@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headwater.models.layers.attention import LayerCache, Part, Seen, SelfAttention, visible
+from headwater.models.layers.attention import AttentionContext, LayerCache, Part, SelfAttention, visible
 from headwater.models.layers.positions import alibi_bias, alibi_slopes, rotary_frequencies, rotations
 
 WIDTH, HEADS, SEQ = 32, 4, 12
@@ -58,7 +58,7 @@ def test_grouped_queries_with_rotations_equal_llama(kv_heads, x):
     )
     whole = [torch.cat((part, part), dim=-1)[None] for part in turned()]
     expected = theirs(x, position_embeddings=tuple(whole), attention_mask=None)[0]
-    torch.testing.assert_close(ours(x, Seen(rotations=turned())), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours(x, AttentionContext(rotations=turned())), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_softcapped_scores_equal_gemma(x):
@@ -91,7 +91,7 @@ def test_softcapped_scores_equal_gemma(x):
         seen = visible(positions(), positions(), window=window)
         bias = torch.zeros(1, 1, SEQ, SEQ).masked_fill(~seen, -torch.inf)
         expected = theirs(x, position_embeddings=whole, attention_mask=bias)[0]
-        given = Seen(None if window is None else seen, turned())
+        given = AttentionContext(None if window is None else seen, turned())
         torch.testing.assert_close(ours(x, given), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -103,7 +103,7 @@ def test_biases_by_distance_equal_the_formula(x):
     query, key, value = (part.view(2, SEQ, HEADS, 8).transpose(1, 2) for part in ours.qkv(x).chunk(3, -1))
     weights = (query @ key.mT * ours.scale + mask).softmax(-1)
     expected = ours.output((weights @ value).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(ours(x, Seen(mask)), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours(x, AttentionContext(mask)), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -111,7 +111,7 @@ def test_biases_by_distance_equal_the_formula(x):
 def test_cached_attention_equals_the_whole_sequence(softcap, steps, x):
     """The second sequence begins after the first step of the first one, and is read beside it."""
     ours = attention(num_kv_heads=2, softcap=softcap)
-    expected = ours(x, Seen(rotations=turned()))
+    expected = ours(x, AttentionContext(rotations=turned()))
     caches, starts, outputs = [LayerCache(SEQ), LayerCache(SEQ)], [0, 0], ([], [])
     for step in zip([*steps, 0], [0, *steps], strict=True):
         rows = [row for row in (0, 1) if step[row]]
@@ -120,7 +120,9 @@ def test_cached_attention_equals_the_whole_sequence(softcap, steps, x):
         side_by_side = torch.cat([x[row, slice(*span)] for row, span in zip(rows, spans, strict=True)])
         rotations = tuple(torch.cat(parts) for parts in zip(*turns, strict=True))
         found = ours(
-            side_by_side[None], Seen(rotations=rotations), [Part(step[row], caches[row]) for row in rows]
+            side_by_side[None],
+            AttentionContext(rotations=rotations),
+            [Part(step[row], caches[row]) for row in rows],
         )
         for row, part in zip(rows, found[0].split([step[row] for row in rows]), strict=True):
             outputs[row].append(part)

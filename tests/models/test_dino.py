@@ -332,7 +332,7 @@ def test_interpolated_positions_and_their_gradients_equal_torchs_interpolation(g
     size = {"scale_factor": scale} if offset else {"size": list(grid)}
     image = places.unflatten(0, old).permute(2, 0, 1).unsqueeze(0)
     wanted = F.interpolate(image, mode="bicubic", antialias=antialias, **size).squeeze(0).flatten(1).t()
-    found = positions._between(places, grid)
+    found = positions._interpolated(places, grid)
     assert (found - wanted).abs().max() < 1e-6 * 4  # values up to 4
     direction = torch.randn(found.shape)
     gradients = [torch.autograd.grad(each, places, direction)[0] for each in (found, wanted)]
@@ -343,11 +343,11 @@ def test_the_backward_of_interpolated_positions_uses_no_kernel_that_is_not_deter
     config = ViewEncoderConfig(**PLACES)
     places, used = torch.randn(14 * 14, 8, requires_grad=True), []
 
-    class Seen(TorchDispatchMode):
+    class AttentionContext(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             used.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    with Seen():
-        GridPositions(config)._between(places, (7, 7)).sum().backward()
+    with AttentionContext():
+        GridPositions(config)._interpolated(places, (7, 7)).sum().backward()
     assert not [name for name in used if "upsample" in name and "backward" in name]

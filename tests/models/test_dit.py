@@ -8,7 +8,7 @@ from headwater.config import load_params, shipped_params
 from headwater.config.models.diffusion import DiTConfig
 from headwater.core.errors import ConfigError
 from headwater.models.diffusion import add_noise, generate_images, noise_variances
-from headwater.models.layers.attention import Seen
+from headwater.models.layers.attention import AttentionContext
 from headwater.models.registry import build_model, meta_batch
 from shared_data import SHARED
 
@@ -130,7 +130,7 @@ def test_new_model_predicts_zero_and_its_blocks_are_the_identity():
     model, example = build_model(section(), seed=5), batch()
     assert not model.predict_noise(example["inputs"], example["timesteps"], example["labels"]).any()
     x = torch.randn(2, 16, 32)
-    assert torch.equal(model.blocks[0](x, torch.randn(2, 32), Seen(causal=False)), x)
+    assert torch.equal(model.blocks[0](x, torch.randn(2, 32), AttentionContext(causal=False)), x)
 
 
 class Oracle:
@@ -228,14 +228,14 @@ def test_shipped_sizes_are_the_public_ones(size):
         pytest.skip("the public params files are not here")
     public, own = load_params(path), load_params(shipped_params()[f"dit/{size}_2"])
     models = own.init.model, public.init.model
-    assert told(models[0], models[1]) == told(models[1], models[1])
+    assert effective_keys(models[0], models[1]) == effective_keys(models[1], models[1])
     optimizers = [
         (each.init.optimizer.name, each.init.optimizer.arguments.kwargs()) for each in (own, public)
     ]
     assert optimizers[0] == optimizers[1] and own.init.schedulers == public.init.schedulers
 
 
-def told(model, without):
+def effective_keys(model, without):
     """Return the keys of a section, except those that `without` sets but that have no effect."""
     process, other = model.reverse_process, without.reverse_process
     return [

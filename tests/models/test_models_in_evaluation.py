@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from headwater.models.evaluation import F1, Overlap, Scored
+from headwater.models.evaluation import F1, Accuracy, Overlap
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
 
 def test_accuracy_counts_only_valid_entries():
-    scored = Scored("accuracy")
+    scored = Accuracy("accuracy")
     assert scored.compute() == 0
     scored.add(torch.tensor([True, False, True]))
     scored.add(torch.tensor([True, True]), torch.tensor([True, False]))

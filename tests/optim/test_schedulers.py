@@ -243,7 +243,7 @@ def test_parts_of_other_optimizers_are_refused():
         ),
         (lambda o: LinearLR(o, 0.1, 1.0), "LinearLR needs total_iters"),
         (lambda o: LinearLR(o, 0.1, 1.0, 3, total_iters=3), "got total_iters twice"),
-        (lambda o: ConstantLR(o, 0.1, 2, 3, 4), "ConstantLR got 4 arguments"),
+        (lambda o: ConstantLR(o, 0.1, 2, 3, 4), "expected at most 2 arguments of ConstantLR, got 4"),
         (lambda o: LinearLR(o, -0.1, 1.0, 3), "initial_learning_rate of LinearLR is -0.1"),
         (lambda o: LinearLR(o, 0.1, float("nan"), 3), "end_learning_rate of LinearLR is nan"),
         (lambda o: LinearWD(o, 0.1, "high", 3), "end_val of LinearWD is 'high'"),

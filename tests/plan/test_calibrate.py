@@ -488,9 +488,9 @@ def test_the_rates_that_tests_share_stay_recent(tmp_path, monkeypatch):
     module._store(cache, "key", Known(taken(cpu_share=0.5), time.time() - 599))
     rates = KnownRates(cache)
     rates.renew()  # too soon
-    assert not module._read_cache(cache)["key"].is_undoubted(time.time() + 2)
+    assert not module._read_cache(cache)["key"].needs_no_check(time.time() + 2)
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 250)
     rates.renew()
     known = module._read_cache(cache)["key"]
-    assert known.measurement == taken(cpu_share=0.5) and known.is_undoubted(time.time() + 500)
+    assert known.measurement == taken(cpu_share=0.5) and known.needs_no_check(time.time() + 500)
     assert module._still_holds(known, "cpu")

@@ -11,7 +11,7 @@ from rich.console import Console
 from synthetic import gpt, gpt_trace
 from test_predict import RATES, make, numel, predict
 
-from headwater.api.planner import beside, plan_for_store
+from headwater.api.planner import plan_for_store, with_second_store
 from headwater.core.errors import ConfigError, DoesNotFitError
 from headwater.core.precision import Precision
 from headwater.core.units import GIB
@@ -167,9 +167,9 @@ def test_a_second_plan_leaves_room_for_the_stages_that_the_first_one_has_on_the_
     held = first.prediction.device_parts["weight store"]
     assert held > GIB
     second = request_for(3 * GIB, GIB)
-    assert beside(second, first).resources.device_memory == 3 * GIB - held
+    assert with_second_store(second, first).resources.device_memory == 3 * GIB - held
     unlimited = request_for(None, GIB)
-    assert beside(unlimited, first) == unlimited, "what is free is measured"
+    assert with_second_store(unlimited, first) == unlimited, "what is free is measured"
 
 
 @pytest.mark.parametrize("limit", [3 * GIB, None])

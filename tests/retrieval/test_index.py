@@ -193,11 +193,11 @@ def test_an_interrupted_index_continues_after_its_last_file(encoder, texts, tmp_
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_index(tmp_path / "index", texts, encoder, IDENTITY, told=stop)
+        build_index(tmp_path / "index", texts, encoder, IDENTITY, on_progress=stop)
     assert not (tmp_path / "index").exists()
     assert read_manifest(tmp_path / "index.partial").num_passages == 16
     encoded.clear()
-    build_index(tmp_path / "index", texts, encoder, IDENTITY, told=encoded.append)
+    build_index(tmp_path / "index", texts, encoder, IDENTITY, on_progress=encoded.append)
     assert min(encoded) == 20 and max(encoded) == 40 and not (tmp_path / "index.partial").exists()
     index, whole = PassageIndex(tmp_path / "index"), PassageIndex(tmp_path / "whole")
     assert [index.passage(n) for n in range(40)] == [whole.passage(n) for n in range(40)]
@@ -207,17 +207,17 @@ def test_an_interrupted_index_continues_after_its_last_file(encoder, texts, tmp_
 
 def test_an_index_continues_after_a_bad_record(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "PASSAGES_PER_FILE", 8)
-    path, told = tmp_path / "texts.jsonl", []
+    path, counts = tmp_path / "texts.jsonl", []
     lines = [json.dumps({"text": str(number)}) for number in range(600)]
     # Records are read 256 at a time, so the error comes after some passages are written.
     path.write_text("\n".join([*lines, "no record"]))
     with pytest.raises(DataError, match="line 601"):
-        build_index(tmp_path / "index", Texts([path]), encoder, IDENTITY, told=told.append)
-    assert read_manifest(tmp_path / "index.partial").num_passages == max(told) > 400
-    told.clear()
+        build_index(tmp_path / "index", Texts([path]), encoder, IDENTITY, on_progress=counts.append)
+    assert read_manifest(tmp_path / "index.partial").num_passages == max(counts) > 400
+    counts.clear()
     texts = Texts([path], skip_bad_records=True)
-    built = build_index(tmp_path / "index", texts, encoder, IDENTITY, told=told.append)
-    assert min(told) > 400 and built.manifest.num_passages == 600 and built.bad_records == 1
+    built = build_index(tmp_path / "index", texts, encoder, IDENTITY, on_progress=counts.append)
+    assert min(counts) > 400 and built.manifest.num_passages == 600 and built.bad_records == 1
     index = PassageIndex(tmp_path / "index")
     assert [index.passage(number).text for number in range(600)] == [*map(str, range(600))]
 
@@ -230,7 +230,7 @@ def test_a_damaged_partial_index_begins_again(encoder, texts, tmp_path, monkeypa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_index(tmp_path / "index", texts, encoder, IDENTITY, told=stop)
+        build_index(tmp_path / "index", texts, encoder, IDENTITY, on_progress=stop)
     (tmp_path / "index.partial" / MANIFEST_FILE).write_bytes(b"{")
     build_index(tmp_path / "index", texts, encoder, IDENTITY)
     assert len(PassageIndex(tmp_path / "index")) == 40
@@ -244,10 +244,10 @@ def test_another_model_does_not_continue_an_interrupted_index(encoder, texts, tm
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_index(tmp_path / "index", texts, encoder, IDENTITY, told=stop)
+        build_index(tmp_path / "index", texts, encoder, IDENTITY, on_progress=stop)
     encoded = []
     other = EncoderIdentity("runs/dpr", "runs/dpr/checkpoint_2", "1")
-    build_index(tmp_path / "index", texts, encoder, other, told=encoded.append)
+    build_index(tmp_path / "index", texts, encoder, other, on_progress=encoded.append)
     assert min(encoded) == 4
     assert PassageIndex(tmp_path / "index").manifest.encoder == other
 

@@ -114,7 +114,9 @@ def test_a_short_file_is_corrupt(left, tmp_path):
     path = tmp_path / "f.bin"
     file = BlockFile(path, 2 * PAGE_BYTES)
     os.ftruncate(file._fd, left)
-    with pytest.raises(CorruptError, match=r"short read: \d+ of 8192 bytes at offset 0") as caught:
+    with pytest.raises(
+        CorruptError, match=r"expected 8192 bytes at offset 0, but could read only \d+"
+    ) as caught:
         file.read(0, aligned_empty(2 * PAGE_BYTES))
     assert str(path) in str(caught.value)
     file.close()

@@ -189,7 +189,7 @@ def test_a_block_that_cannot_be_compiled_is_named(direction, tmp_path, monkeypat
     assert "compile: false" in raised.value.remedy
 
 
-def test_a_machine_without_a_compiler_is_told_what_to_do(tmp_path, inductor):
+def test_an_error_without_a_compiler_has_a_remedy(tmp_path, inductor):
     with (
         inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
         make_engine(JOB, Setting(in_place=True), tmp_path, options=COMPILED) as engine,

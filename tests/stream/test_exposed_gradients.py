@@ -21,7 +21,7 @@ def gradient():
     return host, exposed_on(META, host)
 
 
-def test_the_fake_gpu_refuses_tensors_of_the_host():
+def test_the_fake_gpu_refuses_host_tensors():
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(3, device="meta").add_(torch.ones(3))
 

@@ -143,7 +143,7 @@ def test_the_teacher_moves_towards_the_student():
 
 def test_averages_of_trained_or_missing_parameters_are_refused(tmp_path):
     with make_engine(job(), Setting("memory", 2), tmp_path) as engine:
-        with pytest.raises(ConfigError, match="but it is also trained"):
+        with pytest.raises(ConfigError, match="so it must not be trained"):
             MovingAverages(engine.store, [Average("heads.model.0.", "heads.model.1.", lambda step: 0.5)])
         with pytest.raises(ConfigError, match="is to be the average of"):
             MovingAverages(engine.store, [Average("heads.model.7.", "heads.model.0.", lambda step: 0.5)])

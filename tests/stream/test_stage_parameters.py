@@ -79,7 +79,7 @@ def test_unbound_parameters_hold_no_memory_of_the_image(setup):
 def test_parameters_at_rest_keep_their_memory_for_saved_tensors_until_they_are_unbound(stable):
     setup = Setup(stable=stable)
     setup.binder.bind(0, setup.images.__getitem__)
-    setup.first.rest()
+    setup.first.put_at_rest()
 
     def address():
         with torch._C.DisableTorchFunctionSubclass():

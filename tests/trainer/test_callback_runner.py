@@ -41,7 +41,7 @@ def started(*failing):
 
 def test_the_first_failure_is_kept_and_the_others_are_told_too():
     runner, record = started((), ("checkpoint",), ("checkpoint",))
-    runner.tell(lambda callback: callback.on_checkpoint(1, None))
+    runner.call_each(lambda callback: callback.on_checkpoint(1, None))
     assert record == [("0", "checkpoint"), ("1", "checkpoint"), ("2", "checkpoint")]
     assert runner.failure.what == "1 checkpoint"
 
@@ -51,16 +51,16 @@ def test_only_callbacks_that_have_started_are_ended():
     runner = CallbackRunner([Recording(str(i), record, ("start",) if i == 1 else ()) for i in range(3)])
     with pytest.raises(StoreError, match="1 start"):
         runner.start(None)
-    with runner.ended():
+    with runner.ending():
         record.append("work")
     assert record == [("0", "start"), ("1", "start"), "work", ("0", "end")]
 
 
-@pytest.mark.parametrize("context", ["ended", "told_of"])
+@pytest.mark.parametrize("context", ["ending", "reporting"])
 def test_all_callbacks_are_called_in_order_if_the_context_and_the_first_callback_fail(context):
-    event = "end" if context == "ended" else "error"
+    event = "end" if context == "ending" else "error"
     runner, record = started((event,), ())
-    entered = runner.ended() if context == "ended" else runner.told_of(ValueError())
+    entered = runner.ending() if context == "ending" else runner.reporting(ValueError())
     with pytest.raises(StoreError, match=f"0 {event}"), entered:
         raise StoreError("the context")
     assert record == [("0", event), ("1", event)]

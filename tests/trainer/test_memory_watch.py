@@ -6,7 +6,7 @@ import time
 from headwater.core.units import GIB, MIB
 from headwater.trainer import memory_watch as module
 from headwater.trainer.interrupt import Interrupt
-from headwater.trainer.memory_watch import Room, memory_watch
+from headwater.trainer.memory_watch import FreeMemory, memory_watch
 
 
 def watched(monkeypatch, room, *, budget=None, held=0):
@@ -18,7 +18,7 @@ def watched(monkeypatch, room, *, budget=None, held=0):
         return room
 
     monkeypatch.setattr(module, "_INTERVAL_S", 0.001)
-    monkeypatch.setattr(module, "tightest_room", look)
+    monkeypatch.setattr(module, "least_free_memory", look)
     monkeypatch.setattr(module, "held_bytes", lambda: held)
     monkeypatch.setattr(module, "return_free_memory", lambda: None)
     interrupt = Interrupt()
@@ -30,24 +30,24 @@ def watched(monkeypatch, room, *, budget=None, held=0):
 
 def test_a_run_is_stopped_where_memory_is_short(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
-        assert watched(monkeypatch, Room(free=8 * MIB, limit=400 * MIB))
+        assert watched(monkeypatch, FreeMemory(free=8 * MIB, limit=400 * MIB))
     assert "stopping after this step with a checkpoint: 8.00 MiB of 400 MiB" in caplog.text
 
 
 def test_a_run_with_enough_memory_finishes(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
-        assert not watched(monkeypatch, Room(free=GIB, limit=8 * GIB), budget=GIB, held=GIB)
+        assert not watched(monkeypatch, FreeMemory(free=GIB, limit=8 * GIB), budget=GIB, held=GIB)
     assert not caplog.text
 
 
 def test_a_run_over_its_budget_warns_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
-        assert not watched(monkeypatch, Room(free=GIB, limit=8 * GIB), budget=GIB, held=2 * GIB)
+        assert not watched(monkeypatch, FreeMemory(free=GIB, limit=8 * GIB), budget=GIB, held=2 * GIB)
     assert caplog.text.count("its budget is 1.00 GiB") == 1
 
 
 def test_the_threshold_of_short_memory_depends_on_the_limit():
-    assert Room(free=15 * MIB, limit=100 * MIB).is_short
-    assert not Room(free=17 * MIB, limit=100 * MIB).is_short
-    assert Room(free=200 * MIB, limit=64 * GIB).is_short
-    assert not Room(free=300 * MIB, limit=64 * GIB).is_short
+    assert FreeMemory(free=15 * MIB, limit=100 * MIB).is_short
+    assert not FreeMemory(free=17 * MIB, limit=100 * MIB).is_short
+    assert FreeMemory(free=200 * MIB, limit=64 * GIB).is_short
+    assert not FreeMemory(free=300 * MIB, limit=64 * GIB).is_short

@@ -31,7 +31,7 @@ from headwater.trainer.planning import (
     plan_run,
     training_workload,
 )
-from headwater.trainer.ranks import check_number
+from headwater.trainer.ranks import check_num_ranks
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import Start
 from headwater.trainer.state import RunState
@@ -109,7 +109,7 @@ def test_the_key_attention_chooses_the_kernel_and_the_plan_reports_it(kernel, wa
 
 def test_a_number_of_ranks_other_than_num_csx_is_refused():
     with pytest.raises(ConfigError, match="num_csx=2, but 1 rank was started"):
-        check_number(tiny("num_csx=2").init, ALONE)
+        check_num_ranks(tiny("num_csx=2").init, ALONE)
 
 
 def test_resolved_params_mean_the_same_run(tmp_path, monkeypatch):

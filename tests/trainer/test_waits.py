@@ -24,10 +24,10 @@ def at_once(monkeypatch):
 
 def test_a_long_wait_is_one_line_and_a_short_one_is_silent(caplog, monkeypatch):
     caplog.set_level("INFO", "headwater")
-    with waits.said_if_long("planning"):
+    with waits.log_if_long("planning"):
         pass
     monkeypatch.setattr(waits, "_AFTER_S", 0.01)
-    with waits.said_if_long("reading"):
+    with waits.log_if_long("reading"):
         deadline = time.monotonic() + 60
         while not caplog.records and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -36,7 +36,7 @@ def test_a_long_wait_is_one_line_and_a_short_one_is_silent(caplog, monkeypatch):
 
 def test_a_wait_that_fails_ends_its_timer(caplog, monkeypatch):
     before = threading.active_count()
-    with pytest.raises(OSError, match="full"), waits.said_if_long("writing"):
+    with pytest.raises(OSError, match="full"), waits.log_if_long("writing"):
         raise OSError("full")
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
@@ -49,6 +49,6 @@ def test_other_ranks_say_nothing(caplog, at_once):
         rank = 1
 
     caplog.set_level("INFO", "headwater")
-    with waits.said_if_long("planning", Fabric):
+    with waits.log_if_long("planning", Fabric):
         pass
     assert not caplog.records

@@ -61,8 +61,9 @@ class GradScaler:
     """Multiplies the loss by a scale, so that small fp16 gradients do not vanish, and unscales gradients.
 
     Args:
-        loss_scale: a constant scale, or `"dynamic"`. A dynamic scale skips a step with a non-finite gradient
-            and is halved then; it is doubled after `steps_per_increase` finite steps. The default is 1.
+        loss_scale: a constant scale, or `"dynamic"`. With a dynamic scale, a step with a non-finite gradient
+            is skipped, and the scale is halved; after `steps_per_increase` finite steps the scale is doubled.
+            The default is 1.
         init_scale: the initial value of a dynamic scale.
         steps_per_increase: number of consecutive finite steps after which a dynamic scale is doubled.
         min_loss_scale: lower bound of a dynamic scale. A non-finite gradient at this scale is an error.
@@ -103,7 +104,7 @@ class GradScaler:
                 f"expected init_scale between min_loss_scale {self._scale.smallest} and "
                 f"max_loss_scale {self._scale.largest}, got {first}",
                 where="amp.GradScaler",
-                remedy="choose an init_scale between the limits, or other limits",
+                remedy="set init_scale between them, or change min_loss_scale or max_loss_scale",
             )
         self._max_gradient_norm = _positive("max_gradient_norm", max_gradient_norm, None)
         self._found_finite: dict[int, bool] = {}  # by id of an optimizer that was unscaled already
@@ -114,20 +115,20 @@ class GradScaler:
         return self._scale.value
 
     def scale(self, outputs: Any) -> Any:
-        """Return the loss, or tensors in any nesting, times the scale: call `backward` on the result."""
+        """Return the loss times the scale; call `backward` on the result. Nested tensors are scaled too."""
         return map_tensors(self._scaled, outputs)
 
     def _scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        # The loss itself is returned, so that without scaling the graph is that of a loop without a scaler.
+        # At scale 1 the loss itself is returned, so that the autograd graph gets no additional node.
         if self._scale.value == 1.0:
             return tensor
         return tensor * torch.full((), self._scale.value, device=tensor.device)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale, to clip or to read them before `step`.
+        """Divide the gradients of an optimizer by the scale, to clip or read them before `step`.
 
         Raises:
-            StreamError: if they were divided already since the last `update`.
+            StreamError: if this optimizer's gradients were already divided since the last `update`.
         """
         if id(optimizer) in self._found_finite:
             raise StreamError(
@@ -182,7 +183,9 @@ class GradScaler:
         return applied
 
     def update(self) -> None:
-        """Adapt a dynamic scale to the result of the steps since the last update; call this once after them.
+        """Raise or lower a dynamic scale, given the steps since the last `update`.
+
+        Call this once in each iteration, after all optimizers have stepped.
 
         Raises:
             StreamError: if no optimizer has stepped since the last update.
@@ -193,7 +196,7 @@ class GradScaler:
                 where="GradScaler.update",
                 remedy="call GradScaler.step(optimizer) first",
             )
-        # One overflow is enough: all optimizers share the scale.
+        # All optimizers share the scale, so one skipped step counts as an overflow of the scale.
         self._scale = self._scale.after(applied=all(self._applied))
         self._applied.clear()
         self._found_finite.clear()
@@ -232,13 +235,13 @@ def optimizer_step(
     Args:
         loss: a scalar with a graph.
         optimizer: the optimizer to step.
-        grad_scaler: scales the loss, and is updated; no scale if not given.
+        grad_scaler: scales the loss; its `update` is called too. If not given, the loss is not scaled.
         max_gradient_norm: clip the global 2-norm of the gradients to this, as torch's `clip_grad_norm_` does.
         max_gradient_value: clip every element to ± this, as torch's `clip_grad_value_` does.
 
     Raises:
         ConfigError: if both limits are given, or a limit is not above 0.
-        NonFiniteError: if a gradient is not finite and a dynamic scale cannot be the cause. Without a dynamic
+        NonFiniteError: if a gradient is not finite, unless a dynamic scale can be lowered. Without a dynamic
             scale, parameters that are not streamed are still updated, as in torch.
     """
     if max_gradient_norm is not None and max_gradient_value is not None:

@@ -38,7 +38,7 @@ class Backend:
 
     Attributes:
         kind: `CSX` streams weights; `CPU` and `GPU` are plain PyTorch.
-        config: resource limits, and the decisions that the planner must not make.
+        config: resource limits, and the choices that the user has made instead of the planner.
         compile_dir: folder for the report of `compile_only`.
         compile_only: stop at the first step, after a report of the model has been written.
         validate_only: stop at the first step, after the model has been checked.

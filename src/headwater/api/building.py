@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from headwater.core.files import disk_errors
 
 _LARGE_BYTES = 1 << 20
-"""Smaller tensors stay in memory: a mapping for each of them would save little, and mappings are limited."""
+"""Smaller tensors stay in memory. Files would save little, and a process may have only so many mappings."""
 _TOUCHED_BYTES = 128 << 20
 """Bytes that may be written to tensors in files before their pages are removed from memory."""
 
@@ -59,7 +59,7 @@ class BuildInFiles(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        shape = _wanted(func, args, kwargs)
+        shape = _shape_in_file(func, args, kwargs)
         if shape is None:
             result = func(*args, **kwargs)
         else:
@@ -67,21 +67,21 @@ class BuildInFiles(TorchFunctionMode):
             tensor = _FACTORIES[func](self._allocate(shape, dtype), args)
             result = tensor.requires_grad_(bool(kwargs.get("requires_grad", False)))
         if isinstance(result, torch.Tensor) and (shape is not None or _is_in_place(func)):
-            self._note(result.nbytes)
+            self._count_written(result.nbytes)
         return result
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder) as file:
-                # Not `truncate`: on a full disk the first write to a page without a block ends the process.
+                # Not `truncate`: if the disk fills up, a write to a page without a block kills the process.
                 os.posix_fallocate(file.fileno(), 0, math.prod(shape) * dtype.itemsize)
                 # The mapping keeps the data after the file is closed, and the tensor keeps the mapping.
                 pages = mmap.mmap(file.fileno(), 0)
         self._mappings.add(pages)
         return torch.frombuffer(pages, dtype=dtype).view(shape)
 
-    def _note(self, num_bytes: int) -> None:
+    def _count_written(self, num_bytes: int) -> None:
         """Count bytes that may have been written. Above a limit, remove their pages from memory."""
         self._touched += num_bytes
         if self._touched >= _TOUCHED_BYTES:
@@ -90,8 +90,8 @@ class BuildInFiles(TorchFunctionMode):
             self._touched = 0
 
 
-def _wanted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of the tensor that a call creates if it is to be in a file, otherwise `None`."""
+def _shape_in_file(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape of the tensor that a call creates; `None` if its memory need not be in a file."""
     if func not in _FACTORIES or kwargs.keys() - {"dtype", "device", "requires_grad", "size", "layout"}:
         return None
     if torch.device(kwargs.get("device") or torch.get_default_device()).type != "cpu":

@@ -123,15 +123,16 @@ def _hooks_disabled(model: nn.Module) -> StreamError:
 def is_lazy(model: nn.Module) -> bool:
     """True if parameters or buffers get their shapes in the first call of the model (lazy modules).
 
-    That call must run as in plain PyTorch, because it draws the initial values between other random numbers.
+    That call must run as in plain PyTorch: it draws the initial values, and the order in which random numbers
+    are drawn must stay the same.
 
     Raises:
-        StreamError: if several ranks train: their initial values would differ.
+        StreamError: if there are such tensors and several ranks, whose initial values would differ.
     """
     lazy = any(is_uninitialized(tensor) for tensor in (*model.parameters(), *model.buffers()))
     if lazy and current().size > 1:
         raise StreamError(
-            "the model has lazy modules, but with several ranks all parameters need shapes at once",
+            "the model has lazy modules, but several ranks need all shapes before the first call",
             where=type(model).__name__,
             remedy="call the model once before headwater.compile, which gives lazy modules their shapes",
         )
@@ -148,15 +149,15 @@ def own_randomness(rank: int) -> Iterator[None]:
     Args:
         rank: this rank.
     """
-    # The state decides, not the seed: a script may have drawn numbers since it set the seed.
+    # The new seed depends on the generator's state, not on its seed: the script may have drawn numbers since.
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     with torch.random.fork_rng(devices=drawing_devices()):
-        # The count is needed because `fork_rng` restores the state: every forward would draw equal numbers.
+        # `fork_rng` restores the state. Without the count, every forward would draw the same numbers.
         seed_generators(derive_seed(state, next(_forwards), rank))
         yield
 
 
-def asked_precision(device: str) -> Precision:
+def autocast_precision(device: str) -> Precision:
     """Return the precision that the caller's autocast context asks for; fp32 outside of autocast."""
     if not torch.is_autocast_enabled(device):
         return Precision()
@@ -164,7 +165,7 @@ def asked_precision(device: str) -> Precision:
 
 
 def serves_call(planned: Precision, device: str) -> bool:
-    """True if a call of the model here, in or outside of autocast, can use weights of this precision.
+    """True if weights of this precision can be used by a call under the present autocast state.
 
     Weights in fp32 serve every call, because autocast casts them. Weights in bf16 or fp16 serve only calls
     under autocast to that dtype.
@@ -173,7 +174,7 @@ def serves_call(planned: Precision, device: str) -> bool:
         planned: the precision of the plan.
         device: the device that computes.
     """
-    return not planned.mixed or asked_precision(device).name == planned.name
+    return not planned.mixed or autocast_precision(device).name == planned.name
 
 
 def stand_in_loss(model: nn.Module, call: Call) -> torch.Tensor:

@@ -44,7 +44,7 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
         raise StreamError(
             f"this {type(model).__name__} is compiled already",
             where="compile",
-            remedy="compile a model once; headwater.release(model) ends it",
+            remedy="compile a model once; to compile it again, first call headwater.release(model)",
         )
     if backend.kind == "CSX":
         refuse_compiled_parts(model)
@@ -75,7 +75,7 @@ def release(model: Module) -> Module:
     Gradients, optimizer state and buffers are in host memory afterwards, too.
 
     Args:
-        model: a compiled module; all of these must fit into host memory.
+        model: a compiled module. Weights, gradients, optimizer state and buffers must fit into host memory.
 
     Returns:
         `model`.

@@ -58,8 +58,8 @@ def validate_only(
         optimizer: the optimizer of the weights.
         precision: precision of the run; fp32 if not given.
         optimizer_state: how the weight store keeps optimizer state; see `trainer.init.backend`.
-        own_loop: true for a loop that calls the model under autocast, false for a `Trainer`, whose precision
-            holds for all weights except those of norms.
+        own_loop: true if a user's loop runs the step, with the dtypes of autocast; false if a `Trainer` runs
+            it, which streams all weights except those of norms in `precision`.
 
     Returns:
         The record of the step, and the bytes of optimizer state.
@@ -97,8 +97,8 @@ def compile_only(
 ) -> CompileReport:
     """Write the plan, the graph of each distinct stage and the operators of a training step into a folder.
 
-    An operator that no graph can hold is reported, with the module and the source line; a model with such
-    operators can still be trained. A plan that does not fit this machine is reported too.
+    Operators that cannot be part of a graph are reported with the module and the source line; a model with
+    such operators can still be trained. If no plan fits this machine, the report says why.
 
     Args:
         model: see `validate_only`.
@@ -144,20 +144,20 @@ def compile_only(
 
 
 def _loss_of(loss_function: LossFunction | None) -> LossFunction:
-    """Return the loss of a model and `(args, kwargs)`, given the user's loss if there is one."""
+    """Return a function that computes the loss from a model and `(args, kwargs)`."""
     return _on_arguments if loss_function is None else _on_batch(loss_function)
 
 
 def _on_batch(loss_function: LossFunction) -> LossFunction:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        # The user's loss takes the batch alone; `args` is the batch then.
+        # `batch` is `(args, kwargs)`. The user's function expects `args` only.
         return loss_function(model, batch[0])
 
     return loss
 
 
 def _on_arguments(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Call the model and return its loss, or else a scalar made from all outputs that are trained."""
+    """Call the model. Return its output `loss`, or else a scalar made from all outputs with gradients."""
     args, kwargs = batch
     output = model(*(args if isinstance(args, tuple) else (args,)), **kwargs)
     # Models of the transformers library return their loss in a field of a mapping or an object.
@@ -168,7 +168,7 @@ def _on_arguments(model: nn.Module, batch: Any) -> torch.Tensor:
     trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not trained:
         raise ModelError(
-            "nothing that the model returns depends on a trainable parameter",
+            "expected an output that depends on a trainable parameter, found none",
             where="the model's output",
             remedy="return tensors that depend on trainable parameters, or unfreeze the parameters to train",
         )
@@ -180,7 +180,7 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
     """Return the class and the options of an optimizer as plain data.
 
     Raises:
-        ModelError: if it has parameters that are not the model's.
+        ModelError: if the optimizer has parameters that are not in the model.
     """
     if optimizer is None or isinstance(optimizer, OptimizerSpec):
         return optimizer
@@ -194,7 +194,7 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
             where=type(optimizer).__name__,
             remedy="build the optimizer with model.parameters() of this model",
         )
-    # A step in the loop keeps its state outside of the store.
+    # An optimizer that steps in the user's loop keeps its state outside of the store.
     return None if runs_in_loop(optimizer) else OptimizerSpec.of(optimizer)
 
 
@@ -225,7 +225,7 @@ class _RecordPlanner:
             resources: resource limits of the run.
             fixed: decisions that the planner must keep.
         """
-        # The record is that of the CPU, and the plan counts the bytes of the device.
+        # The record was made on the CPU, but the plan must count the bytes on the device.
         trace = self.record.trace if self.device == "cpu" else self._trace(self.record.partition)
         trace = trace.storing(fixed.optimizer_state)
         params = [param for stage in trace.stages for param in stage.params]
@@ -246,11 +246,11 @@ class _RecordPlanner:
                 )
             )
         except DoesNotFitError as error:
-            # The error is returned: the report of a model that is too large for the machine is still written.
+            # Not raised: the report is written even if the model is too large for the machine.
             return error
 
     def _trace(self, partition: Partition) -> Trace:
-        """Return the dry run with the stages of a partition."""
+        """Return a dry run of the model, divided into the stages of `partition`."""
         return trace_step(
             self.model,
             self.batch,
@@ -261,7 +261,7 @@ class _RecordPlanner:
         )
 
     def _divided(self) -> Iterator[TraceFor]:
-        """Return the dry runs with ever smaller stages. Each is made when it is used."""
+        """Yield dry runs with ever smaller stages. A dry run is made only when the planner asks for it."""
 
         def lazy(partition: Partition) -> TraceFor:
             return functools.cache(lambda size: self._trace(partition))

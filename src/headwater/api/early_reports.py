@@ -38,7 +38,7 @@ class ValidateReport:
 
     def _lines(self) -> Iterator[str]:
         record = self.record
-        yield "valid: forward, loss and backward go together"
+        yield "valid: model, loss and batch fit together"
         yield f"batch: {', '.join(record.batch)}"
         stages = record.trace.stages
         count = format_count(sum(stage.numel for stage in stages))
@@ -54,11 +54,11 @@ class ValidateReport:
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-    """The report on a model that a backend has compiled or validated instead of training it.
+    """The result of `compile_only`.
 
     Attributes:
         record: the training step on fake tensors.
-        captured: the graphs, and the operators that no graph can hold.
+        captured: the graphs, and the operators that cannot be part of a graph.
         plan: the plan, or `None` if no plan fits.
         refusal: the reason why no plan fits, or `None`.
         mlir: a line that says if MLIR was written.

@@ -12,7 +12,7 @@ from torch import nn
 
 from headwater.api.engines import build_engine
 from headwater.api.updaters import Updaters
-from headwater.api.watcher import Structure, has_lent_parameters
+from headwater.api.watcher import Structure, has_replaced_parameters
 from headwater.config.sections import BackendConfig
 from headwater.core.cleanup import on_failure
 from headwater.core.empty import initial_values
@@ -84,16 +84,16 @@ class ReplaceableEngine:
 
     @property
     def has_changed(self) -> bool:
-        """True if the engine cannot run the model as it is now, and neither forward nor backward runs."""
+        """True if the model needs a new engine, and no forward or backward runs that still uses this one."""
         if self.engine is None or not self.engine.executor.is_idle:
             return False
         if self.structure.is_current:
-            # The engine is detached if its successor could not be built.
+            # The engine stays detached after an attempt to replace it has failed.
             return bool(self.engine.departed) or self.engine.is_detached
-        return not has_lent_parameters(self.model)
+        return not has_replaced_parameters(self.model)
 
     def old_names(self) -> dict[str, str]:
-        """Return present name -> name when the engine was made, of each parameter that had a name then."""
+        """Return present name -> name when the engine was made, for each parameter that existed then."""
         return self.structure.old_names(Structure(self.model))
 
     def still_streamed(self, old_names: Mapping[str, str]) -> dict[str, str]:
@@ -126,7 +126,7 @@ class ReplaceableEngine:
     def replace(
         self, plan: Plan, updaters: Updaters, old_names: Mapping[str, str], *, unchanged: bool
     ) -> None:
-        """Replace the engine by one with this plan and these optimizers. Weights and optimizer state stay.
+        """Replace the engine by one with this plan and these optimizers; keep weights and optimizer state.
 
         The new engine uses the old store if its plan and optimizers need the same kind of store. Otherwise
         the values move to a new store, and until then both stores are in memory. If the new engine cannot be
@@ -153,15 +153,15 @@ class ReplaceableEngine:
         engine.when_departed(self._give_back)
         if before is not None:
             if not keeps_store:
-                self._succeed(before, engine, old_names)
+                self._move_values(before, engine, old_names)
             # Weights that earlier forwards have saved are found by the indices of their stages.
             same_stages = _parameter_names(before) == _parameter_names(engine)
-            # After `_succeed`: it closes an old store that is not used any more.
+            # After `_move_values`: it closes an old store that is not used any more.
             before.hand_over(engine, unchanged=unchanged and same_stages)
-        # After `_succeed`, which gives states back to the optimizers of the old engine.
+        # After `_move_values`, which gives states back to the optimizers of the old engine.
         self.updaters, self.structure = updaters, Structure(self.model)
         if before is None and self.fabric.num_hosts > 1:
-            # Only for the first engine: a later one copies from stores that are equal on all hosts already.
+            # Only for the first engine: later ones copy from stores, which are already equal on all hosts.
             take_from_first_host(engine.store, self.fabric)
 
     def _keeps_store(self, before: Engine, plan: Plan, updaters: Updaters) -> bool:
@@ -170,7 +170,7 @@ class ReplaceableEngine:
         # Ranks build a store together, so all of them must build one.
         return all(self.fabric.gather_objects(keeps, bool))
 
-    def _succeed(self, before: Engine, engine: Engine, old_names: Mapping[str, str]) -> None:
+    def _move_values(self, before: Engine, engine: Engine, old_names: Mapping[str, str]) -> None:
         """Move weights and optimizer state from an old engine to a new one.
 
         Parameters that the model has lost become plain ones.
@@ -182,8 +182,8 @@ class ReplaceableEngine:
         """
         if self.fabric.size > 1:
             before.store.flush()
-            # A rank has the scalars of only those parameters that it updates. It may update others in the
-            # new store.
+            # Each rank has the scalars of the parameters that it updates. In the new store it may update
+            # other parameters.
             before.store.scalars.share()
         take_over(engine.store, before.store, old_names)
         kept = set(old_names.values())
@@ -193,7 +193,7 @@ class ReplaceableEngine:
                 give_back(before.store, key, param, self.updaters.state_owner_of(name))
 
     def _initial(self, before: Engine | None, old_names: Mapping[str, str]) -> Initial | None:
-        """Return a function that reads the parameters' values, or `None` if the parameters have them."""
+        """Return a function that returns initial values; `None` if the parameters already hold them."""
         known = initial_values(self.model)
         if not known and before is None:
             return None
@@ -227,16 +227,16 @@ class ReplaceableEngine:
     def release(self) -> None:
         """Return values and gradients to the parameters and states to the optimizers, and end the engine.
 
-        All of them, and the model's buffers, are in host memory afterwards: they may be too large for a GPU.
+        All of these, and the model's buffers, are moved to host memory: they may be too large for a GPU.
         """
         if self.engine is None:
             return
-        # `detach` is first: it leaves NaN in the parameters, which then get their values from the store.
+        # `detach` comes first: it fills the parameters with NaN. Then they get their values from the store.
         self.engine.detach()
         store = self.engine.store
         warn_of_lost_hooks(((param, store.spec(key)) for key, param in self.engine.parameters()), HOST)
         for key, param in self.engine.parameters():
-            # In the place of a departed parameter there is a dummy, which no optimizer knows.
+            # The model has a dummy instead of each departed parameter, and no optimizer updates dummies.
             if key not in self.engine.departed:
                 self._give_back(key, param)
         for key, param in self.engine.departed.items():

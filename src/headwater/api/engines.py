@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class EngineSteps:
-    """The settings of training steps if the engine runs them, not a user's loop.
+    """The settings of training steps that the engine itself runs, as a `Trainer` does.
 
     Attributes:
         loss_function: returns the loss of a batch; the model itself if not given.
@@ -69,8 +69,8 @@ def build_engine(
         plan: the plan.
         optimizer: the optimizer, or update rules.
         backend: the options of the backend.
-        initial: returns initial values, or is the store of an engine that this one replaces; the present
-            values of the model's parameters if not given.
+        initial: a function that returns initial values, or the store of the engine that the new one
+            replaces; the present values of the model's parameters if not given.
         fabric: the ranks that train together.
         steps: the settings of the engine's own steps; the user's loop trains if not given.
 
@@ -83,14 +83,14 @@ def build_engine(
     """
     if plan.device == "cpu" and plan.precision.mixed and backend.fast_products:
         use_fast_half_products()
-    # Before the engine allocates: memory that malloc has taken already keeps its pages.
+    # Before the engine allocates memory: the setting has no effect on memory that is allocated already.
     if plan.device == "cpu" and backend.allocator == "tuned":
         tune_allocator(keep=plan.memory_is_ample)
     if steps is None and backend.compile == "auto":
         warn_once(
             logger,
-            "compile: auto does not compile blocks in your own loop, because its number of steps is not "
-            "known; compile: true compiles them",
+            "compile: auto does not compile blocks in your own loop, because the number of steps is not "
+            "known; write compile: true to compile them",
         )
     own = steps or EngineSteps()
     options = EngineOptions(
@@ -124,8 +124,8 @@ def advise_fast_products(device: str, precision: Precision, backend: BackendConf
         warn_once(
             logger,
             "this processor has no instructions for %s, so torch multiplies matrices in %s several times "
-            "slower than in fp32; with the option `matmul: fast` of the backend, fp32 kernels multiply them, "
-            "and results differ by rounding",
+            "slower than in fp32; with the option `matmul: fast` of the backend, fp32 kernels multiply them "
+            "instead, and results differ by rounding",
             precision.name,
             precision.name,
         )

@@ -38,7 +38,8 @@ _STATE, _CHECKSUMS, _SEAL, _VERSION = (
 _FORMAT_VERSION = "1"
 _CHECKSUM_DIGITS = 8
 _READ_AT_ONCE_BYTES = 1 << 16
-"""Tensors up to this size are not lazy: optimizers change step counts in place, which lazy ones forbid."""
+"""Tensors up to this size are read at once: optimizers change step counts in place, and lazy tensors cannot
+be changed."""
 
 _LEGACY_PICKLE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The first bytes of a file in the old format of `torch.save`, before zip archives."""
@@ -75,7 +76,7 @@ def _save(state: Any, path: Path) -> None:
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with UninterruptedContext(_replacing(path)) as unfinished:
         metadata = {_VERSION: _FORMAT_VERSION, _STATE: json.dumps(structure), _SEAL: "0" * _CHECKSUM_DIGITS}
-        # The checksums are not known yet. Zeros take their place, so that the header keeps its length.
+        # The checksums are not known yet. Zeros reserve their space, so that the header keeps its length.
         num_chunks = sum(-(-tensor.nbytes // CHUNK_BYTES) for tensor in tensors.values())
         metadata[_CHECKSUMS] = "0" * _CHECKSUM_DIGITS * num_chunks
         with TensorFileWriter(unfinished, layout, metadata) as file:
@@ -88,7 +89,8 @@ def load(path: str | os.PathLike[str], map_location: torch.device | str | None =
     """Load a file of `save`, `torch.save` or safetensors, without running code from the file.
 
     Tensors are on the CPU. Large tensors are lazy: their values are read, and compared with their checksums,
-    when they are used, for example by `load_state_dict`. Until then the file may be replaced, not changed.
+    when they are used, for example by `load_state_dict`. Until then the file may be replaced by another file,
+    but must not be changed in place.
 
     Args:
         path: the file.
@@ -193,12 +195,12 @@ def _digits(checksum: int) -> str:
 def _replacing(path: Path) -> Iterator[Path]:
     """Yield a new file beside `path`. At the end it replaces `path`; if the context raises it is removed.
 
-    Only one process can have the file at a time. A file that a killed process has left is used again.
+    Only one process at a time can write this file. If a killed process has left it, it is overwritten.
     """
     unfinished = path.with_name(path.name + PARTIAL_SUFFIX)
     handle = _locked(unfinished, path)
     while not _is_at(unfinished, handle):
-        # Between open and lock, another process has finished this file and renamed or removed it.
+        # Between `open` and the lock, another process has renamed or removed the file that was opened.
         os.close(handle)
         handle = _locked(unfinished, path)
     try:

@@ -18,7 +18,7 @@ def unscale(gradients: Iterable[torch.Tensor], scale: float) -> None:
     """Divide gradients in place by the factor with which the loss was multiplied."""
     if scale != 1.0:
         for gradient in gradients:
-            # As torch's scaler does. A division would round differently if the scale is not a power of two.
+            # torch's scaler multiplies too. A division rounds differently if the scale is not a power of two.
             gradient.mul_(1.0 / scale)
 
 

@@ -26,7 +26,7 @@ Tensors = Mapping[str, Tensor]
 
 def is_transformers_model(model: nn.Module) -> bool:
     """Return true if `model` is a `PreTrainedModel`."""
-    transformers = sys.modules.get("transformers")  # if it is not imported, no model can be of its class
+    transformers = sys.modules.get("transformers")  # None if not imported: then no model is of its class
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 

@@ -36,7 +36,7 @@ def runs_in_loop(optimizer: Optimizer) -> bool:
     """True if the step of an optimizer must run in the user's loop; see [Note: steps in the loop].
 
     Raises:
-        ConfigError: if it must, and there are several ranks.
+        ConfigError: if the step must run in the loop, but there are several ranks.
     """
     if is_known(type(optimizer)):
         return False
@@ -51,7 +51,7 @@ def runs_in_loop(optimizer: Optimizer) -> bool:
 
 
 def leaves_store(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """True if an optimizer that a store could run so far must step in the loop from this step on.
+    """True if an optimizer whose steps a store has run so far must step in the user's loop from now on.
 
     Args:
         optimizer: an optimizer for which `runs_in_loop` is false.
@@ -59,7 +59,7 @@ def leaves_store(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[st
         kwargs: its keyword arguments.
 
     Raises:
-        ConfigError: if it must, and there are several ranks.
+        ConfigError: if the step must run in the loop, but there are several ranks.
     """
     if is_known(type(optimizer)):
         return False

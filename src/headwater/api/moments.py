@@ -25,7 +25,7 @@ from headwater.stream.placeholders import LAYOUT, NotTraced, is_metadata, stand_
 
 @dataclasses.dataclass(frozen=True)
 class _MomentHome:
-    """The place in the store of one optimizer state tensor."""
+    """The place of one optimizer state tensor in the store, through which its values are read and written."""
 
     home: Home
     name: str
@@ -62,13 +62,14 @@ class Moment:
 
     @property
     def param(self) -> Moment:
-        """This object: `nn.Parameter(tensor)` copies from the `param` of a tensor that has one."""
-        # Not an attribute, which would be a cycle: `keep` would copy values that the program has dropped.
+        """This object itself, because `nn.Parameter(tensor)` copies from the tensor's `source.param`."""
+        # Not an attribute: its reference cycle would keep a tensor alive that the program has dropped, and
+        # `keep` would copy the values needlessly.
         return self
 
     @classmethod
     def of(cls, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> Moment:
-        """Return the tensor that the state has now.
+        """Return the object of a state tensor. While the program holds it, this is always the same object.
 
         Args:
             optimizer: the optimizer.
@@ -207,7 +208,7 @@ def lazy_state(optimizer: Optimizer, param: ParameterAtRest) -> dict[str, Any]:
     return {**scalars, **{name: lazy(name) for name in layouts_of(param.home)}}
 
 
-def is_present(state: Mapping[str, Any], optimizer: Optimizer, param: ParameterAtRest) -> bool:
+def is_stored_state(state: Mapping[str, Any], optimizer: Optimizer, param: ParameterAtRest) -> bool:
     """Return true if all tensors of `state` are the ones that the store has for this parameter now.
 
     Args:

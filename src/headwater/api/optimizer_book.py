@@ -116,11 +116,11 @@ class OptimizerBook:
         for key, (options, state) in loaded.items():
             updaters.expect_state(store.spec(key).name, options, state)
         rule = updaters.rule
-        # This needs a second loop: the rule has the options of all parameters only after the first one.
+        # A second loop, because the rule has the options of all parameters only after the first loop.
         for key, (_, state) in loaded.items():
             spec, tensors = store.spec(key), state_tensors(state)
             if rule.state_layout(spec).keys() != tensors.keys():
-                return  # loading it will raise an error, and the present states stay
+                return  # loading this state will raise an error: keep the present states
             if rule.state_layout(spec) != store.rule.state_layout(spec):
                 others.add(spec.name)
         if others:

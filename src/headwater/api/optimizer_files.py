@@ -10,7 +10,7 @@ import torch
 from headwater.api.moments import lazy_state
 from headwater.api.optimizer_state import install
 from headwater.api.registry import is_state_replaced, model_of
-from headwater.api.stored_state import Optimizer, is_served, params_of
+from headwater.api.stored_state import Optimizer, has_stored_state, params_of
 from headwater.core.interrupts import uninterrupted
 from headwater.core.stage import ParamKey
 from headwater.stream.parameters import ParameterAtRest
@@ -44,7 +44,7 @@ def take_stored_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     _change_layouts(optimizer, state_dict)
     # Not strict: torch compares the groups after this hook, and raises its own error.
     for number, param in zip(saved, params, strict=False):
-        if is_served(param, optimizer):
+        if has_stored_state(param, optimizer):
             loaded = state.pop(number, None)
             present.load(param, loaded and _with_dtypes(param, loaded, number, state_dict["param_groups"]))
     return {**state_dict, "state": state}
@@ -68,7 +68,7 @@ def _change_layouts(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     groups = [(group, number) for group in state_dict["param_groups"] for number in group["params"]]
     loaded: dict[StreamedModel, dict[ParamKey, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
     for (group, number), param in zip(groups, params_of(optimizer), strict=False):
-        if is_served(param, optimizer) and state_dict["state"].get(number):
+        if has_stored_state(param, optimizer) and state_dict["state"].get(number):
             home = param.home
             states = loaded.setdefault(model_of(home.store), {})
             states[home.stage, home.index] = group, state_dict["state"][number]

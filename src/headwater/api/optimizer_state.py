@@ -5,7 +5,7 @@
 becomes an `OptimizerState`, and the state of each streamed parameter a `ParamState`. Both show what the store
 has. A state is either in the store, or in its `ParamState`. Some states do not fit into the store: a moment
 of another shape, or a state that lacks a moment. Such a state is taken out of the store. The next step puts
-it back or refuses it.
+it back, or raises an error if it still does not fit.
 
 A loop may also assign another mapping to `optimizer.state`, which no hook notices. So every function that
 uses the state in a store first checks that the mapping is still the installed one.
@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 
 from headwater.api.dictionary import Dictionary
-from headwater.api.moments import drop_stored, is_present
+from headwater.api.moments import drop_stored, is_stored_state
 from headwater.api.param_state import ParamState
 from headwater.api.registry import installed_states, is_state_replaced
 from headwater.api.stored_state import Optimizer, params_of, set_scalars, store_state, stored_scalars
@@ -113,7 +113,7 @@ class OptimizerState(Dictionary):
         view.take_out()
         self._own[view.param] = view
 
-    def retire(self) -> None:
+    def move_to_host(self) -> None:
         """Move all states from stores into this mapping. Called when the optimizer gets another mapping."""
         for param in [key for key in self if isinstance(key, ParameterAtRest)]:
             if self.stored(param) is not None:
@@ -158,7 +158,7 @@ class OptimizerState(Dictionary):
         """Replace the state of a parameter by a loaded one, in the store."""
         optimizer = self.optimizer
         assert optimizer is not None, "a mapping that is not installed loads nothing"
-        if state is not None and is_present(state, optimizer, param):
+        if state is not None and is_stored_state(state, optimizer, param):
             # The tensors of `state` are read from this store, so they are there already.
             names = stored_scalars(param, optimizer) or {}
             set_scalars(param.home, {name: state[name] for name in names})
@@ -184,7 +184,7 @@ def install(optimizer: Optimizer) -> OptimizerState:
     """
     state: Any = optimizer.state
     if is_state_replaced(optimizer):
-        _retire(optimizer)
+        _move_states_out(optimizer)
     elif isinstance(state, OptimizerState):
         return state
     return _installed(optimizer)
@@ -203,10 +203,11 @@ def _installed(optimizer: Optimizer) -> OptimizerState:
     return new
 
 
-def _retire(optimizer: Optimizer) -> None:
+def _move_states_out(optimizer: Optimizer) -> None:
+    """Move the states from stores into the old mapping, because the user has assigned another one."""
     before = installed_states[optimizer]()
     if isinstance(before, OptimizerState):
-        before.retire()
+        before.move_to_host()
     for param in params_of(optimizer):
         if isinstance(param, ParameterAtRest):
             drop_stored(optimizer, param)

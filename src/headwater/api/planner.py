@@ -14,7 +14,7 @@ from headwater.api.calls import Call
 from headwater.api.early import compile_only, validate_only
 from headwater.api.early_reports import CompileReport, ValidateReport
 from headwater.api.engines import advise_fast_products, disk_folder
-from headwater.core.patience import noticed
+from headwater.core.patience import notice_if_long
 from headwater.core.precision import Precision
 from headwater.core.tensor_memory import return_free_memory
 from headwater.fabric.fabric import Fabric
@@ -74,7 +74,7 @@ class Planner:
         report: CompileReport | ValidateReport
         # On stderr: a model of thousands of layers takes minutes, and a silent program seems to hang.
         if backend.compile_only:  # which checks the model too
-            with noticed("planning the steps"):
+            with notice_if_long("planning the steps"):
                 report = compile_only(
                     model,
                     *call,
@@ -85,7 +85,7 @@ class Planner:
                     fixed=fixed_by(backend.config),
                 )
         elif backend.validate_only:
-            with noticed("checking the model"):
+            with notice_if_long("checking the model"):
                 report = validate_only(model, *call, precision=precision)
         else:
             return
@@ -138,12 +138,12 @@ class Planner:
             if before is None:
                 warn_of_budgets(request.resources, self.device)
                 return make_plan(request)
-            # The memory of the engine's freed tensors is free for the next one, and must not count as used.
+            # malloc may still hold memory of freed tensors, which must not count as used.
             return_free_memory()
             plan = plan_for_store(request, before.plan) if before.may_keep_store else None
-            return plan or make_plan(beside(request, before.plan))
+            return plan or make_plan(with_second_store(request, before.plan))
 
-        # The plan is that of rank 0, but the path of the folder may differ between hosts.
+        # All ranks use the plan of rank 0, but each host has its own path of the disk folder.
         return dataclasses.replace(fabric.agree(make, Plan), disk=disk)
 
 
@@ -154,21 +154,23 @@ def plan_for_store(asked: PlanRequest, before: Plan) -> Plan | None:
         asked: the step and its limits.
         before: the plan of the other engine, which exists while the new plan is made.
     """
-    assert before.prediction is not None, "a plan that was made from a request is predicted"
+    assert before.prediction is not None, "a plan that was made from a request has a prediction"
     device, host = before.prediction.device_parts, before.prediction.host_parts
     limits = asked.resources
     if limits.device_memory is None and asked.device != "cpu":
-        # The stages in device memory stay there, and the slabs are freed before the new ones are made.
+        # The new engine takes over the stages in device memory, and the old slabs are freed before new ones
+        # are allocated. So both count as available.
         held = device.get("weight store", 0) + device.get("slabs", 0)
-        room = device_budget(free_device_bytes(asked.device) + held)
-        limits = dataclasses.replace(limits, device_memory=room)
-    # This process has the store and the slabs of the other engine already, which a plan counts.
+        available = device_budget(free_device_bytes(asked.device) + held)
+        limits = dataclasses.replace(limits, device_memory=available)
+    # Store and slabs are already resident, and the planner adds those of the plan to `base_bytes`.
     others = resident_bytes() + LATE_BYTES - host.get("weight store", 0) - host.get("slabs", 0)
     plan = find_plan(
         dataclasses.replace(
             asked,
             resources=limits,
-            # This is at least the memory before the first engine: pages of its store may not be touched yet.
+            # At least the interpreter: the line above subtracts the whole store, but pages of it that were
+            # never touched are not resident.
             base_bytes=max(others, host["interpreter"] // asked.ranks),
             fixed=dataclasses.replace(
                 asked.fixed,
@@ -183,10 +185,10 @@ def plan_for_store(asked: PlanRequest, before: Plan) -> Plan | None:
     return plan if plan is not None and StoreSettings.of(plan) == StoreSettings.of(before) else None
 
 
-def beside(asked: PlanRequest, before: Plan) -> PlanRequest:
+def with_second_store(asked: PlanRequest, before: Plan) -> PlanRequest:
     """Return the request for an engine with its own store, which is filled while another store exists.
 
-    A limit of device memory that is not set is what the device has free, so it needs no change.
+    Without a limit of device memory, the limit is the free memory, which already excludes the other store.
 
     Args:
         asked: the step and its limits.

@@ -81,7 +81,7 @@ def load_pretrained(
     """
     directory = Path(directory)
     loading = _compare(model, directory, strict=strict)
-    # Before the assignment: it may fail, and it draws new values for whole modules.
+    # Before `assign`: the initialisation may raise an error, and it overwrites all parameters of a module.
     _initialize_rest(model, loading, directory)
     loading.assign()
     return loading.report
@@ -111,7 +111,7 @@ class _Loading:
     """A checkpoint that was compared with a model and fits it. `assign` loads it.
 
     Attributes:
-        report: the names that are only in one of the two.
+        report: the names that are only in the model or only in the checkpoint.
         values: each parameter or buffer of the model that the checkpoint has, with its values there.
     """
 
@@ -146,7 +146,7 @@ def _compare(model: nn.Module, directory: Path, *, strict: bool) -> _Loading:
     report = LoadReport(tuple(sorted(missing)), tuple(sorted(unexpected)))
     if strict and (missing or unexpected):
         raise _names_differ(report, directory)
-    # In file order, in which a file reads ahead. A converted tensor is a new object and comes last.
+    # In file order, so that reading ahead works. A converted tensor is a new object and comes last.
     place_in_files = {id(tensor): number for number, tensor in enumerate(tensors.values())}
     order = sorted(values, key=lambda name: place_in_files.get(id(values[name]), len(tensors)))
     return _Loading(report, [(places[name], values[name]) for name in order])
@@ -231,7 +231,7 @@ def _initialize_rest(model: nn.Module, loading: _Loading, directory: Path) -> No
     All other parameters keep their values.
 
     Raises:
-        CheckpointError: if the model does not initialise one of them. All of them are empty again then.
+        CheckpointError: if the model does not initialise one of these parameters. Then all are emptied again.
     """
     filled = {id(place) for place, _ in loading.values}
     rest = {
@@ -240,8 +240,8 @@ def _initialize_rest(model: nn.Module, loading: _Loading, directory: Path) -> No
         if param.is_meta and recorded_values(param) is None and id(param) not in filled
     }
     modules = dict.fromkeys(name.rpartition(".")[0] for name in rest)
-    # An initialisation draws all parameters of a module: those with values get them back afterwards.
-    beside = [
+    # The initialisation overwrites all parameters of a module, so those with values are restored afterwards.
+    overwritten = [
         (param, param.detach().clone())
         for name in modules
         for param in model.get_submodule(name).parameters(recurse=False)
@@ -249,12 +249,12 @@ def _initialize_rest(model: nn.Module, loading: _Loading, directory: Path) -> No
     ]
     with on_failure(lambda: _empty(rest.values())):
         for param in rest.values():
-            # NaN marks what no initialisation sets; see `_require_values`.
+            # A parameter that is still NaN afterwards was not initialised; see `_require_values`.
             give_values(param, torch.full_like(param, float("nan"), device="cpu"))
         for name in modules:
             huggingface.initialize(model, name)
         with torch.no_grad():
-            for param, values in beside:
+            for param, values in overwritten:
                 param.copy_(values)
         _require_values(rest, directory)
 
@@ -294,7 +294,7 @@ def _with_nearest(names: Iterable[str], candidates: Iterable[str]) -> list[str]:
     lines = []
     for name in names:
         near = nearest(name, candidates)
-        lines.append(f"{name} (near: {near})" if near else name)
+        lines.append(f"{name} (similar there: {near})" if near else name)
     return lines
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @final
 class LoopProfile:
-    """The profile of a user's loop while the context of `profile` is open."""
+    """The object that the context of `profile` yields. It collects the times of the loop's steps."""
 
     def __init__(self, model: nn.Module | None, *, depth: int, operators: bool) -> None:
         self._model = model
@@ -77,7 +77,7 @@ def profile(
 
     Args:
         folder: the folder; made if missing.
-        model: the model whose modules are timed; if not given, only kinds of work are.
+        model: the model whose modules are timed; if not given, only kinds of work are timed.
         depth: levels of modules with separate rows below a block, such as its attention.
         operators: list the operators inside the modules too. This slows the loop down.
 
@@ -85,7 +85,7 @@ def profile(
         RunError: if the folder cannot be written, or another profile is being taken.
     """
     place = Path(folder)
-    check_place(place, expected="a folder")  # now, so that no profile is lost
+    check_place(place, expected="a folder")  # now: a later error would lose the profile
     taken = LoopProfile(model, depth=depth, operators=operators)
     try:
         yield taken

@@ -20,7 +20,7 @@ from headwater.stream.at_rest import AtRest
 Batch = TypeVar("Batch")
 
 _part_samples = ProcessValue[int | None](None)
-"""Samples of this rank's part of the last batch that was divided; `None`: no batch was divided.
+"""Number of samples in this rank's part of the last divided batch; `None`: no batch was divided yet.
 
 Shared by the process: a data loader divides batches, and the step that uses them does not see the loader.
 """
@@ -72,7 +72,7 @@ def is_divided() -> bool:
 def whole(value: torch.Tensor) -> torch.Tensor:
     """Combine the values of all ranks' parts to the value of the whole batch. All ranks must call this.
 
-    A floating-point number is averaged over ranks. An integer is a count, and is summed over ranks. A tensor
+    A floating-point scalar is averaged over ranks. An integer scalar is a count, and is summed. A tensor
     whose first dimension is the number of samples of the part is concatenated. Any other floating-point or
     complex tensor is averaged. Tensors in the weight store are the same on all ranks and are returned as they
     are.
@@ -115,7 +115,7 @@ def refuse_restarts(cluster: ClusterConfig, *, where: str) -> None:
         where: the place where the user wrote `max_restarts`; for errors.
 
     Raises:
-        ConfigError: if they ask for restarts.
+        ConfigError: if `max_restarts` is not 0.
     """
     if cluster.max_restarts:
         raise ConfigError(
@@ -130,7 +130,7 @@ def take_accelerator(device: str, fabric: Fabric, *, where: str) -> None:
     """Choose a separate accelerator for this rank. All ranks call this before they use an accelerator.
 
     Args:
-        device: the type of device on which they compute, `cpu` or `cuda`.
+        device: the type of device on which the ranks compute, `cpu` or `cuda`.
         fabric: the ranks.
         where: the place where the user wrote the number of ranks; for errors.
 
@@ -140,7 +140,7 @@ def take_accelerator(device: str, fabric: Fabric, *, where: str) -> None:
     if device == "cpu" or fabric.size == 1:
         return
     own = _cuda_device(fabric.local_rank) if fabric.computes else None
-    # The index would not do: ranks that see one device each all call it number 0.
+    # Not the index: if each rank sees only one device, it is device 0 on every rank.
     uuid = None if own is None else str(torch.cuda.get_device_properties(own).uuid)
     every = fabric.gather_objects(uuid, str | None)
     there = len(set(every) - {None})

@@ -2,7 +2,8 @@
 
 In plain PyTorch `weight.detach()` shares the memory of the weight. Streaming moves the weight to the store,
 so a tensor that was made from it before keeps the values of that moment. A view that a forward makes of a
-weight, and that is kept, is memory of a slab or of the store: a step of the optimizer does not reach it.
+weight uses the memory of a slab or of the store. If the program keeps the view, later optimizer steps do not
+change it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     params = list(params)
     known = {id(param) for _, param in params}
     names = {address: name for name, param in params if (address := _address(param)) is not None}
-    # The first search needs no garbage collection, which takes long in a large program.
+    # Garbage collection is slow in a large program, so it runs only if the first search finds something.
     if not _shared(names, known):
         return
     gc.collect()  # unreachable tensors need no warning
@@ -63,7 +64,7 @@ def warn_of_kept_views(params: Iterable[ParameterAtRest], number: int) -> None:
     if number.bit_count() > 1:
         return
     names = {id(param): param.home.spec.name for param in params if _is_referred_to(param)}
-    # This is rarely needed: a graph that is not freed refers to parameters too.
+    # The search for views is slow, so it runs only if something, such as a view, refers to a parameter.
     if not names or not _viewed(names):
         return
     gc.collect()
@@ -79,7 +80,7 @@ def warn_of_kept_views(params: Iterable[ParameterAtRest], number: int) -> None:
 
 
 def _is_referred_to(param: ParameterAtRest) -> bool:
-    """True if a view of a parameter or a graph refers to it, apart from the node that gets its gradient."""
+    """True if something refers to the parameter besides its Python object and its gradient node."""
     with torch._C.DisableTorchFunctionSubclass():
         if not param.requires_grad:
             return False

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _model_of: weakref.WeakKeyDictionary[WeightStore, weakref.ref[StreamedModel]] = weakref.WeakKeyDictionary()
 _kept: dict[int, StreamedModel] = {}
-"""With several ranks: all models, so that none is freed at another time than on the other ranks."""
+"""With several ranks: all models. None is ever freed, because ranks would free them at different times."""
 
 
 def register(store: WeightStore, model: StreamedModel) -> None:
@@ -39,7 +39,7 @@ def unregister(model: StreamedModel) -> None:
 
 
 def find_model(store: WeightStore) -> StreamedModel | None:
-    """Return the model whose weights are in `store`. `None` if the store is not of a user's loop."""
+    """Return the model whose weights are in `store`. `None` if the store does not belong to a user's loop."""
     reference = _model_of.get(store)
     return None if reference is None else reference()
 
@@ -54,7 +54,7 @@ def model_of(store: WeightStore) -> StreamedModel:
 def streamed_models() -> list[StreamedModel]:
     """Return all streamed models, in the same order on all ranks."""
     models = (reference() for reference in list(_model_of.values()))
-    # Each once: a model has several stores while a former one is still in use.
+    # Without duplicates: a model has several stores while a former one is still in use.
     return list({id(model): model for model in models if model is not None}.values())
 
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import nn
 
-from headwater.api.calls import Call, asked_precision
+from headwater.api.calls import Call, autocast_precision
 from headwater.api.engine_swap import Predecessor, ReplaceableEngine
 from headwater.api.references import warn_of_references
-from headwater.api.retracing import traces_of, unnoticed
+from headwater.api.retracing import restoring_state, traces_of
 from headwater.api.same_model import check_same_model
 from headwater.api.updaters import Updaters, live_optimizers
 from headwater.api.watcher import Structure, refuse_inference_parameters, refuse_shared_memory
-from headwater.core.copies import apart
+from headwater.core.copies import copied_arguments
 from headwater.core.empty import settle_lazy_parameters
 from headwater.core.interrupts import interruptible
 from headwater.core.precision import Precision
@@ -64,25 +64,25 @@ class Replanning:
         return self._planner.device
 
     def plan(
-        self, call: Call, precision: Precision | None, *, only_look: bool, in_fp32: bool = False
+        self, call: Call, precision: Precision | None, *, keep_if_unchanged: bool, in_fp32: bool = False
     ) -> None:
         """Make a plan with which a call of the model can run, and move the weights to a new engine.
 
         Args:
             call: the arguments of the call.
             precision: the precision of the run; that of autocast if not given.
-            only_look: keep the plan if the forward changes the same weights as in the plan's dry run.
-            in_fp32: stream weights in fp32 from now on, whatever the precision was.
+            keep_if_unchanged: keep the plan if the forward changes the same weights as in the plan's dry run.
+            in_fp32: stream weights in fp32 from now on; overrides `precision`.
         """
         now = self._current
         self._prepare()
         target = self._target(in_fp32=in_fp32)
         precision = self._precision(precision, in_fp32=in_fp32)
-        with self._running(), unnoticed(now.model, target.trained):
+        with self._running(), restoring_state(now.model, target.trained):
             self._planner.stop_early(now.model, call, precision)
             traces = traces_of(
                 now,
-                apart(call),
+                copied_arguments(call),
                 precision,
                 target.kept,
                 inference=not target.trained,
@@ -92,7 +92,7 @@ class Replanning:
             refuse_assignments_after_use(trace.assigned_after_use)
             same_dtypes = now.engine is None or _dtypes(trace) == _dtypes(now.engine.plan.trace)
             same_writes = now.engine is not None and trace.written == now.engine.plan.trace.written
-            if only_look and same_writes and same_dtypes:
+            if keep_if_unchanged and same_writes and same_dtypes:
                 now.structure = Structure(now.model)
                 self.knows_training |= now.model.training
                 return
@@ -107,7 +107,7 @@ class Replanning:
             self.knows_training = now.model.training
 
     def _prepare(self) -> None:
-        """Refuse parameters that cannot be streamed. Read lazy parameters whose values a store has."""
+        """Raise for parameters that cannot be streamed. Read lazy parameters whose values are in a store."""
         now, model = self._current, self._current.model
         refuse_shared_memory(model)
         refuse_inference_parameters(model)
@@ -136,7 +136,7 @@ class Replanning:
             updaters,
             kept,
             trained_names(model).union(new for new, old in old_names.items() if old in self.trained),
-            # In fp32, graphs of earlier forwards refer to weights in the other dtype.
+            # After a change to fp32, graphs of earlier forwards still refer to weights in the other dtype.
             unchanged=same_parameters and not in_fp32,
         )
 
@@ -145,7 +145,7 @@ class Replanning:
         if in_fp32:
             _warn_of_fp32()
         if self._current.engine is None:
-            return asked or asked_precision(self.device)
+            return asked or autocast_precision(self.device)
         return Precision() if in_fp32 else self._current.engine.plan.precision
 
     def _predecessor(self, target: _Target) -> Predecessor | None:
@@ -195,7 +195,7 @@ def trained_names(model: nn.Module) -> frozenset[str]:
 
 def _warn_of_fp32() -> None:
     warnings.warn(
-        "a call of the model is outside of the autocast of the calls before it; the weights are streamed in "
+        "a call of the model is not under the autocast of earlier calls; the weights are streamed in "
         "fp32 from now on, which copies twice as many bytes; to avoid this, run all calls under the same "
         "autocast, also in evaluation",
         PrecisionWarning,

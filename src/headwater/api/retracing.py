@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def unnoticed(model: nn.Module, trained: Collection[str]) -> Iterator[None]:
+def restoring_state(model: nn.Module, trained: Collection[str]) -> Iterator[None]:
     """Enter a context for a dry run. At its end, restore everything that the user's loop can see.
 
     Args:
@@ -56,7 +56,7 @@ def traces_of(
     inference: bool,
     device: str,
 ) -> Iterator[Trace]:
-    """Run a model on fake tensors, and yield the trace; then those with ever smaller stages.
+    """Run a model on fake tensors, and yield the trace, then traces with smaller and smaller stages.
 
     Args:
         current: the model, and its engine if there is one.
@@ -108,7 +108,7 @@ def _not_streamed(engine: Engine | None) -> AbstractContextManager[None]:
 def _at_least(num_stages: int, partitions: Iterator[Partition]) -> Iterator[Partition]:
     """Yield the partitions with at least this number of stages, or the last one if none has.
 
-    So blocks that were divided once stay divided, and graphs of earlier forwards find their weights.
+    Blocks that were divided once must stay divided, so that graphs of earlier forwards find their weights.
     """
     partition, is_found = None, False
     for partition in partitions:

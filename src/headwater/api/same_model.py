@@ -74,7 +74,7 @@ def check_same_options(
         place = f"parameter group {index}"
         options = group_options(optimizer, group)
         told |= {f"{key} of {place}": repr(numbers(value)) for key, value in options.items()}
-        # Names, not counts alone: two ranks may have divided the same parameters into other groups.
+        # A checksum of the names is needed too: ranks may have groups of equal size with other parameters.
         own = [names[id(param)] for param in group["params"] if id(param) in names]
         told[f"the parameters of {place}"] = f"{len(own)} with the checksum {_checksum(own):08x}"
     if _is_same(fabric, sorted(told.items())):
@@ -91,7 +91,7 @@ def check_same_options(
 
 def _is_same(fabric: Fabric, value: Sequence[object]) -> bool:
     """True if `value` is the same on every rank. All ranks call this."""
-    # The float is exact: it can represent every integer of 32 bits.
+    # A checksum has 32 bits, so a float represents it exactly.
     return len(set(fabric.gather(float(_checksum(value))))) == 1
 
 

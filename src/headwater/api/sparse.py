@@ -92,7 +92,7 @@ class SparsityOptimizer:
         self._cleared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         for param in self._parameters.values():
             amend_with(param, self)
-        # Stores are rolled back first: the weights that an abort writes back must not be rolled back again.
+        # After the stores: if this object wrote weights back first, the stores would then undo that too.
         transaction.register(self, undone_last=True)
 
     def apply_sparsity(self) -> None:
@@ -121,7 +121,7 @@ class SparsityOptimizer:
         return self._sparsifier.sparsity_of(name)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Mask the gradients that `optimizer` is about to use; called before each of its steps.
+        """Mask the gradients before a step of `optimizer`; at steps of the schedule first change the masks.
 
         Raises:
             ConfigError: if the optimizer is not elementwise.
@@ -135,22 +135,22 @@ class SparsityOptimizer:
             if id(param) in own and (gradient := param.grad) is not None
         ]
         kind = type(optimizer).__name__
-        if given and kind in optimizers():  # of a user's own class, the update is not known
+        if given and kind in optimizers():  # the update rule of a user's own class is not known
             require_elementwise(kind)
         changing = self._sparsifier.changing(self._step + 1)
         if changing and not are_finite(gradient for _, gradient in given):
-            return  # a later check refuses or skips this step; the masks must not change
+            return  # a later check raises or skips this step, so the masks must not change
         weights = self._weights(optimizer)
         with torch.no_grad():
             for name, gradient in given:
-                if optimizer not in self._cleared:  # it may have trained dense weights before
+                if optimizer not in self._cleared:  # its state may be from training without masks
                     weights.clear(name, self._sparsifier.mask_of(name))
                 if name in changing:
                     weight = weights.read(name)
-                    beside = functools.partial(gradient.to, weight.device)
-                    kept = self._sparsifier.change(name, weight, beside, self._step + 1)
+                    gradient_on_cpu = functools.partial(gradient.to, weight.device)
+                    kept = self._sparsifier.change(name, weight, gradient_on_cpu, self._step + 1)
                     weights.prune(name, self._sparsifier.mask_of(name), kept)
-                # This follows the change of the mask, so that the new mask applies.
+                # After the change of the mask, so that the new mask is applied.
                 gradient.mul_(self._sparsifier.mask_of(name).to(gradient.device))
         if given:
             self._cleared.add(optimizer)

@@ -63,7 +63,7 @@ def trace(step: Callable[P, R]) -> Callable[P, R]:
         A function called like `step`.
     """
 
-    @uninterrupted  # all of it, so that the transaction ends also if Ctrl-C comes as the step returns
+    @uninterrupted  # including the end of the transaction: Ctrl-C must not skip it
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with transaction():
             result: R = map_tensors(traced, interruptible(step, *args, **kwargs))
@@ -138,7 +138,7 @@ def checkpoint_closure(function: Callable[P, object]) -> Callable[P, None]:
             )
         if not _loops or _loops[-1].at_checkpoint_step:
             call = host_call(function, args, kwargs)
-            # On every rank: the closure reads optimizer states on rank 0 alone.
+            # All ranks exchange scalars: the closure runs on rank 0 only and may read optimizer state.
             for model in streamed_models():
                 model.steps.share_scalars()
             if current().rank == 0:

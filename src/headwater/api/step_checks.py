@@ -51,22 +51,22 @@ def check_ranks(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
 
 
 def check_kinds(
-    optimizer: Optimizer, store: WeightStore, parts: Mapping[ParamKey, Mapping[str, Any]]
+    optimizer: Optimizer, store: WeightStore, options: Mapping[ParamKey, Mapping[str, Any]]
 ) -> None:
     """Check that the optimizer accepts the present gradients, sparse or dense.
 
     Args:
         optimizer: the optimizer.
         store: the store that has the gradients.
-        parts: the options of each parameter that the optimizer updates in this store.
+        options: the options of each parameter that the optimizer updates in this store.
 
     Raises:
-        StreamError: if the optimizer does not accept one of them.
+        StreamError: if the optimizer does not accept one of these gradients.
     """
     name = type(optimizer).__name__
-    for key in store.gradients.status.present.intersection(parts):
+    for key in store.gradients.status.present.intersection(options):
         is_sparse = key in store.gradients.status.sparse
-        if not (takes_sparse_gradients(name, parts[key]) if is_sparse else takes_dense_gradients(name)):
+        if not (takes_sparse_gradients(name, options[key]) if is_sparse else takes_dense_gradients(name)):
             raise StreamError(
                 f"{name} cannot use a {'sparse' if is_sparse else 'dense'} gradient with these options",
                 where=store.spec(key).name,
@@ -79,7 +79,7 @@ def check_not_consumed(homes: Iterable[Home]) -> None:
     """Check that no gradient was used by an earlier step and not zeroed since.
 
     Raises:
-        StreamError: if one was.
+        StreamError: if a gradient was already used.
     """
     consumed = next((home for home in homes if home.gradient_is_consumed), None)
     if consumed is not None:
@@ -90,7 +90,7 @@ def check_between_forwards(optimizer: Optimizer) -> None:
     """Check that no forward runs that uses parameters of an optimizer whose step begins.
 
     Raises:
-        StreamError: if one does: its weights are bound, and their gradients are in the store.
+        StreamError: if such a forward runs. Its weights are in use and must not be updated.
     """
     for param in params_of(optimizer):
         if hasattr(param, "home") and not isinstance(param, ParameterAtRest):

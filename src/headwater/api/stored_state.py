@@ -22,7 +22,7 @@ def params_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
         yield from group["params"]
 
 
-def is_served(param: object, optimizer: Optimizer) -> TypeGuard[ParameterAtRest]:
+def has_stored_state(param: object, optimizer: Optimizer) -> TypeGuard[ParameterAtRest]:
     """True if the optimizer state that a store has for a parameter belongs to `optimizer`."""
     if not isinstance(param, ParameterAtRest):
         return False
@@ -32,7 +32,7 @@ def is_served(param: object, optimizer: Optimizer) -> TypeGuard[ParameterAtRest]
 
 def stored_scalars(param: object, optimizer: Optimizer) -> Scalars | None:
     """Return the scalars of a parameter's optimizer state if it is in a store, otherwise `None`."""
-    if not is_served(param, optimizer):
+    if not has_stored_state(param, optimizer):
         return None
     home = param.home
     # Pending updates are applied first, because they change the scalars.

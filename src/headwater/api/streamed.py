@@ -10,7 +10,7 @@ from torch import nn
 
 from headwater.api import registry, transaction
 from headwater.api.backend import Backend
-from headwater.api.call_news import CallNews
+from headwater.api.call_changes import CallChanges
 from headwater.api.calls import Call, guard_call, is_lazy, own_randomness, serves_call
 from headwater.api.engine_swap import ReplaceableEngine
 from headwater.api.optimizer_book import OptimizerBook
@@ -21,7 +21,7 @@ from headwater.api.step_participant import StreamedSteps
 from headwater.api.updaters import Updaters
 from headwater.api.watcher import (
     Structure,
-    has_lent_parameters,
+    has_replaced_parameters,
     refuse_inference_parameters,
     refuse_shared_memory,
 )
@@ -106,39 +106,41 @@ class StreamedModel:
             return None
         with_gradients = torch.is_grad_enabled()
         if self._serves() and not with_gradients and not self.current.has_changed:
-            return None  # any plan of this precision fits; generation makes many such calls
+            return None  # without gradients any plan of this precision works; a fast path for generation
         trained = trained_names(self.model)
-        news = self._news((args, kwargs), trained)
+        changes = self._changes((args, kwargs), trained)
         if self.engine is None or with_gradients:
-            # The ranks exchange this even if the plan of this rank fits, because the other ranks wait for it.
-            news = news.of_any_rank(current())
-            self._check_trained(trained, retrained=news.retrained)
-        fits = news.size <= self._largest_batch and not (news.trains_more or news.structure or news.precision)
-        if self.engine is not None and fits and not news.first_training:
+            # All ranks exchange this, even a rank whose plan fits: the other ranks wait for its value.
+            changes = changes.of_any_rank(current())
+            self._check_trained(trained, retrained=changes.retrained)
+        fits = changes.size <= self._largest_batch and not (
+            changes.trains_more or changes.structure or changes.precision
+        )
+        if self.engine is not None and fits and not changes.first_training:
             return None
-        if has_lent_parameters(self.model):
-            return None  # the model's usual parameters are not known during this call
+        if has_replaced_parameters(self.model):
+            return None  # `functional_call` runs the model with other parameters
         refuse_first_call()
         refuse_compiled_parts(self.model)
         self._check_not_alone()
         before = self.engine
-        only_look = fits and before is not None
-        error = self._plan((args, kwargs), only_look=only_look, in_fp32=news.precision)
-        if error is None:  # an error that is raised leaves a plan that is too small for this call
+        keep_if_unchanged = fits and before is not None
+        error = self._plan((args, kwargs), keep_if_unchanged=keep_if_unchanged, in_fp32=changes.precision)
+        if error is None:  # after an error the plan is still too small for this call
             # A new plan may keep activations for which a larger batch has no memory. With several ranks only
             # calls with gradients compare their sizes, so only these may make a plan for a larger batch.
             is_new = self.engine is not before and current().size == 1
-            self._largest_batch = news.size if is_new else max(news.size, self._largest_batch)
+            self._largest_batch = changes.size if is_new else max(changes.size, self._largest_batch)
         return error
 
-    def _news(self, call: Call, trained: frozenset[str]) -> CallNews:
+    def _changes(self, call: Call, trained: frozenset[str]) -> CallChanges:
         """Return the differences between a call and the calls before it, on this rank.
 
         Args:
             call: the arguments of the call.
             trained: names of the parameters that require a gradient.
         """
-        return CallNews(
+        return CallChanges(
             size=sum(tensor.numel() for tensor in tensors_in(call)),
             structure=self.current.has_changed,
             trains_more=not trained <= self._replanning.trained,
@@ -148,23 +150,23 @@ class StreamedModel:
         )
 
     def _serves(self) -> bool:
-        """True if the model is streamed in a precision that the present call can use."""
+        """True if the present call can use weights in the precision in which the model is streamed."""
         if self.engine is None:
             return False
-        # A precision that was set holds for every call: the forward itself may enter autocast.
+        # If the user has set a precision, it is used for every call: the forward itself may enter autocast.
         return self.precision is not None or serves_call(self.engine.plan.precision, self.engine.plan.device)
 
-    def _plan(self, call: Call, *, only_look: bool, in_fp32: bool) -> Exception | None:
+    def _plan(self, call: Call, *, keep_if_unchanged: bool, in_fp32: bool) -> Exception | None:
         """Make a plan for a call. Return the error of a failed plan if the call can run without a plan.
 
         Args:
             call: the arguments of the call.
-            only_look: keep the plan if the forward changes the same weights as in the plan's dry run.
+            keep_if_unchanged: keep the plan if the forward changes the same weights as in the plan's dry run.
             in_fp32: stream weights in fp32 from now on.
         """
         is_first = self.engine is None
         try:
-            self._replanning.plan(call, self.precision, only_look=only_look, in_fp32=in_fp32)
+            self._replanning.plan(call, self.precision, keep_if_unchanged=keep_if_unchanged, in_fp32=in_fp32)
         except HeadwaterError:
             raise
         except Exception as error:
@@ -228,7 +230,7 @@ def refuse_compiled_parts(model: nn.Module) -> None:
     """Raise if a module inside the model is compiled by itself: two engines would stream its weights.
 
     Raises:
-        StreamError: if there is such a module.
+        StreamError: if a module inside the model is compiled.
     """
     for name, module in model.named_modules():
         if module is not model and isinstance(vars(module).get(ATTRIBUTE), StreamedModel):

@@ -83,7 +83,7 @@ class _Encoder:
                 return {"list": [self.encode(item, (*path, index)) for index, item in enumerate(value)]}
             case tuple():
                 return {"tuple": [self.encode(item, (*path, index)) for index, item in enumerate(value)]}
-            # Before `Mapping`, which the next two are as well.
+            # The next two cases come before `Mapping`, because these classes are mappings too.
             case Counter():  # in the state of torch's MultiStepLR
                 return {"counter": self._entries(value, path)}
             case OrderedDict() if hasattr(value, "_metadata"):  # `state_dict` of a module

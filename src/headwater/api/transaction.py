@@ -13,7 +13,7 @@ from headwater.core.process_value import ProcessValue
 
 
 class Participant(Protocol):
-    """Interface of an object that steps change. After `begin_step` comes `end_step` or `abort_step`."""
+    """Interface of an object that a step changes. `end_step` or `abort_step` follows each `begin_step`."""
 
     def begin_step(self) -> None:
         """Save the state that the object has before the step."""
@@ -68,7 +68,7 @@ def register(participant: Participant, *, undone_last: bool = False) -> None:
 
     Args:
         participant: the participant.
-        undone_last: undo this participant's part of a step after the parts of those registered before it.
+        undone_last: when a step is aborted, abort this participant after those that were registered before.
     """
     if id(participant) in _participants:
         return

@@ -58,7 +58,7 @@ class Updaters:
         self._entries = dict(entries or {})
 
     def note(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> set[str]:
-        """Record that `optimizer` updates its parameters from now on.
+        """Record that `optimizer` updates its parameters of this model from now on.
 
         Args:
             optimizer: an optimizer of any parameters.
@@ -69,7 +69,7 @@ class Updaters:
         """
         own = {names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names}
         fresh = {name for name in own if self.updater_of(name) is not optimizer}
-        # This is the usual case, and the function runs in every step.
+        # The fast path, because this function runs in every step.
         if not fresh or runs_in_loop(optimizer):
             return set()
         spec = OptimizerSpec.of(optimizer, self._device())
@@ -78,10 +78,10 @@ class Updaters:
             for param in params:
                 name = names.get(id(param))
                 if name in fresh:
-                    its = fitting.options(options, optimizer.state.get(param, {}))
-                    known = frozenset({state_signature(options), state_signature(its)})
+                    fitted = fitting.options(options, optimizer.state.get(param, {}))
+                    known = frozenset({state_signature(options), state_signature(fitted)})
                     # Weak references, so that an optimizer that the script replaces is freed.
-                    self._entries[name] = _Updated(spec, weakref.ref(optimizer), its, known)
+                    self._entries[name] = _Updated(spec, weakref.ref(optimizer), fitted, known)
                 elif name is not None:
                     self._entries[name] = dataclasses.replace(self._entries[name], spec=spec)
         return fresh
@@ -120,9 +120,9 @@ class Updaters:
         """
         entry = self._entries[name]
         options = {**entry.options, **{key: options[key] for key in entry.options.keys() & options.keys()}}
-        its = _Fitting(entry.spec).options(options, state)
-        known = frozenset({state_signature(options), state_signature(its)})
-        self._entries[name] = dataclasses.replace(entry, options=its, known=known)
+        fitted = _Fitting(entry.spec).options(options, state)
+        known = frozenset({state_signature(options), state_signature(fitted)})
+        self._entries[name] = dataclasses.replace(entry, options=fitted, known=known)
 
     def keep_state(self, param: ParamSpec, options: Options) -> None:
         """Accept new options for a parameter's state. Raise if they need state tensors that it lacks.

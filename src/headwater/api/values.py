@@ -42,7 +42,7 @@ class TracedValue(torch.Tensor):
     """A result of a traced step: detached from its graph, and an ordinary tensor in arithmetic.
 
     Step closures read its value (`item`, `float`, `print`, `if`, …). Elsewhere reading works too: the program
-    waits for the device, and a warning says once what to write instead.
+    waits for the device, and the first such read gives a warning that says what to write instead.
     """
 
     @classmethod
@@ -96,7 +96,8 @@ def _warn_once(read: str) -> None:
     _has_warned.value = True
     warnings.warn(
         f"{read}: the value of a traced step is read outside a closure, and the loop waits for the device; "
-        "write a function decorated with step_closure that takes the value, and read it there (said once)",
+        "write a function decorated with step_closure that takes the value, and read it there (this warning "
+        "is given once)",
         TracedValueWarning,
         stacklevel=_depth_of_caller(),
     )

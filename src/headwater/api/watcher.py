@@ -18,7 +18,7 @@ from headwater.core.errors import StreamError
 from headwater.core.overlap import overlapping
 from headwater.stream.detached import values_of
 
-_LENDER = getattr(getattr(stateless, "_functional_call", None), "__code__", None)
+_FUNCTIONAL_CALL = getattr(getattr(stateless, "_functional_call", None), "__code__", None)
 """The code of torch's `functional_call`, which replaces parameters while the model runs."""
 
 _FORWARD = "forward"
@@ -50,7 +50,7 @@ class Structure:
         self._filled = [registry for registry in self._registries if registry]
         self._forwards = self._own_forwards()
         self._classes: list[type[nn.Module]] = list(dict.fromkeys(map(type, self._modules)))
-        self._identities = self._look()
+        self._identities = self._present_identities()
         self._paths: dict[str, object] = dict(model.named_modules())
         self._paths.update(model.named_parameters(remove_duplicate=False))
         self.names = {id(param): name for name, param in model.named_parameters()}
@@ -61,7 +61,7 @@ class Structure:
     def _own_forwards(self) -> list[Any]:
         return [attributes.get(_FORWARD) for attributes in self._attributes]
 
-    def _look(self) -> tuple[object, ...]:
+    def _present_identities(self) -> tuple[object, ...]:
         """Return the identities of all recorded objects now. Kept fast, as it runs before every forward."""
         return (
             # A model has many empty registries: one test covers all of them.
@@ -71,14 +71,14 @@ class Structure:
             list(map(id, chain.from_iterable([registry.values() for registry in self._filled]))),
             list(map(id, self._own_forwards())),
             list(map(type, self._modules)),
-            # A forward that is recomputed holds the function that its class had, which may be patched.
+            # A class may be patched. Then the recomputed forward would call the old function.
             [cls.forward for cls in self._classes],
         )
 
     @property
     def is_current(self) -> bool:
         """True if the model still has this structure."""
-        return self._look() == self._identities
+        return self._present_identities() == self._identities
 
     def old_names(self, now: Structure) -> dict[str, str]:
         """Return, for each parameter in both structures: name in `now` -> name in this structure."""
@@ -101,13 +101,13 @@ class Structure:
     def restored(self) -> Iterator[None]:
         """Enter a context in which the model has this structure again."""
         contents, forwards = self._copies(), self._own_forwards()
-        self._put(self._contents, self._forwards)
+        self._write_back(self._contents, self._forwards)
         try:
             yield
         finally:
-            self._put(contents, forwards)
+            self._write_back(contents, forwards)
 
-    def _put(self, contents: Sequence[_Registry], forwards: Sequence[Any]) -> None:
+    def _write_back(self, contents: Sequence[_Registry], forwards: Sequence[Any]) -> None:
         for registry, content in zip(self._registries, contents, strict=True):
             # The entries are replaced, not only updated, because their order counts too.
             registry.clear()
@@ -119,13 +119,13 @@ class Structure:
                 attributes[_FORWARD] = forward
 
 
-def has_lent_parameters(model: nn.Module) -> bool:
+def has_replaced_parameters(model: nn.Module) -> bool:
     """True if the model's parameters are replaced for the duration of a call, as by `functional_call`."""
     params = chain.from_iterable(module._parameters.values() for module in model.modules())
     if any(param is not None and not isinstance(param, nn.Parameter) for param in params):
         return True
-    # The replacements may be parameters themselves. Then only the stack shows who calls the model.
-    return _LENDER is not None and any(frame.f_code is _LENDER for frame in _frames())
+    # The replacements may be parameters too. Then only the call stack shows that `functional_call` runs.
+    return _FUNCTIONAL_CALL is not None and any(frame.f_code is _FUNCTIONAL_CALL for frame in _frames())
 
 
 def _frames() -> Iterator[FrameType]:
@@ -139,10 +139,10 @@ def refuse_shared_memory(model: nn.Module) -> None:
     """Raise if two parameters of the model share memory.
 
     Raises:
-        StreamError: if they do: the memory of each streamed parameter is separate.
+        StreamError: if two parameters share memory. Each streamed parameter needs separate memory.
     """
     params = dict(model.named_parameters())
-    pair = overlapping(params) or _taken(params)
+    pair = overlapping(params) or _copied_parameter(params)
     if pair is not None:
         first, second = pair
         kept, other = map(_code_of, pair)
@@ -164,9 +164,9 @@ def refuse_inference_parameters(model: nn.Module) -> None:
     """Raise if a trained parameter was made in inference mode.
 
     Raises:
-        StreamError: if there is one: autograd makes no gradient for it that could reach the store.
+        StreamError: if there is one. Autograd computes no gradient for such a parameter.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # parameters may be at rest
+    with torch._C.DisableTorchFunctionSubclass():  # else a streamed parameter would read its values
         found = [
             name for name, param in model.named_parameters() if param.requires_grad and param.is_inference()
         ]
@@ -178,14 +178,14 @@ def refuse_inference_parameters(model: nn.Module) -> None:
         )
 
 
-def _taken(params: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
-    """Return the names of a parameter and of one that was made by `nn.Parameter(model.weight)`, or `None`."""
+def _copied_parameter(params: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
+    """Return the names of a parameter and of a second one made by `nn.Parameter(first)`; `None` if none."""
     names = {id(param): name for name, param in params.items()}
     for name, param in params.items():
-        taken = values_of(param)
-        if taken is None:
-            taken = vars(param).pop("taken_from", None)
-        source = None if taken is param else names.get(id(taken))
+        original = values_of(param)
+        if original is None:
+            original = vars(param).pop("taken_from", None)
+        source = None if original is param else names.get(id(original))
         if source is not None:
             return source, name
     return None

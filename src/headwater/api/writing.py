@@ -38,7 +38,7 @@ def write_tensors(tensors: Mapping[str, Tensor], files: Mapping[str, TensorFileW
         files: the open file of each tensor, by name.
 
     Raises:
-        StoreError: if only other ranks have all values of a tensor, or a file cannot be written.
+        StoreError: if this rank does not have all values of a tensor, or a file cannot be written.
     """
     stages: dict[tuple[int, int], tuple[Parameters, dict[StoredName, list[str]]]] = {}
     for name, tensor in tensors.items():
@@ -75,7 +75,7 @@ def _write_stage(
     # Reading may apply an update. Its results must not be inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         for tensor, run in parameters.runs(stage, stored):
-            # The checksums of a file are of pieces of one size; the store may have others.
+            # A file has a checksum per `CHUNK_BYTES`; pieces from the store may have other sizes.
             cutter = cutters.setdefault(tensor, Cutter(CHUNK_BYTES // run.dtype.itemsize))
             for piece in cutter.cut(run):
                 write(tensor, piece)

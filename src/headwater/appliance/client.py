@@ -48,7 +48,7 @@ class SharedQueue(RequestQueue):
             except (ConnectionRefusedError, FileNotFoundError):
                 pass
             except (OSError, ValueError) as error:
-                # A repeated cancellation would kill the job, as the first comment says.
+                # Not repeated: a second cancellation would kill the job at once.
                 if request == "cancel":
                     raise QueueError(
                         "the connection broke: the job may or may not have been cancelled",

@@ -168,7 +168,7 @@ def is_locked(path: Path) -> bool:
         return False
     lock = os.open(path, os.O_RDONLY)
     try:
-        # The lock is shared, so that two processes that test at once do not take each other for a holder.
+        # A shared lock: two processes that test at the same time must not block each other.
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -1,4 +1,4 @@
-"""The end of all processes of a job whose watcher process is gone."""
+"""Kills the processes of a job whose watcher process is gone."""
 
 from __future__ import annotations
 

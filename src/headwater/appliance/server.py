@@ -27,7 +27,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 @contextmanager
-def serving(folder: QueueFolder, places: Places | None = None) -> Iterator[None]:
+def serving(folder: QueueFolder, places: ConnectionLimits | None = None) -> Iterator[None]:
     """Answer requests of other users while the context is active. Does nothing if the queue is not shared.
 
     Args:
@@ -39,7 +39,7 @@ def serving(folder: QueueFolder, places: Places | None = None) -> Iterator[None]
         return
     with suppress(FileNotFoundError):
         folder.socket.unlink()  # left by a supervisor that was killed
-    with _Server(folder, places or Places()) as server:
+    with _Server(folder, places or ConnectionLimits()) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -59,7 +59,7 @@ def socket_address(folder: QueueFolder) -> Iterator[str]:
         os.close(handle)
 
 
-class Places:
+class ConnectionLimits:
     """Limits how many connections are answered at a time, in all and for each user.
 
     Args:
@@ -93,7 +93,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, folder: QueueFolder, places: Places) -> None:
+    def __init__(self, folder: QueueFolder, places: ConnectionLimits) -> None:
         self.folder = folder
         self._places = places
         with socket_address(folder) as address:

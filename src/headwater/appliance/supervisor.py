@@ -33,6 +33,7 @@ from headwater.core.signals import handled
 logger = logging.getLogger(__name__)
 
 _TICK_S, _LOOK_S = 0.1, 1.0
+"""Seconds between checks whether anything has changed, and the most seconds between checks of all jobs."""
 _START_TIMEOUT_S = 30.0
 _TRIES = 3
 _IDLE_S = 60.0
@@ -91,7 +92,7 @@ def _stopping() -> Iterator[_Stop]:
 def _take(folder: QueueFolder) -> int:
     """Lock the queue for this supervisor, and return the descriptor of the lock file."""
     lock = os.open(folder.supervisor_lock, os.O_RDWR | os.O_CREAT, 0o600)
-    # `is_locked` takes the lock for an instant, so one failure does not mean a holder.
+    # `is_locked` takes the lock for an instant, so one failure does not prove that another supervisor runs.
     end = time.monotonic() + 1
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The runs of a folder, followed by a thread: new runs, new steps, runs that vanish."""
+"""The runs of a folder. A thread follows new runs, new steps and runs that are deleted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHARE_OF_SCANS = 20
 _SAMPLED_LINES = 400
 _READ_AT_ONCE = 1 << 18
 _PAUSE_S = 0.001
-"""Seconds between two reads. In them, a request has the interpreter for itself."""
+"""Seconds between two reads, in which the thread releases the interpreter to requests."""
 _READY_S = 60.0
 
 
@@ -102,7 +102,7 @@ class FollowedRun:
 
 @final
 class Board:
-    """The runs below a folder. While it is entered, a thread follows them.
+    """The runs below a folder. Inside its context, a thread reads what they append to their histories.
 
     Args:
         folder: the folder.

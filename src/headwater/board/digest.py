@@ -72,7 +72,7 @@ class Digest:
             np.maximum.at(self._high[row], places, high[row])
 
     def bands(self, count: int) -> Bands:
-        """Return the values in at most `count` buckets of equal width, which is at least one."""
+        """Return the values in at most `count` buckets (at least 1) of equal width."""
         used = np.flatnonzero(self._steps)
         if not len(used):
             return Bands(self._steps[:0], self._low[:, :0], self._high[:, :0])

@@ -16,10 +16,10 @@ from headwater.trainer.history import StepNumbers, record_numbers, record_of, st
 
 _BLOCK = 1 << 18
 _LONGEST_LINE = 1 << 16
-_USUAL_LINES = 2048
-"""Bytes that usually have the end of a line and the whole line after it."""
+_USUAL_BYTES = 2048
+"""Bytes that usually contain the end of a line and the whole line after it."""
 _KEPT_END = 4096
-"""Bytes before the position that are compared, to notice a file that was written again: several lines."""
+"""Bytes before the reading position that are compared with what was read, to notice a rewritten file."""
 _VALIDATIONS, _LAST_STEPS = 500, 20
 
 
@@ -67,7 +67,7 @@ def series(steps: list[StepNumbers]) -> tuple[Ints, Floats]:
 def _line_after(file: BinaryIO, position: int) -> bytes:
     """Return the first line that begins after a position."""
     # One read of a few lines: a buffered file would drop its buffer at each `seek`, and read far more.
-    block = os.pread(file.fileno(), _USUAL_LINES, position)
+    block = os.pread(file.fileno(), _USUAL_BYTES, position)
     begin = block.find(b"\n") + 1
     end = block.find(b"\n", begin) + 1
     if begin and end:
@@ -118,7 +118,7 @@ class HistoryReader:
         with self._path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size <= _BLOCK:
-                return  # read as a whole in no time
+                return  # `advance` reads such a small file at once
             lines = []
             for index in range(count):
                 lines.append(_line_after(file, size * index // count))

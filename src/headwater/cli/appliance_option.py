@@ -14,9 +14,9 @@ _NAMES = (OPTION, "--mgmt_address", "--cs_ip")
 """The option, and its names in Cerebras' documents."""
 HELP = f"use the queue of another machine: ssh://[user@]host[:port][/path] (or {ENVIRONMENT})"
 REMOTE = ("fit", "jobs")
-"""The commands that know this option, and the variable."""
+"""The commands that accept the option and the variable."""
 REMOTE_IF_ASKED = ("plan", "validate")
-"""The commands that know this option. The variable has no effect on them: they also serve this machine."""
+"""The commands that accept the option but ignore the variable: without the option they run here."""
 
 
 def take_address(words: Sequence[str]) -> tuple[Address | None, list[str]]:

@@ -22,9 +22,9 @@ _OF_EVERY_RUN = frozenset({"model", "model_dir", "seed"})
 _RANKS = frozenset({"num_csx", "num_memx"})
 _MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk", "micro_batch_size"})
 EVALUATION = _OF_EVERY_RUN | _MACHINE | {"eval_steps", "checkpoint_path"}
-"""The options of params files that matter to an evaluation, which runs on one rank."""
+"""The options of params files that have an effect on an evaluation."""
 PLANNING = _OF_EVERY_RUN | _MACHINE | _RANKS | {"batch_size"}
-"""The options of params files that matter to a plan."""
+"""The options of params files that have an effect on a plan."""
 
 
 def add_params_arguments(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headwater.cli.serve import add_served_models, open_service
 from headwater.core.files import check_place
-from headwater.core.patience import noticed
+from headwater.core.patience import notice_if_long
 from headwater.core.units import counted
 from headwater.serving.batch import answer_file
 
@@ -15,9 +15,9 @@ from headwater.serving.batch import answer_file
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `headwater batch`."""
     parser.description = (
-        "Answer the requests of a file: a line is an object of the Cerebras-GPT model card (input_data, "
-        "params) or of OpenAI's batches (custom_id, method, url, body). The same command continues a run "
-        "that was killed."
+        "Answer the requests of a file. Each line is a JSON object as in the Cerebras-GPT model card "
+        "(input_data, params) or in OpenAI's batch files (custom_id, method, url, body). The same command "
+        "continues a run that was killed."
     )
     parser.usage = "headwater batch [-h] REQUESTS [NAME=]FOLDER ... [--output FILE] [--option VALUE ...]"
     parser.add_argument(
@@ -36,12 +36,12 @@ def run(args: argparse.Namespace) -> int:
     """Answer all requests; return 1 if some could not be answered."""
     output = args.output or args.requests.with_suffix(".answers.jsonl")
     check_place(output, expected="a file")
-    with open_service(args) as service, noticed("answering requests") as activity:
+    with open_service(args) as service, notice_if_long("answering requests") as activity:
 
-        def told(count: int) -> None:
+        def show_progress(count: int) -> None:
             activity.name = f"answering requests: {count} answers written"
 
-        errors = answer_file(service, args.requests, output, told)
+        errors = answer_file(service, args.requests, output, show_progress)
     print(f"answers: {output}")
     if errors:
         print(f"{counted(errors, 'request', 'requests')} could not be answered; see the answers")

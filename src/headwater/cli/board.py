@@ -25,7 +25,7 @@ _TOKEN = "HEADWATER_BOARD_TOKEN"
 _SHORTEST_TOKEN = 16
 _PORT, _LAST_PORT = 6060, 65535
 _SWITCH_S = 0.001
-"""Seconds for which the thread that reads histories keeps the interpreter while a request waits."""
+"""Switch interval of the interpreter: how long a request waits for the thread that reads histories."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

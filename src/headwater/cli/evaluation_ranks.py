@@ -14,8 +14,8 @@ from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
 from headwater.data.codec import Codec
-from headwater.fabric.alike import check_alike
 from headwater.fabric.cluster import join
+from headwater.fabric.consistency import check_consistency
 from headwater.fabric.fabric import Fabric
 from headwater.trainer.ranks import NUM_CSX, launch, program_and_params
 from headwater.trainer.tokenizer import model_codec
@@ -65,12 +65,12 @@ def _join(config: RunConfig) -> Fabric:
             remedy=f"write --num_csx {fabric.size}",
         )
     if fabric.size > 1:
-        check_alike(fabric, program_and_params(config))
+        check_consistency(fabric, program_and_params(config))
     return fabric
 
 
 def refuse_ranks(args: argparse.Namespace) -> None:
-    """Raise if the command line asks for several ranks. Those of the params have no effect on this command.
+    """Raise if the command line asks for several ranks. This command ignores the number in the params.
 
     Raises:
         ConfigError: if the command line asks for several ranks.

@@ -91,7 +91,7 @@ def launch_ranks(config: RunConfig, words: Sequence[str], *, in_place: bool) -> 
     Args:
         config: the run.
         words: the command line after `headwater` with which a rank trains this run.
-        in_place: let the launcher of the ranks replace this process, instead of returning.
+        in_place: replace this process by the launcher of the ranks (`exec`); the call then does not return.
     """
     if early.asked_for(config):
         return None

@@ -76,7 +76,7 @@ def follow(connection: Connection, job: Job, folder: Path | None, args: argparse
         if folder is not None and job.model_dir is not None and args.artifacts != "none":
             mirror = Mirror(connection, job.name, folder, is_wanted(args.artifacts), say)
             closed.callback(mirror.close)
-        follower = Follower(connection, job.name, _writer(), mirror, tell)
+        follower = Follower(connection, job.name, _writer(), mirror, print_phase)
         return _run(follower, connection, job, args.on_interrupt)
 
 
@@ -115,7 +115,7 @@ def folder_of(origin: Mapping[str, Any], job: Job) -> Path:
     return Path(job.name)
 
 
-def tell(job: Job) -> None:
+def print_phase(job: Job) -> None:
     """Print a notice if a job waits, or has not succeeded."""
     if job.phase == Phase.QUEUED:
         say(f"{job.name} waits for {job.num_csx} CSXs")

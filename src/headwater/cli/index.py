@@ -10,7 +10,7 @@ from pathlib import Path
 from headwater.cli.arguments import add_override_options, positive, read_model_dir
 from headwater.cli.retrieved import MACHINE, OWN
 from headwater.core.errors import DataError, HeadwaterError
-from headwater.core.patience import noticed, print_notice
+from headwater.core.patience import notice_if_long, print_notice
 from headwater.core.units import counted
 from headwater.data.documents import find_inputs
 from headwater.data.passages import PASSAGE_WORDS
@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
     check_target(args.out, replace=replaces(args.out, args.overwrite))
     config = read_model_dir(args.model_dir, args.overrides)
     retriever = RetrieverRun.find(config, args.checkpoint_path)
-    with _noted_progress(args.out), noticed("opening the encoder") as activity:
+    with _noted_progress(args.out), notice_if_long("opening the encoder") as activity:
 
-        def told(count: int) -> None:
+        def show_progress(count: int) -> None:
             activity.name = f"encoding passages: {count} done"
 
         built = index_texts(
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             tokenizer=args.tokenizer,
             batch_size=args.batch_size,
             overwrite=args.overwrite,
-            told=told,
+            on_progress=show_progress,
         )
     if built.bad_records:
         print(f"left out: {counted(built.bad_records, 'record', 'records')} that cannot be used")
@@ -99,7 +99,7 @@ def _check_out(out: Path, inputs: Sequence[Path]) -> None:
     """Check that the index is not written into a folder of inputs.
 
     Raises:
-        DataError: if it is. Its own files would be inputs when the command is run again.
+        DataError: if it is: the files of the index would be inputs of the next run.
     """
     for folder in inputs:
         if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):

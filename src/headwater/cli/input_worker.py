@@ -101,7 +101,7 @@ def _serve_run() -> int:
 
 @contextmanager
 def _serving(data: Mapping[str, Samples], place: Address, secret: bytes) -> Iterator[InputWorker]:
-    """Listen at an address, print it, and yield a worker that signals end."""
+    """Listen at an address, print it, and yield a worker that SIGTERM and SIGINT stop."""
     try:
         listener = listen_at(*place, _BACKLOG)
     except OSError as error:

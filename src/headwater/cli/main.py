@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        # First: a rank whose launcher has ended must end, also while its command is imported.
+        # First, so that a rank exits with its launcher even while modules are imported.
         find_parent()
         outlive_terminal()
         forget_useless_width()

@@ -15,10 +15,10 @@ from headwater.retrieval.prompt import PassageTemplate
 from headwater.retrieval.retriever import PASSAGES
 
 MACHINE = frozenset({"target_device", "device_memory", "host_memory", "disk"})
-"""The options of params files that matter to an encoder."""
+"""The options of params files that have an effect on the encoder of an index."""
 
 OWN = frozenset({"model_dir", "model", "batch_size", "checkpoint_path"})
-"""Options of `headwater index`, `serve` and `batch` that do not stand for the keys of params files."""
+"""Options of `headwater index`, `serve` and `batch` that these commands define; they set no params."""
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def check_index_arguments(args: argparse.Namespace) -> None:
     """Raise if an argument of `add_index_arguments` has no effect.
 
     Raises:
-        ConfigError: if it does not.
+        ConfigError: if such an argument is given without --index.
     """
     for option in ("passages", "encoder_dir", "template"):
         if args.index is None and getattr(args, option) is not None:

@@ -116,7 +116,7 @@ class NetworkSection(Section):
 
 
 class StoreSection(Section):
-    """The hosts of the weight store, which hold masters and optimizer state and do not compute."""
+    """The hosts of the weight store. They hold fp32 weights and optimizer state, and do not compute."""
 
     hosts: int = Field(ge=1)
     memory: MemorySection

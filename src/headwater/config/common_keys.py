@@ -23,7 +23,7 @@ COMMON_KEYS = {
     "max_position_embeddings": "Length of the longest sequence.",
     "name": "Selects the kind of this section, and so its keys.",
     "nonlinearity": "Nonlinearity of the feed-forward parts.",
-    "norm_first": "Normalize the input of each part of a block instead of the sum after it.",
+    "norm_first": "Normalize the input of each part of a block (pre-norm), not the residual sum after it.",
     "norm_type": "`layernorm`, `biasless-layernorm` or `rmsnorm`.",
     "num_channels": "Number of color channels of an image.",
     "num_classes": "Number of classes.",

@@ -163,9 +163,9 @@ def _read_base(
             where=where,
             remedy="write for example extends: gpt/tiny",
         )
-    beside = path.parent / base
+    sibling = path.parent / base
     try:
-        found = find_params(beside if is_file(beside) else base)
+        found = find_params(sibling if is_file(sibling) else base)
     except ConfigError as error:
         raise ConfigError(error.what, where=where, remedy=error.remedy) from error
     chain = (*above, path)

@@ -244,12 +244,12 @@ class _Translation:
             self.result = put(self.result, ("trainer", *path), list(self.callbacks.values()), origins)
 
     def _scale_schedules(self) -> None:
-        """Wrap each schedule in a `ScalePerParamLR`, which the older form does not write but implies."""
+        """Wrap each schedule in a `ScalePerParamLR`, which the older form applies without naming it."""
         path: KeyPath = ("init", "schedulers")
         for index, schedule in enumerate(self.result.get(("trainer", *path)) or []):
             place: KeyPath = ("trainer", *path, index)
             origins = self.result.origins.at(place)
-            # Emptied first: otherwise the name of the schedule would stay beside the new one.
+            # Emptied first, because `put` would keep the old name of the schedule beside the new one.
             self.result = put(self.result, place, {}, origins.here or NOWHERE)
             self.result = put(self.result, (*place, "ScalePerParamLR", "scheduler"), schedule, origins)
 

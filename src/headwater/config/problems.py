@@ -72,7 +72,7 @@ def _remedy_of_choice(names: list[str], path: KeyPath, document: Document) -> st
     others = [name for name in names if origins[name].source != own]
     if not others or len(others) == len(names):
         return None
-    # The user has written one name only, and has not seen the other one.
+    # The user wrote only one of the names; the other comes from the extended file.
     nulls = ", ".join(f"{name}: null" for name in others)
     file = origins[others[0]].source
     return f"{', '.join(others)} is in {file}, which is extended: write {nulls} beside {names[-1]}"

@@ -109,8 +109,8 @@ class BackendConfig(Section):
         num_slabs: number of slabs: buffers on the device, each for the weights of one stage.
         activations: keep, recompute or offload the tensors that backward needs. `selective` recomputes only
             values of cheap operators: normalizations, activation functions, casts.
-        tier: storage of weights, masters and optimizer state; `auto` may put some stages in memory and the
-            others on disk.
+        tier: storage of weights, masters (their fp32 values) and optimizer state; `auto` may put some stages
+            in memory and the others on disk.
         stages_in_memory: with `tier: disk`, number of stages that stay in host memory; at least one other
             stage is on disk. With `tier: auto` the plan chooses the number.
         stages_on_device: number of stages that are stored in the memory of the GPU and updated there: all
@@ -192,7 +192,7 @@ class BackendConfig(Section):
         return self
 
     def refuse_loss(self, where: str) -> None:
-        """Raise `ConfigError` for a choice of the loss's kernel, since the model computes its loss itself."""
+        """Raise `ConfigError` if `loss` is set in a script: there the user's model computes the loss."""
         if self.loss != "chunked":
             raise ConfigError(
                 f"loss: {self.loss} is only for models of params files",
@@ -201,7 +201,7 @@ class BackendConfig(Section):
             )
 
     def refuse_padding(self, where: str) -> None:
-        """Raise `ConfigError` for a run without padding, since only its author knows a model's batches."""
+        """Raise `ConfigError` if `skip_padding` is set in a script: Headwater does not know its padding."""
         if self.skip_padding:
             raise ConfigError(
                 "skip_padding is only for models of params files",
@@ -210,7 +210,7 @@ class BackendConfig(Section):
             )
 
     def refuse_updates(self, where: str) -> None:
-        """Raise `ConfigError` for updates in backward, since a loop of the user's may need the gradients."""
+        """Raise `ConfigError` if `updates` is `in_backward` in a script: its loop may need the gradients."""
         if self.updates != "on_fetch":
             raise ConfigError(
                 f"updates: {self.updates} is only for runs of params files",
@@ -242,7 +242,7 @@ class PrecisionConfig(Section):
 
     Attributes:
         enabled: true for mixed precision, false for fp32.
-        fp16_type: dtype of wire weights and matrix products in mixed precision.
+        fp16_type: dtype of the weights on the device, and of matrix products, in mixed precision.
         loss_scaling_factor: loss scale, a number or `dynamic`; only used with `float16`, because bfloat16 has
             the range of fp32.
         max_gradient_norm: clip gradients to this global norm.

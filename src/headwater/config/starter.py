@@ -22,7 +22,7 @@ PRECISIONS: Mapping[PrecisionName, Mapping[str, Any]] = {
     "fp16": {"enabled": True, "fp16_type": "float16", "loss_scaling_factor": "dynamic"},
 }
 """Section `precision` by the name of a precision."""
-_LARGEST_RATE = {True: 2e-5, False: 3e-4}
+_LEARNING_RATE = {True: 2e-5, False: 3e-4}
 """Learning rate for a model of the transformers library: True if it has pretrained weights, else False."""
 HF_DATA = {
     "causal_lm": "GptHDF5DataProcessor",
@@ -96,7 +96,7 @@ def _model(start: Start) -> Iterator[str]:
         return
     has_weights = any(start.base.glob("*.safetensors")) or any(start.base.glob("pytorch_model*.bin"))
     yield f"    model: {_flow({'hf': str(start.base), **start.model})}"
-    arguments = {"learning_rate": _LARGEST_RATE[has_weights], "weight_decay": 0.01}
+    arguments = {"learning_rate": _LEARNING_RATE[has_weights], "weight_decay": 0.01}
     yield f"    optimizer: {_flow({'AdamW': arguments})}"
 
 

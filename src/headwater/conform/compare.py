@@ -108,7 +108,7 @@ class _Runs:
         """Return the entry of two ranks, compared with plain PyTorch that divides each batch in two."""
         plain = self._run(PARTS, observed=False)
         if plain.status != "ok":
-            return Entry(RANKS, "refused" if plain.status == "refused" else plain.status, plain.message)
+            return Entry(RANKS, plain.status, plain.message)
         run = self._run(RANKS, observed=False)
         if run.status != "ok":
             return Entry(RANKS, run.status, run.message, trace=run.trace)

@@ -50,7 +50,7 @@ def train_in_parts(subject: Subject, course: Course) -> list[Shown]:
             total += loss.item()
         if not torch.equal(before, torch.get_rng_state()):
             raise ModelError(
-                "the model draws random numbers, and each rank draws its own",
+                "the model draws random numbers, which differ between ranks",
                 remedy="set its dropout to 0 to compare ranks",
             )
         optimizer.step()

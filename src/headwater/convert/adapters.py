@@ -97,8 +97,8 @@ def _adapted_layers(config: ModelConfig) -> dict[str, LoRALinear]:
 def _divided(layer: LoRALinear, whole: Mapped, a: Tensor, b: Tensor) -> list[_Adapter]:
     """Return the adapters of the library's matrices that are stacked in the weight of a layer.
 
-    A rule that converts the weight selects, permutes or scales its rows, so it converts every B in the same
-    way, if all B are the diagonal blocks of a matrix with a row for each output. A stays as it is. If one
+    The rule that converts the weight selects, permutes or scales rows. So that it can convert all B at once,
+    they are the diagonal blocks of a matrix with a row for each output. A is not converted. If one
     matrix of the library has rows of several adapters, it gets one adapter of their total rank.
 
     Args:
@@ -133,7 +133,7 @@ def _split(whole: Mapped, rows: Tensor) -> list[Tensor]:
 def _is_transposed(whole: Mapped) -> bool:
     """True if the library stores the weight as [inputs, outputs]."""
     outputs = whole.shape[0]
-    # More columns than any part of the weight has rows.
+    # With more columns than rows, the shape of the result shows whether the rule transposes.
     first = whole.rule.split(torch.empty(outputs, outputs + 1, device="meta"))[0]
     return first.shape[0] == outputs + 1
 

@@ -72,7 +72,7 @@ def export_hf(
         CheckpointError: if the folder is not empty, or the tensors are not those of the model.
     """
     pairs = source.items() if isinstance(source, Mapping) else source
-    config, pairs = _what_is_used(config, pairs)
+    config, pairs = _without_training_parts(config, pairs)
     format = format or format_of_config(config)
     # Before the weights are written: this raises if the format cannot express the model.
     hf = format.config_to_hf(config, end_of_text=end_of_text)
@@ -88,10 +88,10 @@ def export_hf(
                 shutil.copy(file, partial / name / file.name)
 
 
-def _what_is_used(
+def _without_training_parts(
     config: ModelConfig, pairs: Iterable[tuple[str, Tensor]]
 ) -> tuple[ModelConfig, Iterable[tuple[str, Tensor]]]:
-    """Drop what only training needs: DPO's reference model; adapters are merged into the weights."""
+    """Drop DPO's reference model, which only training needs, and merge adapters into the weights."""
     config, pairs = without_reference(config, pairs)
     if not isinstance(config, DecoderConfig) or config.lora_params is None:
         return config, pairs
@@ -142,7 +142,7 @@ def open_hf(folder: Path, *, config_file: Path | None = None, format: Format | N
             remedy=f"convert it with --model {converter_of(found)}",
         )
     format = format or encoder_alone(hf, found)
-    with _sound(path):
+    with _config_errors(path):
         config = format.config_from_hf(hf, where=str(path))
         # In the same context: some wrong sizes are only noticed when the model is built.
         mapped = map_model(config, format)
@@ -205,7 +205,7 @@ class Imported:
 
 
 @contextmanager
-def _sound(path: Path) -> Iterator[None]:
+def _config_errors(path: Path) -> Iterator[None]:
     """Inside the context, turn exceptions that a wrong value in `config.json` causes into a `ConfigError`."""
     try:
         yield
@@ -373,11 +373,11 @@ def _places(
             continue
         known = name.startswith((format.prefix, f"{format.head}.", *format.others))
         full = name if known else f"{format.prefix}{name}"
-        places[_modern(full)] = stored
+        places[_current_name(full)] = stored
     return places
 
 
-def _modern(name: str) -> str:
+def _current_name(name: str) -> str:
     """Return the present name of a tensor from an old checkpoint, which named norms and CLIP differently."""
     name = name.replace("vision_tower.vision_model.", "vision_tower.")
     return re.sub(

@@ -159,6 +159,6 @@ def weight_files(folder: Path, single: str = WEIGHTS_FILE) -> list[Path]:
         raise CheckpointError(
             f"the folder holds neither {single} nor {index.name}",
             where=str(folder),
-            remedy="save the checkpoint with safetensors; pickled weights are not read",
+            remedy="name a folder that save_pretrained has written, with its weights",
         )
     return indexed_files(index)

@@ -89,11 +89,11 @@ def _is_supported(query: Tensor, key: Tensor, value: Tensor, scale: float | None
 
 
 def attention_kernel_available() -> bool:
-    """True if this machine has the kernel: it is made for such a processor, and was compiled."""
+    """True if this machine can run the kernel: the processor has the instructions, and it was compiled."""
     return _library() is not None
 
 
-# For the same reason as `is_transformed`.
+# See the comment below `is_transformed` in `core/modes.py`.
 attention_kernel_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -125,10 +125,14 @@ class _Tensor(ctypes.Structure):
 
 
 def _call(name: str, shape: _Shape, arguments: Sequence[Tensor | None]) -> None:
-    """Call a function of the library. Tensors of other than four dimensions are passed by their address."""
+    """Call a function of the library. A 4-D tensor is passed with its strides, others by address alone.
+
+    Raises:
+        RunError: if memory is missing.
+    """
     library = _library()
     assert library is not None, "the operator is called only where the kernel is available"
-    # A thread's first call of torch sets its number of threads, which the kernel uses too.
+    # torch passes its number of threads to OpenMP when a thread first asks for it; the kernel uses it.
     torch.get_num_threads()
     passed = [
         ctypes.byref(_Tensor(each.data_ptr(), *each.stride()[:3]))

@@ -68,7 +68,7 @@ def aligned_temporary(num_bytes: int) -> torch.Tensor:
 
 
 def large_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised tensor. If malloc has torch's tensors, a large one gets a separate mapping.
+    """Return an uninitialised tensor. If torch's tensors come from malloc, a large one gets its own mapping.
 
     The mapping is freed with the tensor. If malloc keeps freed memory (see `tune_malloc`), small blocks are
     placed in the hole that a large one leaves, and the next large tensor takes new memory.
@@ -79,7 +79,7 @@ def large_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros, in memory as in `large_empty`."""
+    """Return a tensor of zeros, whose memory is allocated as in `large_empty`."""
     if _uses_own_pages(shape, dtype):
         return _mapped_zeros(shape, dtype)
     return torch.zeros(shape, dtype=dtype)
@@ -142,9 +142,9 @@ def tune_malloc(*, keep: bool, has_large_tensors: bool = True) -> bool:
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask the system to use huge pages for a large host tensor without values.
+    """Ask the system to use huge pages for a large host tensor that was not written to yet.
 
-    The first write to a page of 4 KiB costs more than the write itself, see docs/log.md.
+    The first write to a page of 4 KiB causes a page fault, which takes longer than the write: docs/log.md.
     """
     # Fake tensors of a dry run, and those that a transform of `torch.func` wraps, have no memory.
     if type(tensor) is not torch.Tensor or is_functorch_wrapped_tensor(tensor):
@@ -160,7 +160,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 def set_copied_by_fork(memory: torch.Tensor, copied: bool) -> None:
     """Set whether a fork of this process gets a copy of `memory`, which must be page-aligned.
 
-    Without a copy the fork cannot read the memory: an attempt ends the fork.
+    Without a copy the fork cannot read the memory: an attempt kills the fork (SIGSEGV).
     """
     madvise = _glibc("madvise")
     if madvise is not None and memory.nbytes:

@@ -107,7 +107,8 @@ def _bounds(
         if kind != WAIT:
             seconds[_OWN[kind]] += _seconds(merged(spans))
     waiting = merged(own.get(WAIT, []))
-    # In this order: a fetch that updates or copies is not waiting for the disk at that moment.
+    # In this order: if a thread updates or copies at a moment, that limits the wait, and not a disk transfer
+    # that runs at the same time.
     limits: tuple[tuple[tuple[Kind, ...], Bound], ...] = (
         ((UPDATE, GRADIENT), "memory"),
         ((FETCH,), fetches),

@@ -108,7 +108,7 @@ class CheckedFile:
                         behind.drain()
                     os.fsync(self._fd)
             finally:
-                # Before the descriptor is closed, whose number another file may get.
+                # Before the descriptor is closed: then another file may get its number.
                 if behind is not None:
                     behind.abandon()
                 os.close(self._fd)
@@ -163,7 +163,7 @@ class FileBytes:
         if self.num_bytes != written:
             kind = "truncated" if self.num_bytes < written else "too long"
             raise CorruptError(
-                f"the file is {kind}: {self.num_bytes} bytes of {written}",
+                f"the file is {kind}: expected {written} bytes, found {self.num_bytes}",
                 where=str(path),
                 remedy=OTHER_COPY,
             )
@@ -198,7 +198,7 @@ class FileBytes:
             else:
                 data = self._whole(chunk, what)
                 part[:] = data[start - offset : stop - offset]
-                # A run of elements seldom ends at a chunk: the next run begins in the same one.
+                # If the run ends inside this chunk, the next run usually begins in it.
                 self._last = (chunk, data) if high < offset + length else None
 
     def read_padded(self, low: int, count: int, buffer: torch.Tensor, what: str) -> torch.Tensor:

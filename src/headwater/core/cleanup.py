@@ -1,4 +1,4 @@
-"""A context that cleans up if its content raises."""
+"""A context that calls a function if the code inside raises an exception."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 T = TypeVar("T")
 
 
-def apart(tree: T) -> T:
+def copied_arguments(tree: T) -> T:
     """Return `tree` with copies of everything that a forward may change in it, such as a key-value cache.
 
     Tensors and modules are shared with the original. So are objects that cannot be copied, such as iterators.

@@ -1,4 +1,4 @@
-"""A flag and marks of module classes that let a dry run skip the work of equal modules."""
+"""A flag for dry runs, and a mark of module classes by which a dry run can skip equal modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Kind = TypeVar("Kind", bound=type[nn.Module])
 def costs_by_shapes(kind: Kind) -> Kind:
     """Mark a module class whose calls depend only on attributes and inputs, and have no side effect.
 
-    A dry run calls a few of many equal modules of this class; see [Note: repeated stages].
+    A dry run calls only a few of many equal modules of this class; see [Note: repeated stages] in
+    `plan/repeats.py`.
     """
     _COSTS_BY_SHAPES.add(kind)
     return kind

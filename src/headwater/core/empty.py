@@ -29,7 +29,7 @@ def empty_parameters() -> Iterator[None]:
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        # Not a subclass: a lazy tensor has no values in memory already.
+        # Not for subclasses: a lazy tensor takes no memory anyway.
         if type(param) is nn.Parameter and not param.is_meta:
             if param not in empty_of:
                 empty_of[param] = _like(param, torch.empty_like(param, device="meta"))
@@ -43,7 +43,8 @@ def empty_parameters() -> Iterator[None]:
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         for layer in recurrent:
-            # torch compares parameters with these. Its own weak references would make swapping fail.
+            # torch compares the parameters of an RNN with these references. With torch's own weak references,
+            # `swap_tensors` would fail.
             held = [partial(_itself, weight) for weight in layer._flat_weights]
             layer._flat_weight_refs = held  # type: ignore[assignment]
 

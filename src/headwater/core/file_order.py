@@ -18,7 +18,7 @@ from headwater.core.transfers import Read, read_ahead
 class FileOrder:
     """Reads tensors of one file in pieces. If they are requested in file order, the next one is read ahead.
 
-    A program that loads a state requests one tensor after another, and does not announce the next one. So
+    A program that loads a state dict requests one tensor after another, and announces none. So
     this class works like the read-ahead of a disk: after two requests in file order, it reads the tensor that
     follows. These bytes are dropped if another tensor is requested instead.
 

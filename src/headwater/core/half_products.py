@@ -28,7 +28,7 @@ _MOST_ELEMENTS = 8 * 1024**2
 """Most elements of the fp32 copies that exist at once. Larger products are computed in pieces."""
 
 _ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
-_TENSORS_OF_BACKWARD = 8  # of the size of the queries: five that the backward reads, and three gradients
+_TENSORS_OF_BACKWARD = 8  # as large as the queries: five that the backward reads, and three gradients
 
 _X86 = frozenset({"x86_64", "AMD64"})
 

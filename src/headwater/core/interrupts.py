@@ -63,7 +63,10 @@ class _Interrupts:
                 return
             left = self.since + PATIENCE_S - now
             if left > 0:
-                _say(f"headwater ends an operation first; to stop at once, repeat Ctrl-C in {left:.0f} s")
+                _say(
+                    "headwater stops when the current operation is complete; to stop without waiting, press "
+                    f"Ctrl-C again after {left:.0f} s"
+                )
                 return
         elif self.place == _OUTSIDE and _signal.getsignal(SIGINT) is _handle:
             # `enter` or `leave` was interrupted, or an earlier interrupt still waits.
@@ -76,7 +79,7 @@ class _Interrupts:
         before = self.place
         if before == _OUTSIDE and _signal.getsignal(SIGINT) is default_int_handler:
             _signal.signal(SIGINT, _handle)
-        # This is last: an interrupt before it is raised, and `leave` is not called.
+        # This statement is last: an interrupt that comes earlier is raised here, and `leave` is not called.
         self.place = _HELD
         return before
 
@@ -87,10 +90,11 @@ class _Interrupts:
             before: the result of `enter`.
             raises: false if the interrupt is to wait for the next uninterrupted function.
         """
-        # This is first: an interrupt after it is raised, and nothing is left to be undone.
+        # This statement is first: an interrupt that comes later is raised here, and nothing is left to undo.
         self.place = before
         waits = self.since is not None and not raises
-        # Only `_handle` forgets an interrupt that still waits when another one is raised first.
+        # While an interrupt waits, `_handle` stays installed. If another interrupt is raised first, `_handle`
+        # clears `since`; Python's default handler would not, and the old interrupt would be raised as well.
         if before == _OUTSIDE and not waits and _signal.getsignal(SIGINT) is _handle:
             _signal.signal(SIGINT, default_int_handler)
         if raises:
@@ -103,7 +107,7 @@ class _Interrupts:
             raise KeyboardInterrupt
 
     def begin_fork(self) -> None:
-        """Begin as in a new process, in a child that a thread beside an uninterrupted function has forked."""
+        """Reset the state in a forked child. The parent's main thread may be in an uninterrupted function."""
         self.main, self.place, self.since = threading.main_thread(), _OUTSIDE, None
         self.holds_user_code = False
         if _signal.getsignal(SIGINT) is _handle:
@@ -116,7 +120,7 @@ os.register_at_fork(after_in_child=_interrupts.begin_fork)
 
 
 def _say(text: str) -> None:
-    # A buffered stream cannot begin a write within a write, which the signal may have interrupted.
+    # Not `print`: the signal may have interrupted a write to the same stream, which is not reentrant.
     with suppress(OSError):  # the terminal may be closed
         os.write(2, f"\n{text}\n".encode())
 
@@ -128,7 +132,8 @@ def uninterrupted(function: Callable[P, R], *, raises: bool = True) -> Callable[
 
     Args:
         function: the function.
-        raises: false if it is to be raised only after the next such function, which completes this one.
+        raises: false to raise it only when the next such function returns, which completes the work of this
+            one.
     """
 
     @functools.wraps(function)
@@ -138,7 +143,7 @@ def uninterrupted(function: Callable[P, R], *, raises: bool = True) -> Callable[
         before = _interrupts.enter()
         try:
             result = function(*args, **kwargs)
-        except BaseException:  # whatever ends the function, no later one completes it; it is raised again
+        except BaseException:  # after any exception no later function completes this one; raised again
             _interrupts.leave(before)
             raise
         _interrupts.leave(before, raises=raises)
@@ -182,7 +187,8 @@ def held_throughout(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwar
 def _begun(begin: Callable[[], R], end: Callable[[], object]) -> R:
     """Return `begin()`, uninterrupted. If Ctrl-C was pressed meanwhile, call `end()` and raise the exception.
 
-    After an exception in its beginning, the caller does not end a context or a generator.
+    Python does not leave a context whose `__enter__` has raised, nor close a generator after an exception in
+    the call that returned an item. So this function ends them.
     """
     begun: list[R] = []
     try:

@@ -15,16 +15,16 @@ _DEVICES = ("cpu", "cuda")
 _OF_TRANSFORMS = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode).add(
     torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
 )
-"""Keys by which `torch.func` gets all operators. Without them it does not wrap tensors."""
+"""Dispatch keys through which `torch.func` intercepts all operators. If they are off, it wraps no tensors."""
 
 
 def is_transformed() -> bool:
-    """True within transforms of `torch.func` and forward derivatives, which the package's kernels lack."""
+    """True inside transforms of `torch.func` and forward-mode AD, which our kernels do not support."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-# torch.compile evaluates the function once and does not look inside. This is all that
-# `torch.compiler.assume_constant_result` does, which needs the compiler, and a second to import it.
+# This makes `torch.compile` call the function once, and use the result as a constant. The function
+# `torch.compiler.assume_constant_result` sets the same attribute, but takes a second to import the compiler.
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

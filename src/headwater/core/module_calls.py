@@ -2,13 +2,13 @@
 
 [Note: layers, not hooks]
 Hooks of torch would do most of this, but models see them: `nn.TransformerEncoderLayer` takes its fast path
-only where no module in it has a hook, and a scripted module refuses hooks. So a module's own `_call_impl`,
-which torch calls with every hook inside it, is replaced.
+only where no module in it has a hook, and a scripted module refuses hooks. So the wrappers replace the
+module's `_call_impl`, the method in which torch runs all hooks and the forward.
 
 [Note: copied attributes]
 `copy.copy` and libraries for meta learning copy all attributes of a module to another module, which may have
 other parameters. Then the replaced call or forward is an attribute of that module too, but calls the first
-one. Neither gets the module that is called, so both look it up in the frame of their caller.
+module. It does not get the called module as an argument, so it looks it up in the frame of its caller.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _deep_copy(memo: dict[int, Any]) -> Any:
     if copier is not None:
         memo.setdefault(id(memo), []).append(plain)  # alive, so that no other object gets its `id`
         return copier(memo)
-    # Like `copy.deepcopy(plain, memo)`, but in the copy, references to the module become those to the copy.
+    # Unlike `copy.deepcopy(plain, memo)`, this makes references to the module in the copy refer to the copy.
     return copy._reconstruct(module, memo, *plain.__reduce_ex__(4))  # type: ignore[attr-defined]
 
 

@@ -1,15 +1,14 @@
 """C and C++ sources of the package, compiled for this machine when they are first used.
 
-[Note: compiled kernels] A kernel is a speed-up that a run can do without. `native_library` returns `None`
-if it cannot be had (no compiler, a home that cannot be written to, `HEADWATER_NATIVE=0`), logs the reason
-in one line, and the caller uses torch's operators.
+[Note: compiled kernels] Kernels only save time: without them a run uses torch's operators. If a library
+cannot be built or loaded (no compiler, a home that cannot be written to, `HEADWATER_NATIVE=0`),
+`native_library` logs the reason in one line and returns `None`.
 
 A library is stored in the user's cache folder under a name that is a hash of everything that its results
-depend on. Compilers may not choose how results are rounded (`-ffp-contract=off`), so any of them may have
-made it. Other users must not be able to put code there:
-the folder and the file must belong to this user, and others must not be able to write to them. Several
-processes may compile at once; the last one to finish replaces an equal file. A library whose checksum is
-wrong is compiled again.
+depend on. The flags forbid compilers to change rounding (`-ffp-contract=off`), so the compiler is part of the
+hash only if the user has chosen it. Other users must not be able to put code into the folder: the folder and
+the file must belong to this user, and others must not be able to write to them. Several processes may compile
+at once; the last one to finish replaces an equal file. A library whose checksum is wrong is compiled again.
 
 A library uses the copy of OpenMP that torch uses. A second copy would have its own threads, which wait
 for work beside those of torch, and would not know the limits that torch and `core/threads.py` set. The
@@ -114,9 +113,9 @@ class Library(ctypes.CDLL):
 
 
 def native_library(name: str, flags: tuple[str, ...] = ()) -> Library | None:
-    """Return the library of a source of this package, or `None` if it cannot be had on this machine.
+    """Return the library of a source of this package, or `None` if it cannot be built or loaded here.
 
-    The first call for a source compiles it if no earlier process has. It takes seconds then.
+    The first call for a source compiles it, unless an earlier process has. Compilation takes seconds.
 
     Args:
         name: name of the source in `headwater/native`, without `.c` or `.cpp`.
@@ -191,7 +190,7 @@ def load(source: Path, flags: Sequence[str] = (), folder: Path | None = None) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Build:
-    """The parts that a library is made from.
+    """Everything from which a library is compiled.
 
     Attributes:
         source: the source.
@@ -339,7 +338,7 @@ def _compilers(language: _Language) -> Sequence[tuple[str, ...]]:
     if chosen:
         return [tuple(chosen)]
     found = [path for name in language.commands if (path := shutil.which(name))]
-    # The first one is usually a link to another one.
+    # Each compiler is tried once: the first command, such as `cc`, is usually a link to one of the others.
     return [(path,) for path in {Path(path).resolve(): path for path in reversed(found)}.values()][::-1]
 
 
@@ -472,7 +471,7 @@ def _store(content: bytes, name: str, directory: int, path: Path) -> None:
             file.write(_with_checksum(content))
         os.rename(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError as error:
-        with suppress(OSError):  # a full disk has a part of it
+        with suppress(OSError):  # on a full disk, a part of the file was written
             os.unlink(partial, dir_fd=directory)
         raise RunError(f"{path}: {error.strerror}", remedy=f"free space there, or {_OTHER_CACHE}") from error
 

@@ -30,7 +30,7 @@ def print_notice(text: str) -> None:
 
 
 @contextmanager
-def noticed(
+def notice_if_long(
     name: str,
     *,
     silence_s: float = SILENCE_S,

@@ -13,8 +13,8 @@ T = TypeVar("T")
 class ProcessValue(Generic[T]):
     """A value that the whole process shares: a call sets it, and later calls of other functions read it.
 
-    Where an argument could carry the value, pass an argument instead. A module that has such a value says
-    beside it why it must be shared.
+    Where an argument could carry the value, pass an argument instead. Beside each value of this class, a
+    comment must give the reason why it is global.
 
     Args:
         value: the first value.

@@ -128,7 +128,7 @@ class OfVariables(Record):
 
 @final
 class OfSlot(Record):
-    """The attribute of an object that is in a slot of its class, or that the slot is empty."""
+    """The attribute of an object that is in a slot (`__slots__`) of its class, which may be empty."""
 
     __slots__ = ("_object", "_slot", "content")
 
@@ -153,7 +153,7 @@ class OfSlot(Record):
         if self.content is _EMPTY:
             self._slot.__delete__(self._object)
         else:
-            self._slot.__set__(self._object, self.content)  # also if it is a frozen dataclass
+            self._slot.__set__(self._object, self.content)  # works for a frozen dataclass too
 
     def again(self) -> Record:
         return OfSlot(self._slot, self._object)
@@ -161,7 +161,7 @@ class OfSlot(Record):
 
 @final
 class OfClass(Record):
-    """The attributes of a class, also its methods, without those that Python adds, such as `__doc__`.
+    """The attributes of a class including its methods, without those that Python adds, such as `__doc__`.
 
     Args:
         cls: the class.
@@ -241,7 +241,7 @@ class OfTensor(Record):
 
 @final
 class OfBuffer(Record):
-    """The content and the position of a file in memory, or that the file is closed."""
+    """The content and the position of a file in memory (`BytesIO`, `StringIO`), which may be closed."""
 
     __slots__ = ("_buffer", "_state")
 
@@ -380,11 +380,11 @@ def _position_of(value: Any) -> Any:
     if isinstance(value, itertools.count):
         return repr(value)
     if isinstance(value, ITERATORS):
-        with warnings.catch_warnings():  # Python 3.12 warns that those of `itertools` will lose this method
+        with warnings.catch_warnings():  # Python 3.12 warns that `itertools` will lose `__reduce__`
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
                 return _position_of(value.__reduce__())
-            except TypeError:  # in Python 3.14
+            except TypeError:  # iterators of `itertools` in Python 3.14
                 return None
     if isinstance(value, tuple):
         return tuple(map(_position_of, value))

@@ -151,7 +151,7 @@ class _Local(threading.local):
 
 @final
 class Recorder:
-    """Keeps the most recent events of all threads. It is always on; a span costs about a microsecond.
+    """Keeps the most recent events of all threads. It is on by default; a span costs about a microsecond.
 
     Attributes:
         is_on: false to record nothing, for measurements of the cost.

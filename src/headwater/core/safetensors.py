@@ -67,7 +67,7 @@ def lay_out(
     tensors: Layout, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorPlace]]:
     """Return the first bytes of a file for `tensors` and `metadata`, and the place of each tensor."""
-    # Wide dtypes first: then every tensor is aligned without gaps, which the format forbids.
+    # Wide dtypes first: then every tensor is aligned without gaps. The format forbids gaps.
     by_alignment = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
     places, position = {}, 0
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -114,7 +114,7 @@ class TensorFileWriter(CheckedFile):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             if kind is None:
-                # The header is written at last, because the metadata may have changed.
+                # The header is written last, because the metadata may have changed.
                 head, _ = lay_out(self._tensors, self.metadata)
                 assert len(head) == self._head_bytes, "the metadata has changed in length"
                 self.put(0, memoryview(head))
@@ -175,7 +175,7 @@ class TensorFile:
         if self._bytes.num_bytes < _LENGTH_BYTES:
             raise _not_safetensors(path, "it is too short")
         length = int.from_bytes(self._bytes.read(0, _LENGTH_BYTES, "the header"), "little")
-        # Before it is read: a damaged length must not take all memory.
+        # Checked before the header is read: a damaged length must not take all memory.
         if length > min(_MAX_HEADER_BYTES, self._bytes.num_bytes - _LENGTH_BYTES):
             raise _not_safetensors(path, "its header is longer than the file")
         header = self._bytes.read(_LENGTH_BYTES, length, "the header")

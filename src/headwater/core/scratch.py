@@ -85,7 +85,7 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with _locked(folder, wait=True) as mine:
             if not mine:
-                continue  # another process took it for a folder that was left
+                continue  # another process has removed it, as if a killed process had left it
             try:
                 yield folder
             finally:

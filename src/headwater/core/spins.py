@@ -27,6 +27,7 @@ def never_spin() -> None:
     For commands that compute a little at a time: beside another program, the 20 µs of `spin_shortly` make
     such a command several times slower. Without other programs both take the same time.
     """
-    # A process that has imported this package passes its value of `spin_shortly` on to its children.
+    # A parent that has imported this package passes the value that `spin_shortly` has set on to this process.
+    # So this value does not mean that the user has set it.
     if _POLICY not in os.environ and os.environ.get(_VARIABLE, _SHORT) == _SHORT:
         os.environ[_VARIABLE] = "0"

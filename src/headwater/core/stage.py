@@ -14,9 +14,10 @@ SLAB_ALIGNMENT_BYTES = 64
 """The alignment in bytes of each parameter in a slab: a cache line, as for a separate tensor."""
 
 UPDATE_ELEMENTS = 64
-"""Kernels of optimizers compute whole vectors of elements, and the last elements of a tensor in another way.
+"""A number of elements that is a multiple of the vector length of every optimizer kernel.
 
-This is a multiple of the length of every vector: a tensor with a multiple of it has no such last elements.
+Kernels compute whole vectors, and the elements after the last whole vector in another way, with other bits. A
+tensor with a multiple of this number of elements consists of whole vectors.
 """
 
 ParamKey = tuple[int, int]
@@ -92,7 +93,8 @@ class ParamSpec:
         kept = max(-(-count // UPDATE_ELEMENTS), 1) * UPDATE_ELEMENTS
         exact = self.numel % UPDATE_ELEMENTS == 0 and not self.bf16_state
         plain = self.requires_grad and self.strides is None and not self.sparse_gradient
-        # Kept elements are copied one by one, and a part of a byte has no address.
+        # Kept elements are copied one by one. With `exact_cast` each has a bit beside its bytes, and a single
+        # bit cannot be copied in this way.
         plain = plain and not self.exact_cast
         return dataclasses.replace(self, kept=kept) if exact and plain and kept < self.numel else self
 

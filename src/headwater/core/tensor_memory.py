@@ -2,8 +2,8 @@
 
 [Note: memory of tensors] A step allocates and frees gigabytes. New pages cost page faults, so freed memory
 should be kept, but malloc then holds a quarter more than the tensors need, or more, and how much more cannot
-be predicted. The ranges keep freed memory too, and hold at most a twentieth more than the highest sum of
-tensors. They need a compiler for C++ and the headers of torch. Without these malloc keeps freed blocks if
+be predicted. The ranges keep freed memory too, but hold at most a twentieth more than the tensors took at
+their peak. They need a compiler for C++ and the headers of torch. Without these malloc keeps freed blocks if
 memory is ample, and returns them otherwise; see `tune_malloc`.
 """
 
@@ -27,7 +27,7 @@ class RangeBytes:
     Attributes:
         used: bytes of tensors.
         free: bytes that are kept for later tensors.
-        mapped: bytes that the system gave, in all.
+        mapped: bytes of all mappings so far, also of those that were returned to the system.
     """
 
     used: int
@@ -78,7 +78,7 @@ def range_bytes() -> RangeBytes | None:
 class _Installed:
     """Holds the library of the ranges, after torch has been told to use it.
 
-    A process that never uses the ranges must not compile them to ask what they hold.
+    Without this object, a process that never uses the ranges would compile them only to count their bytes.
     """
 
     library: ctypes.CDLL | None = None

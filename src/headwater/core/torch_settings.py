@@ -27,7 +27,7 @@ def _precision(backend: str, operator: str) -> _Setting:
         return precision
 
     def set_precision(value: str) -> None:
-        # Without an own value the operator follows its backend. A later change of the backend must reach it.
+        # First remove the operator's own value: without one it follows its backend, also after later changes.
         torch._C._set_fp32_precision_setter(backend, operator, "none")
         if get() != value:
             torch._C._set_fp32_precision_setter(backend, operator, value)

@@ -124,7 +124,7 @@ class WriteBehind:
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
         buffer = self._transfers.buffers.get()
-        # Otherwise `_write` returns the buffer.
+        # If one of these statements fails, the buffer is returned here. After them `_write` returns it.
         with on_failure(lambda: self._transfers.buffers.put(buffer)):
             # numpy releases the interpreter's lock while it copies.
             numpy.copyto(_part(buffer, offset, len(run)), run)

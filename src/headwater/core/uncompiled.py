@@ -68,8 +68,8 @@ def never_compile(function: Callable[..., Any]) -> None:
 def compiler_off() -> Iterator[None]:
     """Run functions that the user has compiled with `torch.compile` eagerly inside the context.
 
-    If torch meets a compiled function while a dispatch mode is active, it runs the function eagerly then and
-    ever after. So without this context, a dry run would turn off the user's compiler for good.
+    If torch meets a compiled function while a dispatch mode is active, it runs the function eagerly from then
+    on. So without this context, a dry run would turn off the user's compiler for the rest of the process.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes a second
         yield

@@ -32,7 +32,7 @@ _IDLE_S = 7 * 86400.0
 _CLOSED = {errno.EBADF, errno.EINVAL}
 _PAUSE_S = 0.05
 _CHECK_FILES = "check the disk and the files of the data on that host"
-_MAX_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 """Largest number of connections that are authenticated at a time."""
 
 
@@ -50,7 +50,7 @@ class InputWorker:
         self._data = {purpose_digest(purpose): samples for purpose, samples in data.items()}
         self._listener = listener
         self._secret = secret
-        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        self._strangers = threading.BoundedSemaphore(_MAX_UNAUTHENTICATED)
 
     def serve(self) -> None:
         """Accept connections until `close`."""

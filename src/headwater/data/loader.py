@@ -91,7 +91,7 @@ class BatchLoader:
             persistent_workers=workers.persistent and workers.count > 0,
             # "fork" would copy the locks of the engine's threads and the context of the device.
             multiprocessing_context=multiprocessing.get_context("spawn") if workers.count else None,
-            worker_init_fn=_leave_at_once,
+            worker_init_fn=_exit_without_shutdown,
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -176,7 +176,7 @@ class _LocalBatches(Sampler[list[int]]):
             position = stop
 
 
-def _leave_at_once(worker: int) -> None:
+def _exit_without_shutdown(worker: int) -> None:
     """Make this worker process exit with `os._exit`, after all other finalizers.
 
     The usual shutdown of torch sometimes aborts under load ("terminate called without an active exception").

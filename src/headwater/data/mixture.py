@@ -17,7 +17,7 @@ from headwater.data.source import Samples
 class Mixture:
     """A data set of evenly mixed samples of several sources.
 
-    The draw alone decides the source and the sample in it. A pass has as many samples as all sources
+    The draw alone decides the source and the sample in the source. A pass has as many samples as all sources
     together. If a source has fewer samples than its fraction of a pass, it starts again within the pass. If
     it has more, the next pass continues with the remaining samples.
 

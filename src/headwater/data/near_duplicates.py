@@ -29,6 +29,7 @@ KEPT_FILE = "kept.npy"
 """File in which a search saves its result, so that a killed preparation finds it."""
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 divided by the golden ratio, an odd factor for hashes by multiplication."""
 _ROWS = 1 << 14
 """Signatures that are read at once: 8 MiB."""
 

@@ -30,6 +30,7 @@ _BATCH = 2048
 """n-grams that are hashed at once: 1 MiB of arrays, whereas a whole text could take gigabytes."""
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 divided by the golden ratio, an odd factor for hashes by multiplication."""
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SPACE = re.compile(r"\s+")

@@ -78,7 +78,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 def _install(work: Callable[[Any], Any]) -> None:
     _work.value = work
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of several processes would compete
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops the workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard, final
 from headwater.config.bigcode import BigCodeArguments
 from headwater.core.errors import DataError
 from headwater.core.files import check_place, disk_errors, replace_file, why_unreadable
-from headwater.core.patience import noticed, print_notice
+from headwater.core.patience import notice_if_long, print_notice
 from headwater.core.seeding import derive_seed
 from headwater.core.units import counted
 from headwater.data.codec import Codec
@@ -262,7 +262,7 @@ class ProgramEvaluation:
         texts = [f"{text}\n{problem.reference}" for each, problem in pairs for text in each]
         workers = self._arguments.max_workers or len(os.sched_getaffinity(0))
         total = counted(len(texts), "program", "programs")
-        with noticed(f"running {total} of {task.name}") as activity:
+        with notice_if_long(f"running {total} of {task.name}") as activity:
 
             def done(count: int) -> None:
                 activity.name = f"running the programs of {task.name}: {count} of {total}"

@@ -27,7 +27,7 @@ from headwater.evaluation.sandbox_setup import REFUSED
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store")
 """Folders with the system's libraries; those that exist are visible to a program."""
 _START_S = 60.0
-"""Seconds in which the interpreter of a program must have started."""
+"""Maximum seconds until the interpreter of a program has started."""
 _ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",

@@ -48,7 +48,7 @@ _CALLS = {
 """Name of an architecture -> its mark, the number of `socket`, and the numbers of forbidden calls.
 
 They are shmget, ptrace, add_key, request_key, keyctl, unshare, perf_event_open, setns, bpf, userfaultfd
-and io_uring_setup: memory outside of all limits, keys of the user, and parts of the kernel with many faults.
+and io_uring_setup: memory outside of all limits, keys of the user, and vulnerable parts of the kernel.
 """
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -256,12 +256,12 @@ def run(job: dict[str, Any], report: int) -> int:
     enter_namespaces(as_root=as_root)
     first = os.fork()
     if first == 0:
-        with _refusals_told():
+        with _exit_on_os_error():
             end_with_parent()
             enter_files(job)
             program = os.fork()
             if program == 0:
-                with _refusals_told():
+                with _exit_on_os_error():
                     become_program(job, report, as_root=as_root)
             os.close(report)
             os._exit(_exit_code(program))
@@ -278,8 +278,8 @@ def _exit_code(process: int) -> int:
             return code if code >= 0 else 128 - code
 
 
-class _refusals_told:
-    """A context that prints an `OSError`, and ends the process."""
+class _exit_on_os_error:
+    """A context in which an `OSError` is printed and ends the process."""
 
     def __enter__(self) -> None:
         pass
@@ -294,7 +294,7 @@ class _refusals_told:
 
 def main() -> None:
     """Run the job that stdin has as JSON. The argument is the file descriptor for the program's report."""
-    with _refusals_told():
+    with _exit_on_os_error():
         code = run(json.load(sys.stdin), int(sys.argv[1]))
     os._exit(code)
 

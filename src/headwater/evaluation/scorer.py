@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.core.errors import ConfigError, DataError
-from headwater.core.patience import noticed
+from headwater.core.patience import notice_if_long
 from headwater.core.units import counted
 from headwater.evaluation.passes import Pass, Request, Score, check_ids, part_of_pass, passes
 from headwater.generation.batcher import ACTIVE_PER_ROW, Batcher
@@ -53,8 +53,8 @@ class Scorer:
     """Answers requests with a streamed model.
 
     The sequences of a pass are computed together, so each weight is fetched once for all of them. A pass
-    holds at most `max_tokens` tokens: sequences of half the length are twice as many. The ranks of the engine
-    divide each pass, and must make the same calls. All of them return all results.
+    holds at most `max_tokens` tokens, so of shorter sequences it holds more. The ranks of the engine divide
+    each pass, and must make the same calls. All of them return all results.
 
     Args:
         engine: has the model.
@@ -157,12 +157,12 @@ class Scorer:
                 tuple(prompt.tokens), prompt.max_new_tokens, prompt.sampling, frozenset(ends), receive
             )
 
-        # The longest first: at the end, memory for many short ones is less often unused.
+        # The longest first, because short ones at the end leave less memory unused.
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].tokens))
         fabric = self._engine.fabric
         own = {number: batcher.add(request(prompts[number])) for number in order[fabric.rank :: fabric.size]}
         with self._computing("generated texts", len(prompts)) as done:
-            # The other ranks are about as far.
+            # An estimate: the other ranks have finished about as many.
             batcher.run(lambda left: done(min((len(own) - left) * fabric.size, len(prompts))))
             texts = {number: each.text_tokens for number, each in own.items()}
             for others in fabric.gather_objects(texts, dict[int, list[int]]):
@@ -171,13 +171,15 @@ class Scorer:
 
     @contextmanager
     def _computing(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Compute in eval mode, and print the progress. Yield a function that is told the number done."""
+        """Compute in eval mode and print the progress. Yield a function to call with the number done."""
         training = self._engine.model.training
         self._engine.model.eval()
         if self._engine.fabric.size > 1:
             self._engine.store.flush()  # so that each rank can read weights without the others
         try:
-            with noticed(f"evaluating: 0 of {counted(total, 'request', 'requests')} for {what}") as activity:
+            with notice_if_long(
+                f"evaluating: 0 of {counted(total, 'request', 'requests')} for {what}"
+            ) as activity:
 
                 def done(count: int) -> None:
                     activity.name = f"evaluating: {count} of {total} requests for {what}"

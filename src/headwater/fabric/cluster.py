@@ -13,10 +13,10 @@ from headwater.core.errors import ConfigError, RankError
 from headwater.core.placement import Placement
 from headwater.fabric import slurm
 from headwater.fabric.fabric import ALONE, DEFAULT_TIMEOUT_S, Fabric
-from headwater.fabric.meeting import Process, meet
 from headwater.fabric.membership import joined
 from headwater.fabric.parent import end_with_parent
 from headwater.fabric.processes import ProcessFabric
+from headwater.fabric.rendezvous import Process, meet
 from headwater.fabric.report import ERROR_FILE
 from headwater.fabric.roster import Roster
 from headwater.fabric.torch_group import start_group

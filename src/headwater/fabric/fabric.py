@@ -125,11 +125,11 @@ class Fabric(abc.ABC):
 
     @abc.abstractmethod
     def agree(self, make: Callable[[], Value], kind: Any) -> Value:
-        """Return on every rank what `make` returns on rank 0, or raise what `make` raises there.
+        """Broadcast from rank 0: return what `make` returns there, or raise what `make` raises there.
 
         Args:
             make: called only on rank 0.
-            kind: the type of its value.
+            kind: the type of its value; see `headwater.fabric.codec`.
         """
 
     @abc.abstractmethod

@@ -8,8 +8,8 @@ from typing import final
 
 from headwater.core.errors import RankError
 from headwater.core.recorder import COLLECTIVE, RECORDER
-from headwater.fabric.meeting import Process
 from headwater.fabric.parent import is_alive, is_stopped
+from headwater.fabric.rendezvous import Process
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10e-6, 1e-3
 _LIVENESS_S = 0.5

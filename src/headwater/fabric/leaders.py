@@ -57,8 +57,10 @@ class Leaders:
     def share(self, values: npt.NDArray[np.float64]) -> None:
         """Copy to `values` the values that the ranks of other hosts have written on their own hosts.
 
+        All leaders make this call; on other ranks it does nothing.
+
         Args:
-            values: one value of each rank. All leaders make this call; on other ranks it does nothing.
+            values: one value of each rank of the run, by rank.
         """
         if self._control is not None:
             # A copy is sent, because the ranks of this host may write to `values` meanwhile.

@@ -15,8 +15,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 def report(error: HeadwaterError) -> bool:
     """Write an error of this rank to a file for the launcher. Return false if no launcher reads one."""
-    told = {"kind": type(error).__name__, "what": error.what, "where": error.where, "remedy": error.remedy}
-    return _write(str(error), told)
+    content = {"kind": type(error).__name__, "what": error.what, "where": error.where, "remedy": error.remedy}
+    return _write(str(error), content)
 
 
 def report_traceback(text: str) -> bool:
@@ -24,12 +24,12 @@ def report_traceback(text: str) -> bool:
     return _write(text, {"traceback": text})
 
 
-def _write(text: str, told: dict[str, Any]) -> bool:
+def _write(text: str, content: dict[str, Any]) -> bool:
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
     now = time.time()
-    message = {"message": text, "extraInfo": {"timestamp": int(now), "headwater": {**told, "time_s": now}}}
+    message = {"message": text, "extraInfo": {"timestamp": int(now), "headwater": {**content, "time_s": now}}}
     try:
         # This is torchrun's format, because torchrun's agent reads the same file.
         Path(path).write_text(json.dumps({"message": message}))
@@ -42,14 +42,14 @@ def _write(text: str, told: dict[str, Any]) -> bool:
 def read_report(path: str) -> dict[str, Any]:
     """Return the report of a rank: `time_s`, and `traceback` or the error. Empty if it wrote none."""
     try:
-        told: dict[str, Any] = json.loads(Path(path).read_text())["message"]["extraInfo"]["headwater"]
+        content: dict[str, Any] = json.loads(Path(path).read_text())["message"]["extraInfo"]["headwater"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return told
+    return content
 
 
-def told_error(told: dict[str, Any]) -> HeadwaterError:
+def reported_error(content: dict[str, Any]) -> HeadwaterError:
     """Return the error that a rank's report describes."""
-    kind = error_class(told["kind"])
-    assert kind is not None, f"{told['kind']} is an error of this package: `report` has written it"
-    return kind(told["what"], where=told["where"], remedy=told["remedy"])
+    kind = error_class(content["kind"])
+    assert kind is not None, f"{content['kind']} is an error of this package: `report` has written it"
+    return kind(content["what"], where=content["where"], remedy=content["remedy"])

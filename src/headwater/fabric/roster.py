@@ -6,7 +6,7 @@ import dataclasses
 import functools
 
 from headwater.core.placement import Placement
-from headwater.fabric.meeting import Process
+from headwater.fabric.rendezvous import Process
 
 
 @dataclasses.dataclass(frozen=True)

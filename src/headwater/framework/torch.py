@@ -69,7 +69,11 @@ def module(model: M) -> M:
         StreamError: if `initialize` has not been called.
     """
     if _backend.value is None:
-        raise StreamError("initialize() has not been called", where="module", remedy="call it first")
+        raise StreamError(
+            "initialize() has not been called",
+            where="module",
+            remedy="first call initialize(), for example initialize('CSX')",
+        )
     compiled = compile_model(model, _backend.value)
     _models.add(compiled)
     return compiled

@@ -121,11 +121,11 @@ class Batcher:
         self._take([(each, [places[row] for row in each.rows]) for each in complete], logits)
         self._release()
 
-    def run(self, done: Callable[[int], None] = lambda ended: None) -> None:
+    def run(self, after_pass: Callable[[int], None] = lambda unfinished: None) -> None:
         """Compute until all requests have ended.
 
         Args:
-            done: called after each pass with the number of requests that have not ended.
+            after_pass: called after each pass with the number of waiting requests and active sequences.
 
         Raises:
             NonFiniteError: at the end, if a request had logits that are not finite.
@@ -133,7 +133,7 @@ class Batcher:
         generations = [*(each.generation for each in self._active), *self._waiting]
         while self._waiting or self._active:
             self.step()
-            done(self.waiting + self.active)
+            after_pass(self.waiting + self.active)
         for generation in generations:
             if generation.error is not None:
                 raise generation.error

@@ -117,7 +117,7 @@ class Beams:
             log_probabilities[row, forbidden] = -torch.inf
         vocabulary = logits.shape[-1]
         scores = log_probabilities + self._scores.to(logits.device)[:, None]
-        # If some of them end, enough unfinished ones are left.
+        # At least `num_beams` unfinished texts are left, even if all end tokens are among the best.
         count = max(2, 1 + len(self._ends)) * self._settings.num_beams
         values, places = scores.flatten().topk(min(count, scores.numel()))
         rows = (places // vocabulary).clamp_max(len(self.texts) - 1)

@@ -30,7 +30,7 @@ class Row:
 
 
 class Active(abc.ABC):
-    """A request that is computed.
+    """A request whose keys and values are in memory; each pass continues it.
 
     Attributes:
         generation: the request and its tokens.

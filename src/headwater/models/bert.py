@@ -21,7 +21,7 @@ from headwater.config.models.encoder import (
 from headwater.core import whole_batch
 from headwater.core.batches import IGNORED
 from headwater.models.encoder import Encoder, encoder_initializer, encoder_learning_rate_scale
-from headwater.models.evaluation import F1, Scored
+from headwater.models.evaluation import F1, Accuracy
 from headwater.models.layers.feed_forward import NONLINEARITIES
 from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Linear
@@ -91,7 +91,7 @@ class EncoderModel(nn.Module):
         super().__init__()
         self.config = config
         self.encoder = Encoder(config)
-        self.scored: dict[str, Scored] = {}
+        self.scored: dict[str, Accuracy] = {}
 
     def encode(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the hidden states [batch, seq, hidden] of a batch, whose keys are arguments of `Encoder`."""
@@ -194,7 +194,7 @@ class Classifier(EncoderModel):
         self.dropout = nn.Dropout(config.task_dropout)
         self.output = Linear(config.hidden_size, config.num_labels)
         if config.compute_eval_metrics and config.problem_type == "single_label_classification":
-            self.scored["accuracy"] = Scored("accuracy")
+            self.scored["accuracy"] = Accuracy("accuracy")
         self.draw(seed)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -230,7 +230,7 @@ class TokenClassifier(EncoderModel):
         self.output = Linear(config.hidden_size, config.num_classes)
         self.f1 = F1("f1") if config.compute_eval_metrics else None
         if config.compute_eval_metrics:
-            self.scored["accuracy"] = Scored("accuracy")
+            self.scored["accuracy"] = Accuracy("accuracy")
         self.draw(seed)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -267,7 +267,7 @@ class ExtractiveSummarizer(EncoderModel):
         super().__init__(config)
         self.output = Linear(config.hidden_size, 1, bias=config.use_cls_bias)
         if config.compute_eval_metrics:
-            self.scored = {name: Scored(name) for name in ("accuracy", "best_sentence")}
+            self.scored = {name: Accuracy(name) for name in ("accuracy", "best_sentence")}
         self.draw(seed)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -301,7 +301,7 @@ class DPR(nn.Module):
         self.config = config
         self.questions = Encoder(config.q_encoder)
         self.contexts = Encoder(config.ctx_encoder)
-        self.scored = {"accuracy": Scored("accuracy")}
+        self.scored = {"accuracy": Accuracy("accuracy")}
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from headwater.config.models.decoder import DecoderConfig
 from headwater.core.dry_run import costs_by_shapes
 from headwater.core.errors import DataError
 from headwater.models.decoder_parameters import init_parameter, layer_namings
-from headwater.models.layers.attention import KeyValueCache, Part, Seen, SelfAttention, visible
+from headwater.models.layers.attention import AttentionContext, KeyValueCache, Part, SelfAttention, visible
 from headwater.models.layers.experts import MixtureOfExperts
 from headwater.models.layers.feed_forward import FeedForward
 from headwater.models.layers.initializers import initialize
@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.ffn_post_norm = _norm(config) if config.norm_first_sandwich else None
 
     def forward(
-        self, x: Tensor, seen: Seen, parts: Sequence[Part] | None = None
+        self, x: Tensor, seen: AttentionContext, parts: Sequence[Part] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the new residual stream, and the load-balancing loss (a scalar) of a mixture of experts."""
         normed = self.attention_norm(x)
@@ -237,7 +237,7 @@ class Decoder(nn.Module):
         self.norm = _norm(config)
         self.head = Head(config)
         if config.share_embedding_weights:
-            # Before the draw below: a shared weight is drawn once, under the name of the embedding.
+            # Before `reset_parameters`, which then draws the shared weight once, under the embedding's name.
             self.head.weight = self.embedding.weight
         if config.lora_params is not None:
             add_adapters(self, config.lora_params, lambda name: layer_namings(name, config))
@@ -286,7 +286,7 @@ class Decoder(nn.Module):
         longest = max(end for _, end in spans)
         self._check_length(longest)
         x = self._embed(side_by_side(pieces), at)
-        seen = Seen(None, self._rotations(at))
+        seen = AttentionContext(None, self._rotations(at))
         keys = torch.arange(longest, device=at.device)
         masks = {
             window: [self._mask(keys[start:end], keys[:end], window) for start, end in spans]
@@ -358,7 +358,7 @@ class Decoder(nn.Module):
         x = self._embed(input_ids, at, inserted)
         turns = self._rotations(at)
         masks = {window: self._mask(places, places, window, attention_span) for window in self._windows()}
-        return self._layers(x, lambda layer: (Seen(masks[self.config.window(layer)], turns),))
+        return self._layers(x, lambda layer: (AttentionContext(masks[self.config.window(layer)], turns),))
 
     def _windows(self) -> set[int | None]:
         """Return the windows of all layers.
@@ -419,7 +419,7 @@ class Decoder(nn.Module):
     def _mask(
         self, queries: Tensor, keys: Tensor, window: int | None, span: Tensor | None = None
     ) -> Tensor | None:
-        """Return the attention mask (see `Seen.mask`); `None` if each query sees all keys up to its own."""
+        """Return `AttentionContext.mask`; `None` if each query sees all keys up to its own position."""
         all_before = window is None or window >= len(keys)
         if all_before and span is None and self.alibi is None:
             return None

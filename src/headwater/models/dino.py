@@ -26,7 +26,7 @@ from headwater.config.models.self_supervised import (
 )
 from headwater.models.dino_losses import make_loss
 from headwater.models.encoder import EncoderBlock
-from headwater.models.layers.attention import Seen
+from headwater.models.layers.attention import AttentionContext
 from headwater.models.layers.initializers import BIASES_AND_NORMS, draw, first_match, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.norm import LayerNorm
@@ -63,17 +63,17 @@ class GridPositions(nn.Module):
         """Return `x` plus the position vectors of a class token and of `grid` (rows, columns) of patches."""
         positions: Tensor = self.weight
         if grid != self.grid:
-            positions = torch.cat((positions[:1], self._between(positions[1:].float(), grid)))
+            positions = torch.cat((positions[:1], self._interpolated(positions[1:].float(), grid)))
         return x + positions.to(x.dtype)
 
-    def _between(self, places: Tensor, grid: tuple[int, int]) -> Tensor:
+    def _interpolated(self, places: Tensor, grid: tuple[int, int]) -> Tensor:
         """Interpolate position vectors to another grid: [rows * columns, hidden], bicubic as in DINOv2."""
         rows, columns = (
             _bicubic(old, new, self.interpolation, places.device)
             for old, new in zip(self.grid, grid, strict=True)
         )
         image = places.unflatten(0, self.grid).permute(2, 0, 1)
-        # Products, because torch's backward of this interpolation is not deterministic on a GPU; in fp32.
+        # As matrix products in fp32: torch's backward of `interpolate` is not deterministic on a GPU.
         with torch.autocast(places.device.type, enabled=False):
             found: Tensor = rows @ image @ columns.t()
         return found.flatten(1).t()
@@ -86,7 +86,7 @@ def _bicubic(old: int, new: int, config: InterpolationConfig, device: torch.devi
     """
     # Two equal columns of pixels for each value: for one column torch's kernel with antialiasing is wrong.
     each = torch.eye(old, device=device).view(1, old, old, 1).expand(-1, -1, -1, 2)
-    # As in DINOv2: with the offset, other points are sampled than with the sizes.
+    # As in DINOv2: the scale is computed from the sizes plus the offset, which moves the sampled points.
     offset = config.interpolate_offset
     size = {"scale_factor": ((new + offset) / old, 1.0)} if offset else {"size": (new, 2)}
     found = F.interpolate(each, mode="bicubic", antialias=config.antialias, **size)
@@ -144,7 +144,7 @@ class ViewEncoder(nn.Module):
         if masks is not None and self.mask_token is not None:
             x = self.mask_token(x, masks.bool().flatten(0, 1))
         x = self.embedding_dropout(self.positions(self.class_token(x), grid))
-        seen = Seen(causal=False)
+        seen = AttentionContext(causal=False)
         for block in self.blocks:
             x = block(x, seen)
         x = self.norm(x).unflatten(0, views.shape[:2])

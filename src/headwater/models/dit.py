@@ -12,7 +12,7 @@ from headwater.config.models.common import InitializerConfig
 from headwater.config.models.diffusion import DiTConfig
 from headwater.core.dry_run import costs_by_shapes
 from headwater.models.diffusion import add_noise, noise_variances
-from headwater.models.layers.attention import Seen, SelfAttention
+from headwater.models.layers.attention import AttentionContext, SelfAttention
 from headwater.models.layers.feed_forward import NONLINEARITIES, FeedForward
 from headwater.models.layers.initializers import draw, first_match, initialize
 from headwater.models.layers.linear import Embedding, Linear
@@ -81,7 +81,7 @@ class AdaptiveBlock(nn.Module):
             dropout=config.dropout_rate,
         )
 
-    def forward(self, x: Tensor, condition: Tensor, seen: Seen) -> Tensor:
+    def forward(self, x: Tensor, condition: Tensor, seen: AttentionContext) -> Tensor:
         """Return the tokens `x` [batch, n, hidden] after this block; `condition` is [batch, hidden]."""
         vectors = self.modulation(condition).unsqueeze(1).chunk(6, dim=-1)
         attention_shift, attention_scale, attention_gate, ffn_shift, ffn_scale, ffn_gate = vectors
@@ -172,7 +172,7 @@ class DiT(nn.Module):
         x = self.embedding_dropout(x)
         condition = self.time_embedding(timesteps) + self.label_embedding(labels)
         condition = NONLINEARITIES[self.config.embedding_nonlinearity](condition)
-        seen = Seen(causal=False)
+        seen = AttentionContext(causal=False)
         for block in self.blocks:
             x = block(x, condition, seen)
         return self.head(x, condition)  # type: ignore[no-any-return]

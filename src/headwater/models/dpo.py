@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from headwater.config.models.preference import DPOConfig
 from headwater.models import decoder_parameters
 from headwater.models.decoder import Decoder
-from headwater.models.evaluation import Scored
+from headwater.models.evaluation import Accuracy
 
 
 class DPO(nn.Module):
@@ -32,7 +32,7 @@ class DPO(nn.Module):
         if not config.dpo.reference_free:
             self.reference = Decoder(config.policy_model, seed=seed)
             self.reference.requires_grad_(False)
-        self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
+        self.scored = {"accuracy": Accuracy("accuracy")} if config.compute_eval_metrics else {}
         # A new module is in training mode without a call of `train`, which keeps the reference in eval mode.
         self.train()
 

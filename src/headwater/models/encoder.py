@@ -11,7 +11,7 @@ from headwater.config.models.common import InitializerConfig, Nonlinearity
 from headwater.config.models.encoder import EncoderSection
 from headwater.core.dry_run import costs_by_shapes
 from headwater.core.errors import DataError
-from headwater.models.layers.attention import Seen, SelfAttention
+from headwater.models.layers.attention import AttentionContext, SelfAttention
 from headwater.models.layers.feed_forward import FeedForward
 from headwater.models.layers.initializers import BIASES_AND_NORMS, first_match
 from headwater.models.layers.linear import Embedding
@@ -125,7 +125,7 @@ class EncoderBlock(nn.Module):
         self.ffn_scale = LayerScale(width) if layer_scale else nn.Identity()
         self.path = StochasticDepth(stochastic_depth)
 
-    def forward(self, x: Tensor, seen: Seen) -> Tensor:
+    def forward(self, x: Tensor, seen: AttentionContext) -> Tensor:
         if self.norm_first:
             x = x + self.path(self.attention_scale(self.attention(self.attention_norm(x), seen)))
             return x + self.path(self.ffn_scale(self.ffn(self.ffn_norm(x))))  # type: ignore[no-any-return]
@@ -152,7 +152,7 @@ class Encoder(nn.Module):
         self.embedding_norm = LayerNorm(width, epsilon) if config.embedding_layer_norm else None
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         linformer = config.linformer
-        # Created before the blocks that share it: otherwise it would belong to the first block.
+        # Created before the blocks that share it, so that it is named after the encoder, not a block.
         self.projection = self._projection() if linformer and linformer.sharing == "layerwise" else None
         self.blocks = nn.ModuleList(
             EncoderBlock(config, projections=self._projections()) for _ in range(config.num_hidden_layers)
@@ -197,7 +197,7 @@ class Encoder(nn.Module):
         if position_ids is None:
             position_ids = self._position_ids(input_ids)
         x = self.embedding_dropout(self._embed(input_ids, attention_mask, token_type_ids, position_ids))
-        seen = Seen(_mask(attention_mask, attention_span), self._rotations(position_ids))
+        seen = AttentionContext(_mask(attention_mask, attention_span), self._rotations(position_ids))
         for block in self.blocks:
             x = block(x, seen)
         return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]

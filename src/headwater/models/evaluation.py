@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from headwater.core.scores import f_beta, intersection_over_union
 
 
-class Scored:
+class Accuracy:
     """Accuracy: the fraction of right predictions in all batches since the last reset.
 
     Args:

@@ -1,4 +1,4 @@
-"""Passes of a few tokens: the linear layers of a model by the kernel for products of few rows."""
+"""Uses the kernel for products of few rows in the linear layers of a model, while few tokens are read."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from headwater.core.batches import IGNORED
 from headwater.core.empty import empty_parameters, give_values
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.seeding import derive_seed
-from headwater.models.evaluation import Scored
+from headwater.models.evaluation import Accuracy
 from headwater.models.layers.attention import KeyValueCache
 from headwater.models.library_attention import can_read_side_by_side, side_by_side_attention
 from headwater.models.padding import CAUSAL, ENCODER, PAIRS, Texts
@@ -48,7 +48,7 @@ class HuggingFaceModel(nn.Module):
         self._accepted = inspect.signature(type(self.hf).forward).parameters
         self._reads_side_by_side = "position_ids" in self._accepted and can_read_side_by_side(self.hf)
         is_classifier = self.task.endswith("classification")
-        self.scored = {"accuracy": Scored("accuracy")} if is_classifier else {}
+        self.scored = {"accuracy": Accuracy("accuracy")} if is_classifier else {}
 
     @property
     def divisible(self) -> bool:

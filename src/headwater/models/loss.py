@@ -35,7 +35,7 @@ cache from pass to pass, large enough that few passes wait for a compute thread 
 displaced."""
 
 _DEVICE_BLOCK_BYTES = 128 << 20
-"""The same on a GPU: enough to occupy it, and little beside the logits of a chunk."""
+"""The same on a GPU: enough rows to occupy it."""
 
 _SCALED_ELEMENTS = 1 << 24
 """Elements of a 16-bit gradient that are scaled at once in fp32."""
@@ -177,7 +177,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         row_weights = row_weights.to(_softmax_dtype(weight.dtype))
         ctx.unit = None
         if weight.dtype == torch.float16 and any(wanted):
-            # A probability times 1 / tokens would underflow in fp16. The backward applies the factor instead.
+            # A probability times 1 / tokens would underflow in fp16. So the row weights are divided by the
+            # largest one here, and the backward multiplies by it.
             ctx.unit = row_weights.abs().amax().clamp_min(torch.finfo(row_weights.dtype).tiny)
             row_weights = row_weights / ctx.unit
         pass_ = _Pass(hidden, weight, bias, softcap, layout, wanted)
@@ -227,7 +228,16 @@ def _pieces(gradient: Tensor) -> Sequence[Tensor]:
 
 
 class _Pass:
-    """One pass over all rows, which computes the loss and the requested gradients."""
+    """One pass over all rows, which computes the loss and the requested gradients.
+
+    Args:
+        hidden: see `linear_cross_entropy`.
+        weight: see `linear_cross_entropy`.
+        bias: see `linear_cross_entropy`.
+        softcap: see `linear_cross_entropy`.
+        layout: the sizes of chunks and blocks.
+        wanted: whether to compute the gradients of `hidden`, `weight` and `bias`.
+    """
 
     def __init__(
         self,

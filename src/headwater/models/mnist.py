@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from headwater.config.models.common import InitializerConfig
 from headwater.config.models.vision import FCMnistConfig
-from headwater.models.evaluation import Scored
+from headwater.models.evaluation import Accuracy
 from headwater.models.layers.feed_forward import NONLINEARITIES
 from headwater.models.layers.initializers import draw, initialize
 from headwater.models.layers.linear import Linear
@@ -36,7 +36,7 @@ class FCMnist(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.output = Linear(config.hidden_size, CLASSES)
         self.nonlinearity = NONLINEARITIES[config.activation_fn]
-        self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
+        self.scored = {"accuracy": Accuracy("accuracy")} if config.compute_eval_metrics else {}
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from headwater.core.batches import IGNORED, num_samples
 
 Batch = Mapping[str, Tensor]
 MULTIPLE = 8
-"""Cut texts have a multiple of this length, if they are not shorter: kernels prefer it, and shapes repeat."""
+"""Texts are cut to a multiple of this length, unless they are shorter. So fewer different shapes occur."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from headwater.config.models.encoder import QuestionAnsweringConfig
 from headwater.models.bert import EncoderModel
-from headwater.models.evaluation import F1, Scored
+from headwater.models.evaluation import F1, Accuracy
 from headwater.models.layers.linear import Linear
 
 
@@ -34,7 +34,7 @@ class QuestionAnswering(EncoderModel):
         self.output = Linear(config.hidden_size, 2)
         self.f1 = F1("f1") if config.compute_eval_metrics else None
         if config.compute_eval_metrics:
-            self.scored["accuracy"] = Scored("accuracy")
+            self.scored["accuracy"] = Accuracy("accuracy")
         self.draw(seed)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:

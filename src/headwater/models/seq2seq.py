@@ -12,8 +12,8 @@ from headwater.config.models.seq2seq import Seq2SeqConfig, StackName
 from headwater.core.batches import IGNORED
 from headwater.core.dry_run import costs_by_shapes
 from headwater.core.errors import DataError
-from headwater.models.evaluation import Scored
-from headwater.models.layers.attention import Seen, SelfAttention, visible
+from headwater.models.evaluation import Accuracy
+from headwater.models.layers.attention import AttentionContext, SelfAttention, visible
 from headwater.models.layers.cross_attention import CrossAttention
 from headwater.models.layers.feed_forward import FeedForward
 from headwater.models.layers.initializers import initialize
@@ -81,7 +81,11 @@ class Block(nn.Module):
         self.ffn_norm = _norm(config)
 
     def forward(
-        self, x: Tensor, seen: Seen, memory: Tensor | None = None, memory_seen: Tensor | None = None
+        self,
+        x: Tensor,
+        seen: AttentionContext,
+        memory: Tensor | None = None,
+        memory_seen: Tensor | None = None,
     ) -> Tensor:
         x = self._add(self.attention_norm, self.attention, x, seen)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
@@ -141,13 +145,13 @@ class Stack(nn.Module):
         x = self.embedding_dropout(self._add_positions(x, positions))
         padding = text[:, None, None, :]
         if self.stack == "encoder":
-            seen = Seen(self._biased(positions, padding))
+            seen = AttentionContext(self._biased(positions, padding))
             for block in self.blocks:
                 x = block(x, seen)
         else:
-            seen = Seen()
+            seen = AttentionContext()
             if self.relative_bias is not None:
-                seen = Seen(self._biased(positions, visible(positions, positions)))
+                seen = AttentionContext(self._biased(positions, visible(positions, positions)))
             for block in self.blocks:
                 x = block(x, seen, memory, padding)
         return self.dropout(self.norm(x))  # type: ignore[no-any-return]
@@ -168,7 +172,7 @@ class Stack(nn.Module):
         return x
 
     def _biased(self, positions: Tensor, seen: Tensor) -> Tensor:
-        """Return a mask of visible keys as `Seen.mask`, with the relative bias added if the stack has one."""
+        """Return `AttentionContext.mask` for a mask of visible keys; adds the relative bias of the stack."""
         if self.relative_bias is None:
             return seen
         bias: Tensor = self.relative_bias(positions)
@@ -248,7 +252,7 @@ class Seq2Seq(nn.Module):
         self.head = Head(config)
         if config.share_embedding_weights:
             self.head.weight = (self.target_embedding or self.embedding).weight
-        self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
+        self.scored = {"accuracy": Accuracy("accuracy")} if config.compute_eval_metrics else {}
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:

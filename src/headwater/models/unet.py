@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from headwater.config.models.common import InitializerConfig
 from headwater.config.models.vision import UNetConfig
 from headwater.core.errors import DataError
-from headwater.models.evaluation import Overlap, Scored
+from headwater.models.evaluation import Accuracy, Overlap
 from headwater.models.layers.convolution import BatchNorm2d, Conv2d, ConvTranspose2d
 from headwater.models.layers.feed_forward import NONLINEARITIES
 from headwater.models.layers.initializers import draw, initialize
@@ -39,7 +39,7 @@ class Convolution(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, config: UNetConfig) -> None:
         super().__init__()
-        # Without a bias if a normalization follows: it would subtract the bias again.
+        # Without a bias before a normalization, which would subtract the bias again.
         self.convolution = Conv2d(inputs, outputs, 3, padding=1, bias=config.norm_layer is None)
         self.norm = _norm(outputs, config)
         self.nonlinearity = NONLINEARITIES[config.nonlinearity]
@@ -76,8 +76,8 @@ class UpBlock(nn.Module):
         self.up = ConvTranspose2d(inputs, outputs, 2, stride=2)
         self.block = ConvolutionBlock(2 * outputs, outputs, config)
 
-    def forward(self, below: Tensor, beside: Tensor) -> Tensor:
-        return self.block(torch.cat((beside, self.up(below)), dim=1))  # type: ignore[no-any-return]
+    def forward(self, lower: Tensor, skip: Tensor) -> Tensor:
+        return self.block(torch.cat((skip, self.up(lower)), dim=1))  # type: ignore[no-any-return]
 
 
 class UNet(nn.Module):
@@ -102,10 +102,10 @@ class UNet(nn.Module):
         self.up = nn.ModuleList(UpBlock(*pair, config) for pair in itertools.pairwise(reversed(filters)))
         self.output = Conv2d(filters[0], config.num_classes, 1)
         classes = max(2, config.num_classes)
-        self.scored: dict[str, Scored | Overlap] = {}
+        self.scored: dict[str, Accuracy | Overlap] = {}
         if config.compute_eval_metrics:
             self.scored = {
-                "accuracy": Scored("accuracy"),
+                "accuracy": Accuracy("accuracy"),
                 "mean_iou": Overlap("mean_iou", classes),
                 "mean_dice": Overlap("mean_dice", classes, dice=True),
             }

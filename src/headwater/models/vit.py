@@ -13,8 +13,8 @@ from headwater.config.models.vision import ImageEncoderSection, ViTConfig
 from headwater.core.errors import DataError
 from headwater.models.bert import Pooler
 from headwater.models.encoder import EncoderBlock
-from headwater.models.evaluation import Scored
-from headwater.models.layers.attention import Seen
+from headwater.models.evaluation import Accuracy
+from headwater.models.layers.attention import AttentionContext
 from headwater.models.layers.initializers import BIASES_AND_NORMS, draw, first_match, initialize
 from headwater.models.layers.linear import Linear
 from headwater.models.layers.norm import LayerNorm
@@ -130,7 +130,7 @@ class ImageEncoder(nn.Module):
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x = self.embedding_dropout(x)
-        seen = Seen(causal=False)
+        seen = AttentionContext(causal=False)
         for block in self.blocks[:num_blocks]:
             x = block(x, seen)
         return x if self.norm is None or num_blocks is not None else self.norm(x)  # type: ignore[no-any-return]
@@ -161,7 +161,7 @@ class ViT(nn.Module):
         self.pooler = Pooler(width, config.pooler_nonlinearity) if config.use_encoder_pooler_layer else None
         inputs = 2 * width if config.use_dinov2_classifier else width
         self.classifier = Linear(inputs, config.num_classes, bias=config.use_bias_in_output)
-        self.scored = {"accuracy": Scored("accuracy")} if config.compute_eval_metrics else {}
+        self.scored = {"accuracy": Accuracy("accuracy")} if config.compute_eval_metrics else {}
         initialize(self, lambda name, shape: init_parameter(name, shape, config, seed))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:

@@ -3,8 +3,8 @@
    A pass reads the master (joined from its halves where it is stored so), the gradient and both moments,
    and writes master, wire image and moments. The arithmetic is that of torch's fused CPU kernels in a build
    with fused multiply-add: `fmaf` stands where the compiler of torch contracts a product and a sum, and
-   nowhere else, so this file must be compiled with -ffp-contract=off. torch updates the last elements of a
-   tensor, too few for a vector, by other code, which is contracted in another place.
+   nowhere else, so this file must be compiled with -ffp-contract=off. torch updates the elements of a tensor
+   after its last whole vector (the tail) by other code, in which another product and sum are contracted.
 
    Nothing here allocates memory or can fail. */
 
@@ -50,8 +50,9 @@ struct numbers {
     int decays_gradient, maximize;
 };
 
+/* RUN: elements that all loops process before the next ones, few enough to stay in the first-level cache.
+   BLOCK: elements that a thread takes at a time. */
 enum { RUN = 512, BLOCK = 1 << 14 };
-/* Elements of a run lie in the first cache between its loops. A block is what a thread takes at a time. */
 
 static struct numbers numbers_of(const struct settings *s)
 {
@@ -130,7 +131,7 @@ static void round_to_even(const float *restrict from, uint16_t *restrict to, int
     }
 }
 
-/* Returns whether a bit of these elements may be set; true also for a bit of a neighbour in the same byte. */
+/* Returns true if a bit of these elements may be set: also if the bit of a neighbour in the same byte is set. */
 static int may_have_ties(const uint8_t *ties, int64_t at, int64_t count)
 {
     int found = 0;
@@ -162,7 +163,7 @@ static void keep_ties(const float *from, uint8_t *ties, int64_t at, int64_t coun
     }
 }
 
-/* Gives each NaN the same bits. Rounding would make zeros or infinity of others. */
+/* Gives each NaN the same bits. Rounding would turn some NaNs into zeros or infinities. */
 static void make_nans_canonical(float *restrict values, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -313,7 +314,7 @@ void headwater_adam(
     int64_t elements = 0;
     for (int64_t i = 0; i < count; i++)
         elements += pieces[i].numel;
-    /* Without a team of threads, whose start takes longer than the work. */
+    /* For so few elements, the start of other threads takes longer than the work. */
     if (elements <= BLOCK)
         take_blocks(&call);
     else

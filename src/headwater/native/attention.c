@@ -70,7 +70,7 @@ typedef struct {
     int64_t queries, keys, diagonal;
 } Block;
 
-/* A left factor: the pair `step` of row r is at data[r * row + step * step_stride]. */
+/* A left factor: pair number s of row r is at data[r * row + s * step]. */
 typedef struct {
     const pair *data;
     int64_t row, step;
@@ -131,7 +131,7 @@ static inline void transpose(__m512i x[LANES]) {
     memcpy(x, y, sizeof y);
 }
 
-/* Write panels of the transposed rows: a pair is two adjacent numbers of a row, a column is a row. */
+/* Write panels of the transposed rows: a pair holds two adjacent numbers of a row, and a column of a panel is a row. */
 static void pack_transposed(Rows rows, int64_t count, int64_t size, pair *panels) {
     const int64_t pairs = size / 2;
     for (int64_t row = 0; row < round_up(count, LANES); row += LANES) {
@@ -161,7 +161,7 @@ static inline __m512i part_of_row(Rows rows, int64_t count, int64_t row, int64_t
     return row < count ? widened(rows_from(rows, row).data + column) : _mm512_setzero_si512();
 }
 
-/* Write panels of rows: a pair is the numbers of two adjacent rows, a column is a column. Rows up to `padded`,
+/* Write panels of rows: a pair holds the numbers of two adjacent rows in one column. Rows from `count` up to `padded`,
  * an even number, are zeros. */
 static void pack_pairs(Rows rows, int64_t count, int64_t padded, int64_t size, pair *panels) {
     for (int64_t row = 0; row < padded; row += 2) {
@@ -175,7 +175,7 @@ static void pack_pairs(Rows rows, int64_t count, int64_t padded, int64_t size, p
     }
 }
 
-/* Copy rows side by side. Rows up to `padded` are zeros. */
+/* Copy rows one after the other, without gaps. Rows from `count` up to `padded` are zeros. */
 static void copy_rows(Rows rows, int64_t count, int64_t padded, int64_t size, pair *copy) {
     const size_t bytes = (size_t)size * sizeof(bf16);
     for (int64_t row = 0; row < count; row++) {
@@ -186,8 +186,8 @@ static void copy_rows(Rows rows, int64_t count, int64_t padded, int64_t size, pa
 
 /* ---- Matrix products --------------------------------------------------------------------------------- */
 
-/* Compute TILE_ROWS rows and `vectors` vectors of columns of a product. All arguments but the addresses are
- * known where this is called, so the compiler keeps the sums in registers. */
+/* Compute TILE_ROWS rows and `vectors` vectors of columns of a product. `vectors` and `add` are constants where this is
+ * inlined, so the compiler keeps the sums in registers. */
 static inline __attribute__((always_inline)) void multiply_tile(
     Left left, const pair *panel, int64_t steps, float *result, int64_t result_stride, int vectors, bool add) {
     __m512 sums[TILE_ROWS][PANEL_VECTORS];
@@ -283,9 +283,10 @@ static inline __mmask16 first_lanes(int64_t count) {
     return count >= LANES ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
 }
 
-/* Return 2^x. A polynomial (minimax of the relative error on [-1/2, 1/2], 2e-9) and a power of two. */
+/* Return 2^x: a polynomial for the fraction (minimax on [-1/2, 1/2], relative error 2e-9), times a power of two. */
 static inline __m512 exp2_vector(__m512 x) {
-    /* 2^-200 is 0. The limit keeps -inf from becoming inf - inf. A NaN is the second operand, and stays. */
+    /* 2^-200 is 0 in fp32, so smaller x need not be told apart. Without the limit, -inf would lead to inf - inf below.
+     * The second operand of `max` is returned if it is NaN, so NaN stays. */
     x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 rest = _mm512_sub_ps(x, whole);
@@ -341,7 +342,7 @@ static float greatest_score(const float *scores, int64_t count, float greatest) 
 static float write_weights(const float *scores, int64_t count, int64_t end, float factor, float base, bf16 *weights) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t key = 0; key < end; key += LANES) {
-        /* The factor comes last: the difference of two huge products could be nothing but their rounding. */
+        /* Multiply after the subtraction: the difference of two huge products could be only their rounding errors. */
         const __m512 distance = _mm512_sub_ps(_mm512_load_ps(scores + key), _mm512_set1_ps(base));
         const __m512 exponent = _mm512_mul_ps(distance, _mm512_set1_ps(factor));
         const __m512 part = _mm512_maskz_mov_ps(first_lanes(count - key), exp2_vector(exponent));
@@ -428,7 +429,7 @@ static void *take(Arena *arena, int64_t count, size_t element_bytes) {
     return part;
 }
 
-/* Panels are PANEL_COLUMNS wide, also the last one. */
+/* Return the number of pairs in the panels of a factor. All panels are PANEL_COLUMNS wide, also the last one. */
 static int64_t panel_pairs(int64_t rows, int64_t columns) {
     return round_up(rows, LANES) / 2 * round_up(columns, PANEL_COLUMNS);
 }
@@ -489,7 +490,7 @@ static void attend_tasks(void *data) {
 
 /* Compute the attention, and the logarithm to base 2 of the sum of exponentials of each row of scores.
  *
- * `log2_sums` has the shape [batches, heads, queries] and is contiguous. Returns 0, or 1 without memory. */
+ * `log2_sums` has the shape [batches, heads, queries] and is contiguous. Returns 0, or 1 if memory is missing. */
 int attention_forward(const Shape *shape, const Tensor *query, const Tensor *key, const Tensor *value,
                       const Tensor *output, float *log2_sums) {
     const int64_t heads = shape->batches * shape->heads;
@@ -743,7 +744,7 @@ static void add_shared(void *data) {
 /* Compute the gradients of queries, keys and values. Arguments are those of `attention_forward`, its results, the
  * gradient of the output, and places for the gradients. `sums` is memory for the gradients of keys and of values
  * from each head, [2, batches, heads, keys, size], aligned to ALIGNMENT_BYTES; NULL if heads share no keys.
- * Returns 0, or 1 without memory. */
+ * Returns 0, or 1 if memory is missing. */
 int attention_backward(const Shape *shape, const Tensor *query, const Tensor *key, const Tensor *value,
                        const Tensor *output, const float *log2_sums, const Tensor *gradient,
                        const Tensor *query_gradient, const Tensor *key_gradient, const Tensor *value_gradient,

@@ -14,10 +14,10 @@ enum {
     MOST_ROWS = 8,
     MOST_HALF_ROWS = 4,
     COLUMNS = 4,                 /* most columns of the weight that are read side by side */
-    COLUMNS_AHEAD = 8,           /* between what is read and what is fetched into the cache */
-    BYTES_AHEAD = 1 << 16,       /* the same for long columns */
+    COLUMNS_AHEAD = 8,           /* most columns between the one that is read and the one that is prefetched */
+    BYTES_AHEAD = 1 << 16,       /* most bytes between them */
     LINE_BYTES = 64,
-    NUMBERS_OF_THREAD = 1 << 18, /* least numbers of the weight for a thread: it takes long to wake one */
+    NUMBERS_OF_THREAD = 1 << 18, /* least numbers of the weight for each thread, because waking a thread takes long */
 };
 
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
@@ -27,8 +27,8 @@ typedef struct {
     const void *left, *weight, *bias; /* `left` is contiguous; `bias` may be NULL */
     void *out;                        /* contiguous */
     int64_t rows, inner, columns, weight_stride;
-    int64_t threads; /* most of them */
-    int32_t is_half; /* all numbers are bf16, of at most MOST_HALF_ROWS rows; if not, all are fp32 */
+    int64_t threads; /* most threads to use */
+    int32_t is_half; /* true: all numbers are bf16, and there are at most MOST_HALF_ROWS rows; false: all are fp32 */
 } Product;
 
 INLINE const char *at(const void *numbers, int64_t place, bool half) {

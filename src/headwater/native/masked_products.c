@@ -10,7 +10,7 @@
  *   panel    PANEL inner numbers of a product. So many columns of a tile stay in the first level of the cache.
  *   result   a column of the forward, or a k of the input gradient.
  *   entry    a kept weight in a list: its place in the panel, and its value. Entries are sorted by panel, result and
- *            place. The list is made anew for each product, because that is cheap and masks change.
+ *            place. Each product builds the list again, because that is cheap and masks change.
  *
  * Numbers are fp32 or bf16; sums are fp32. A number of a result is a sum in a fixed order, which does not depend on the
  * number of threads.
@@ -20,7 +20,7 @@
 
 enum {
     OCTET = 8,
-    VECTORS = 8, /* of a tile's column: as many sums as it takes to keep the processor's adders busy */
+    VECTORS = 8, /* in a column of a tile: enough independent sums to keep the processor's adders busy */
     TILE_ROWS = VECTORS * LANES,
     PANEL = 32768 / (4 * TILE_ROWS),
     TOGETHER = 4, /* entries of a weight gradient whose lanes are added at once */
@@ -46,10 +46,10 @@ typedef struct {
     int64_t rows, inner, columns; /* inner and columns are multiples of OCTET */
     int32_t *starts;      /* room for the number of panels times results, plus 1 */
     uint8_t *places;      /* room for all kept weights */
-    float *values;        /* the same */
+    float *values;        /* room for all kept weights */
     float *scratch;       /* room for `masked_scratch` numbers of each thread */
     int64_t threads;
-    int32_t is_half;      /* all numbers are bf16; if not, all are fp32 */
+    int32_t is_half;      /* true: all numbers are bf16; false: all are fp32 */
 } Product;
 
 typedef struct {
@@ -87,7 +87,7 @@ INLINE octet octet_at(const void *numbers, int64_t place, bool half) {
     return wide;
 }
 
-/* Write numbers, rounded to the nearest, of two equally near ones to the even one. */
+/* Write numbers, rounded to nearest, ties to even. */
 INLINE void write_octet(void *numbers, int64_t place, octet wide, bool half) {
     if (!half) {
         memcpy((float *)numbers + place, &wide, sizeof wide);
@@ -242,7 +242,8 @@ INLINE void list_by_k(const Call *call, int64_t panel, bool half) {
     const int64_t first = panel * PANEL, width = width_of(call, panel);
     int32_t *starts = self->starts + panel * self->inner;
     const int32_t base = starts[0];
-    /* First the numbers of entries, then the places of the next entries, and at the end the starts again. */
+    /* starts[k] is first the number of entries of k, then the place of the next entry of k that is written, and at the
+     * end the place of the first entry of k. */
     memset(starts, 0, (size_t)self->inner * sizeof *starts);
     for (int64_t column = first; column < first + width; column++) {
         for (int64_t at = 0; at < self->inner; at += 64) {
@@ -265,7 +266,7 @@ INLINE void list_by_k(const Call *call, int64_t panel, bool half) {
             }
         }
     }
-    /* What is at each k now is the start of the next one. */
+    /* All entries are written, so starts[k] is now the first place after those of k: the start of k + 1. */
     memmove(starts + 1, starts, (size_t)(self->inner - 1) * sizeof *starts);
     starts[0] = base;
 }

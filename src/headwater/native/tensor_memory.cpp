@@ -6,10 +6,10 @@
 // later, so an equal block does not fit into the hole. The holes then hold a quarter of the memory and more.
 //
 // Here large blocks come from separate ranges, beside malloc. A freed block joins its free neighbours, and a
-// new one takes the smallest free range that it fits into. So that free ranges do not grow without limit, blocks
-// and free ranges together are at most the most bytes of blocks that ever existed at once, and a small share
-// more. If a new block needs more, free ranges go back to the system, the smallest first, because nothing fits
-// into them. So the peak of the process is the peak of its tensors, and a step that repeats needs no new pages.
+// new block takes the smallest free range into which it fits. Blocks and free ranges together have at most a
+// twentieth more bytes than the blocks had at their peak. If a new block would exceed this limit, free ranges go
+// back to the system, the smallest first, because few blocks fit into them. So the peak of the process is about
+// the peak of its tensors, and a step that repeats needs no new pages.
 //
 // One lock protects all of this. Smaller blocks come from torch's own allocator.
 
@@ -58,7 +58,7 @@ class Ranges {
     return blocks_.count(block) > 0;
   }
 
-  // Frees a block from here.
+  // Frees a block that `take` has returned.
   void give(char* block) {
     const std::lock_guard<std::mutex> guard(lock_);
     const auto found = blocks_.find(block);
@@ -68,7 +68,7 @@ class Ranges {
     add_free(block, size);
   }
 
-  // Returns all free ranges to the system. What earlier blocks needed does not count from now on.
+  // Returns all free ranges to the system, and lowers the peak to the bytes of the present blocks.
   void return_free() {
     const std::lock_guard<std::mutex> guard(lock_);
     shrink(free_);
@@ -166,11 +166,11 @@ class Ranges {
   std::mutex lock_;
   std::unordered_map<char*, size_t> blocks_;
   ByAddress by_address_;                         // free ranges
-  std::set<std::pair<size_t, char*>> by_size_;  // the same
+  std::set<std::pair<size_t, char*>> by_size_;  // free ranges, the smallest first
   size_t used_ = 0;                              // bytes of blocks
   size_t free_ = 0;                              // bytes of free ranges
   size_t highest_ = 0;                           // the most bytes of blocks at once
-  size_t mapped_ = 0;                            // bytes that the system gave, in all
+  size_t mapped_ = 0;                            // bytes of all mappings so far; never decreases
 };
 
 // Never destroyed: tensors may outlive all destructors of a library.

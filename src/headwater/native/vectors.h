@@ -34,9 +34,9 @@ INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 INLINE int64_t number_bytes(bool half) { return (int64_t)(half ? sizeof(bf16) : sizeof(float)); }
 
-/* Return left * right + sum, rounded once if the processor can. The source says so, and the compiler may not decide
- * it (-ffp-contract=off): GCC decides differently for each number of rows on processors where it avoids chains of
- * such sums, such as a Zen 3. */
+/* Return left * right + sum, rounded once if the processor can. The compiler must not choose where to fuse
+ * (-ffp-contract=off): on processors where GCC avoids chains of fused sums, such as a Zen 3, its choice, and so the bits
+ * of the results, would depend on the number of rows. */
 INLINE vector fused(vector left, vector right, vector sum) {
 #if defined(__AVX512F__)
     return (vector)_mm512_fmadd_ps((__m512)left, (__m512)right, (__m512)sum);
@@ -63,7 +63,7 @@ INLINE octet folded(vector sums) {
     return low;
 }
 
-/* Write a number, rounded to the nearest, of two equally near ones to the even one. */
+/* Write a number, rounded to nearest, ties to even. */
 INLINE void write_number(void *numbers, int64_t place, float number, bool half) {
     if (!half) {
         ((float *)numbers)[place] = number;
@@ -75,7 +75,7 @@ INLINE void write_number(void *numbers, int64_t place, float number, bool half) 
     ((bf16 *)numbers)[place] = is_nan ? 0x7fc0 : (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* The part of a thread: from the first number up to the second one. */
+/* The part of a range that one thread computes: from `first` up to, but not including, `end`. */
 typedef struct {
     int64_t first, end;
 } Part;

@@ -55,12 +55,17 @@ def make_schedule(
 
 def _by_name(args: Sequence[Any], kwargs: Mapping[str, Any], names: list[str], owner: str) -> dict[str, Any]:
     if len(args) > len(names):
-        raise ConfigError(f"{owner} got {len(args)} arguments", remedy=_takes(owner, names))
+        raise ConfigError(
+            f"expected at most {len(names)} arguments of {owner}, got {len(args)}",
+            remedy=_takes(owner, names),
+        )
     check_names(kwargs, names, owner)
     given = dict(zip(names, args, strict=False))
     twice = given.keys() & kwargs.keys()
     if twice:
-        raise ConfigError(f"{owner} got {min(twice)} twice", remedy="give it once")
+        raise ConfigError(
+            f"{owner} got {min(twice)} twice", remedy="pass it by position or by name, not both"
+        )
     return given | dict(kwargs)
 
 

@@ -45,7 +45,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of an attribute that later changes of tensors and containers leave as it is."""
+    """Return a copy of an attribute that does not change if its tensors or containers change later."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) in (list, tuple):

@@ -169,7 +169,7 @@ def _build(optimizer: torch.optim.Optimizer, entry: Mapping[str, Any], family: t
     arguments = {"param_group_tags": tags, **{_canonical(key, kind): value for key, value in given.items()}}
     if issubclass(kind, Wrapper):
         arguments = _with_parts(optimizer, kind, arguments, family)
-    if not issubclass(kind, ChainedScheduler):  # it takes the optimizer from its parts
+    if not issubclass(kind, ChainedScheduler):  # a chain takes the optimizer from its parts
         arguments["optimizer"] = optimizer
     return kind(**arguments)
 

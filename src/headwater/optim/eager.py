@@ -1,4 +1,4 @@
-"""Optimizers for tensors in host memory: they import no compiler of torch, and ask no GPU for anything."""
+"""Optimizers for tensors in host memory, which neither import torch's compiler nor use a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def eager(kind: OptimizerClass) -> OptimizerClass:
     torch wraps `step` and `add_param_group` so that its compiler skips them. These wrappers import the
     compiler, which takes 70 MiB and two seconds. The subclass calls the wrapped functions directly, `step`
     under `torch.no_grad`. Each step of torch's optimizers also asks CUDA if a graph is being recorded. In a
-    thread that has chosen no GPU, the question goes to GPU 0, and takes memory there from another process.
+    thread that has chosen no GPU, this call creates a CUDA context on GPU 0, whose memory another process may
+    need. The subclass leaves the call out.
     """
     own = {
         "_accelerator_graph_capture_health_check": _no_check,

@@ -48,7 +48,7 @@ class Scheduler:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.schedule_class is not None:
-            # `help` then shows the fields of the schedule, under this family's names.
+            # `help` shows this signature: the schedule's fields, under the argument names of this family.
             cls.__signature__ = _signature(cls.schedule_class, cls.names)  # type: ignore[attr-defined]
 
     def __init__(
@@ -97,7 +97,7 @@ class Scheduler:
 
     def step(self, epoch: int | None = None) -> None:
         """Go to the next step, or to step `epoch`, and set the option of the optimizer to the value there."""
-        # step_with_optimizer has already taken this step.
+        # `step_with_optimizer` has already taken this step.
         if self._ahead and epoch is None:
             self._ahead = False
             return
@@ -107,7 +107,8 @@ class Scheduler:
 
     def step_with_optimizer(self) -> None:
         """Go to the next step, after a step of the optimizer. The next call of `step` then does nothing."""
-        # Still set if the user's loop has not called `step` since. `step` would then do nothing.
+        # `_ahead` is still true if the user's loop did not call `step` after the optimizer's last step. Then
+        # `step` would do nothing below.
         self._ahead = False
         self.step()
         self._ahead = True

@@ -28,8 +28,8 @@ def slab_positions(schedule: Sequence[int], in_place: Collection[int]) -> list[i
 class CachePolicy:
     """Decides evictions and prefetches. The executor carries them out, and does not report back.
 
-    A position is a number of uses since the beginning of a step. The schedule repeats, so it may be any
-    integer.
+    A position is the number of uses since the beginning of a step. The schedule repeats in every step, so a
+    position may be larger than its length.
 
     Args:
         schedule: stage at each use of one step.
@@ -87,7 +87,7 @@ class CachePolicy:
             others: positions of other ranks that use the same slabs. Stages that they soon use are kept.
 
         Returns:
-            The candidate whose next use is furthest; `None` if there are no candidates, or if all are used
+            The candidate whose next use is furthest. `None` without candidates, or if all of them are used
             before `use_at`.
         """
         wanted = self.slab_class[stage]

@@ -161,7 +161,7 @@ def check(asked: PlanRequest) -> None:
         )
     if fixed.stages_on_device and not asked.may_use_device_tier:
         raise ConfigError(
-            "expected ranks of one host that compute on GPUs for stages_on_device, "
+            "stages_on_device needs ranks of one host that all compute on GPUs, "
             f"but {_without_device_tier(asked)}",
             where="stages_on_device",
             remedy="leave stages_on_device out",

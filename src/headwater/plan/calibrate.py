@@ -18,7 +18,7 @@ from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_qui
 from headwater.plan.rates import Calibration
 from headwater.store.native_check import adam_in_use
 
-_QUIET_LIFE_S, _BUSY_LIFE_S, _UNDOUBTED_S = 30 * 86_400.0, 3_600.0, 600.0
+_QUIET_LIFE_S, _BUSY_LIFE_S, _UNCHECKED_S = 30 * 86_400.0, 3_600.0, 600.0
 """Seconds for which a measurement is used: of a quiet machine; of a busy machine; without a quick check.
 Other programs distort a measurement only while they run, so one of a busy machine is soon repeated."""
 _FILE = "calibration.json"
@@ -48,10 +48,10 @@ class Known:
         """True if this process got nearly all the time of its cores during the measurement."""
         return self.measurement.cpu_share >= QUIET_CPU_SHARE
 
-    def is_undoubted(self, now_s: float) -> bool:
+    def needs_no_check(self, now_s: float) -> bool:
         """True if the measurement is so recent that it needs no quick check."""
         # A time in the future shows that the clock was changed, so the age is unknown.
-        return 0 <= now_s - self.taken_s < _UNDOUBTED_S
+        return 0 <= now_s - self.taken_s < _UNCHECKED_S
 
     def is_young(self, now_s: float) -> bool:
         """True if the measurement is recent enough to be used after a quick check."""
@@ -83,7 +83,7 @@ class Known:
             and other.is_young(now_s)
             and 1 / _TOLERANCE < other.measurement.quick_s / quick_s < _TOLERANCE
         ]
-        # This measurement is first, so that it is used if another one was disturbed as little.
+        # `max` returns the first of equals, so this measurement is first in the list.
         best = max([self, *alike], key=lambda known: known.measurement.cpu_share).measurement.rates
         own = self.measurement.rates
         return dataclasses.replace(
@@ -194,7 +194,7 @@ def _known(
 
 def _still_holds(known: Known, device: str) -> bool:
     now_s = time.time()
-    return known.is_undoubted(now_s) or (known.is_young(now_s) and known.holds(time_quick(device)))
+    return known.needs_no_check(now_s) or (known.is_young(now_s) and known.holds(time_quick(device)))
 
 
 def _read_cache(cache: Path | None) -> dict[str, Known]:

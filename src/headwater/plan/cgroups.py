@@ -29,7 +29,7 @@ class Usage(NamedTuple):
 
     limits: tuple[str, ...]
     used: str
-    inactive: str  # in memory.stat
+    inactive: str  # name of a line in memory.stat
     active: str
 
 

@@ -127,14 +127,14 @@ def choose(kinds: Sequence[Kind], micro_batches: int, spare_bytes: int | None) -
     least = max(LEAST_GAIN, noise)
     measured = f"compiled blocks take {compiled_s / eager_s:.1%} of the time of eager blocks"
     if gain < least:
-        return Blocks(False, f"{measured}, and a measurement is exact to {least:.0%}")
+        return Blocks(False, f"{measured}, and differences below {least:.0%} do not count")
     compile_s = sum(kind.times.compile_s * kind.variants for kind in kinds)
     saved_s = (eager_s - compiled_s) * micro_batches
-    told = f"compilation takes {format_duration(compile_s)}, and the run saves {format_duration(saved_s)}"
+    times = f"compilation takes {format_duration(compile_s)}, and the run saves {format_duration(saved_s)}"
     if saved_s < PAYS_TIMES * compile_s:
-        return Blocks(False, f"{measured}; {told}")
+        return Blocks(False, f"{measured}; {times}")
     needed = max(kind.times.compiler_bytes for kind in kinds)
     if spare_bytes is not None and spare_bytes < needed:
         left = format_bytes(max(0, spare_bytes))
         return Blocks(False, f"the compiler takes {format_bytes(needed)} of host memory, and {left} are left")
-    return Blocks(True, f"{measured}; {told}")
+    return Blocks(True, f"{measured}; {times}")

@@ -71,7 +71,7 @@ def _own_bytes(process: psutil.Process) -> int:
     """Return the private bytes of a process: those that are not pages of files."""
     try:
         memory = process.memory_info()
-    except psutil.Error:  # it has ended
+    except psutil.Error:  # the process has ended
         return 0
     return int(memory.rss - getattr(memory, "shared", 0))  # `shared` exists on Linux only
 

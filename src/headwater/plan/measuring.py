@@ -24,7 +24,7 @@ import torch
 from headwater.core.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.core.errors import ConfigError
 from headwater.core.half_products import use_fast_half_products
-from headwater.core.patience import noticed
+from headwater.core.patience import notice_if_long
 from headwater.core.units import MIB, format_bytes
 from headwater.fabric.parent import end_with
 from headwater.plan.machine import free_host_bytes, resident_bytes
@@ -82,7 +82,7 @@ def measure_apart(
     command += [] if folder is None else [str(folder)]
     if most_wall_s is None:
         most_wall_s = MOST_WALL_S if device == "cpu" else MOST_GPU_WALL_S
-    with noticed(f"measuring the speed of this machine, for at most {most_wall_s:g} s"):
+    with notice_if_long(f"measuring the speed of this machine, for at most {most_wall_s:g} s"):
         try:
             done = subprocess.run(
                 command, capture_output=True, timeout=most_wall_s, stdin=subprocess.DEVNULL, check=False

@@ -13,7 +13,7 @@ from headwater.plan.types import Budgets, Plan
 _Kind = Literal["device", "host", "disk"]
 
 _PARTS = 8
-"""The numbers of stages in device memory that are tried differ by 1/8 of all stages, so that they are few."""
+"""The search tries numbers of stages in device memory in steps of 1/8 of all stages, so that it is fast."""
 
 
 def filled_memory(footprint: Footprint, plan: Plan, budgets: Budgets) -> list[Plan]:

@@ -81,7 +81,7 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
             if id(param) not in taken:
                 taken.add(id(param))
                 spec = _spec(param, names[id(param)], precision, id(param) in norm_params)
-                if id(param) in sparse_params:  # these are updated row by row
+                if id(param) in sparse_params:  # sparse gradients update row by row
                     spec = dataclasses.replace(spec, sparse_gradient=True, strides=None)
                 params.append(spec)
         if params:

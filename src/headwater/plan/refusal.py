@@ -37,10 +37,10 @@ class Setting:
 def refusal(request: LimitedRequest) -> DoesNotFitError:
     """Return the error if no plan fits: which budgets are too small, and which settings would fit."""
     larger = enough(request)
-    stories = [_story(request.budgets, setting.request.budgets) for setting in larger]
+    shortages = [_shortage(request.budgets, setting.request.budgets) for setting in larger]
     texts = [setting.text for setting in (*larger, *other_settings(request))]
     return DoesNotFitError(
-        f"the model does not fit: {', or '.join(stories)}",
+        f"the model does not fit: {', or '.join(shortages)}",
         where=_largest_stage(request),
         remedy=f"set {', or '.join(texts)}",
     )
@@ -55,7 +55,7 @@ def _largest_stage(request: LimitedRequest) -> str | None:
     return f"largest stage: {largest.name or 'the model'}, {format_bytes(largest.slab_bytes)} of weights"
 
 
-def _story(budgets: Budgets, needed: Budgets) -> str:
+def _shortage(budgets: Budgets, needed: Budgets) -> str:
     return " and ".join(
         f"{format_bytes(limit)} of {name.replace('_', ' ')} where {format_bytes(need)} are needed"
         for name, limit, need in zip(Budgets._fields, budgets, needed, strict=True)

@@ -280,8 +280,8 @@ def _memory_table(plan: Plan) -> Table:
     table.columns[-1].justify = "left"
     for row in _memories(plan):
         share = f"{row.needs / row.limit:.0%}" if row.limit else ""
-        told = ", ".join(f"{part} {format_bytes(size)}" for part, size in row.parts.items() if size)
-        table.add_row(row.name, format_bytes(row.needs), row.limit_text, share, told)
+        parts = ", ".join(f"{part} {format_bytes(size)}" for part, size in row.parts.items() if size)
+        table.add_row(row.name, format_bytes(row.needs), row.limit_text, share, parts)
     return table
 
 

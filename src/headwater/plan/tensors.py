@@ -49,7 +49,8 @@ class Tensors(Protocol):
 class FakeTensors:
     """Tensors without values, except the known values of batch and buffers, and results from these alone.
 
-    Known are integers, truth values, and single numbers: a buffer `initialized` may be of any dtype.
+    The known values are those of integers, truth values, and single numbers of any dtype, such as a buffer
+    `initialized`.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,8 @@ class FakeTensors:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        # Outside of the fake mode, because the state of a generator is a real tensor. Orders are drawn.
+        # Operators such as `randperm` draw real numbers, so the generator is forked. This is outside of the
+        # fake mode, because the state of a generator is a real tensor.
         with (
             torch.random.fork_rng(devices=[]),
             FakeTensorMode(allow_non_fake_inputs=True),

@@ -1,9 +1,9 @@
 """The modules of a model that are timed, and the wrappers around their calls while a profile is taken.
 
 [Note: backward of a module]
-Autograd numbers its nodes in the order of their creation. So the nodes that a module has created are found
-behind its outputs by their numbers. Each of them gets a hook that runs before it, which is when the backward
-of that module begins. torch's own hooks on modules insert nodes into the graph; these hooks do not.
+Autograd numbers its nodes in the order of their creation. So the nodes of a module are those that its outputs
+depend on and that were created after its call began. Each of them gets a hook that runs before the node, and
+that starts to count time for the module. torch's own module hooks insert nodes into the graph; these do not.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ModuleWatch:
             name = f"model.{path}" if path else "model"
             self.names += [f"{name}.fwd", f"{name}.bwd"]
             layer = self._layer(forward, forward + 1, after=REST if path else LOSS)
-            # Outermost: the time in which weights are bound belongs to the module.
+            # Outermost, so that the time for fetching its weights counts for the module.
             self._layers.callback(surround(module, layer, outermost=True))
 
     def _layer(self, forward: int, backward: int, after: int) -> Layer:
@@ -96,7 +96,7 @@ class ModuleWatch:
         def layer(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             outer, is_backward = self._row, torch._C._current_graph_task_id() != _NO_TASK
             first = torch._C._autograd._get_sequence_nr()
-            # A forward that runs again is a part of the backward.
+            # A recomputed forward counts as backward.
             self._switch(backward if is_backward else forward)
             trains = torch.is_grad_enabled() and not is_backward
             self.calls[forward] += trains
@@ -107,8 +107,8 @@ class ModuleWatch:
                 inner = self._inputs.pop()
                 self._switch(after if outer == REST and trains else outer)
             if not trains:
-                # Also in backward: the graph of a forward that runs again is never used, and its nodes hold
-                # weights.
+                # Also for a recomputed forward: its graph is not used for hooks, and its nodes would keep
+                # weights in memory.
                 return output
             behind = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
             inputs = self._claim([*behind, *inner], first, begins)
@@ -138,12 +138,12 @@ class ModuleWatch:
         """Register a hook on all nodes that were created since number `first`, unless they have one.
 
         Args:
-            behind: nodes to begin with.
+            behind: nodes of the outputs of the module.
             first: number of the first node of the module.
-            hook: runs before the nodes.
+            hook: called before each of the nodes runs.
 
         Returns:
-            Nodes of inputs of the module, which were created before.
+            Nodes of the inputs of the module, which were created before its call.
         """
         inputs = []
         while behind:

@@ -82,7 +82,7 @@ def build_index(
     identity: EncoderIdentity,
     *,
     overwrite: bool = False,
-    told: Callable[[int], None] = lambda count: None,
+    on_progress: Callable[[int], None] = lambda count: None,
 ) -> Built:
     """Write an index of texts to the new folder `out`, which appears when it is complete.
 
@@ -94,7 +94,7 @@ def build_index(
         encoder: encoder of passages.
         identity: the trained model of the encoder.
         overwrite: replace the index that `out` already holds.
-        told: called with the number of passages that are encoded.
+        on_progress: called with the number of passages that are encoded.
 
     Raises:
         DataError: if an input cannot be read, the inputs have no text, `out` is in use, or `out` holds
@@ -114,7 +114,7 @@ def build_index(
         # If the manifest is missing or unreadable, all passages are encoded again.
         with contextlib.suppress(CorruptError, DataError):
             manifest = read_manifest(folder)
-        for entry in _written(folder, manifest, divided(passages, encoder.texts), encoder, told):
+        for entry in _written(folder, manifest, divided(passages, encoder.texts), encoder, on_progress):
             manifest = dataclasses.replace(manifest, files=[*manifest.files, entry])
             replace_file(folder / MANIFEST_FILE, manifest.to_json())
         if not manifest.num_passages:
@@ -151,20 +151,22 @@ def _written(
     manifest: Manifest,
     passages: Iterator[tuple[Passage, list[int]]],
     encoder: VectorEncoder,
-    told: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> Iterator[FileEntry]:
     """Encode and write the passages that come after those in `manifest`; yield each file's entry."""
     done, number = manifest.num_passages, len(manifest.files)
     passages = itertools.islice(passages, done, None)
     while block := list(itertools.islice(passages, PASSAGES_PER_FILE)):
-        vectors = encoder.encode([tokens for _, tokens in block], functools.partial(_tell, told, done))
+        vectors = encoder.encode(
+            [tokens for _, tokens in block], functools.partial(_report_progress, on_progress, done)
+        )
         path = folder / f"passages_{number:05}.safetensors"
         yield write_passages(path, [passage for passage, _ in block], vectors)
         done, number = done + len(block), number + 1
 
 
-def _tell(told: Callable[[int], None], before: int, count: int) -> None:
-    told(before + count)
+def _report_progress(on_progress: Callable[[int], None], before: int, count: int) -> None:
+    on_progress(before + count)
 
 
 def divided(passages: Iterable[Passage], texts: TextTokens) -> Iterator[tuple[Passage, list[int]]]:

@@ -74,13 +74,13 @@ class VectorEncoder:
         self._computing = computing
 
     def encode(
-        self, texts: Sequence[Sequence[int]], told: Callable[[int], None] = lambda count: None
+        self, texts: Sequence[Sequence[int]], on_progress: Callable[[int], None] = lambda count: None
     ) -> Tensor:
         """Return the vector of each text, fp32 [texts, dimension].
 
         Args:
             texts: the tokens of each text, at most `texts.length` of them.
-            told: called with the number of texts that are done.
+            on_progress: called with the number of texts that are done.
 
         Raises:
             DataError: if a token is not in the vocabulary of the encoder.
@@ -92,7 +92,7 @@ class VectorEncoder:
         for start in range(0, len(order), self._rows):
             chosen = order[start : start + self._rows]
             vectors[chosen] = self._encoded([texts[number] for number in chosen])
-            told(start + len(chosen))
+            on_progress(start + len(chosen))
         if not vectors.isfinite().all():
             raise NonFiniteError(
                 "expected finite vectors, found NaN or infinity in the output of the encoder",

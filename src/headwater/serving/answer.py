@@ -1,4 +1,4 @@
-"""The interface of answers of every kind of model."""
+"""The base class of answers, for every kind of model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 class Answer(abc.ABC):
-    """An answer of a model. Any thread may make an answer; `begin` starts the computation.
+    """The answer of a model to one request. Any thread may create it; `begin` starts the computation.
 
     Attributes:
         model_name: name of the model.
-        num_texts: texts that the model computes for it.
-        prompt_tokens: tokens that the model reads.
+        num_texts: number of texts that the model computes for the answer.
+        prompt_tokens: number of tokens that the model reads.
     """
 
     def __init__(self, model_name: str, num_texts: int, prompt_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Answers to requests: texts of a model in OpenAI's JSON and in the card's."""
+"""Answers to requests: texts in the JSON of OpenAI's API or of the Cerebras-GPT model card."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WrittenAnswer(Answer):
     Args:
         model: the model.
         requests: the texts to write.
-        prompts: token ids of the prompts. Several texts may have the same one.
+        prompts: token ids of the prompts. Each prompt may have several texts.
 
     Raises:
         DataError: if a token id is not one of the model's.
@@ -155,13 +155,13 @@ class OpenAIAnswer(WrittenAnswer):
     async def body(self) -> Json:
         texts = await self.texts()
         choices = [self.choice(number, text) for number, text in enumerate(texts)]
-        return self._frame(self.kind) | self.found() | {"choices": choices, "usage": self._usage()}
+        return self._frame(self.kind) | self.further_keys() | {"choices": choices, "usage": self._usage()}
 
     @final
     async def chunks(self) -> AsyncIterator[Json]:
         """Yield the answer in pieces, for server-sent events."""
         frame = self._frame(self.chunk_kind) | ({"usage": None} if self._reports_usage else {})
-        found = self.found()
+        found = self.further_keys()
         for number in range(len(self.writings)):
             for first in self.first_choices(number):
                 yield frame | found | {"choices": [first]}
@@ -178,12 +178,12 @@ class OpenAIAnswer(WrittenAnswer):
     def choice(self, number: int, text: Text) -> Json:
         """Return a whole text as JSON."""
 
-    def found(self) -> Json:
-        """Return what the server has found for the request, as keys of the answer."""
+    def further_keys(self) -> Json:
+        """Return further keys of the answer, such as the passages that were found for the request."""
         return {}
 
     def first_choices(self, number: int) -> Sequence[Json]:
-        """Return what is sent of a text before it is written."""
+        """Return what a stream sends of a text before its first new token, such as the echo of the prompt."""
         return ()
 
     @abc.abstractmethod
@@ -297,7 +297,7 @@ class Chat(OpenAIAnswer):
         ]
         super().__init__(model, requests, [prompt], body)
 
-    def found(self) -> Json:
+    def further_keys(self) -> Json:
         if self.model.passages is None:
             return {}
         passages = [{"score": hit.score, **dataclasses.asdict(hit.passage)} for hit in self._hits]
@@ -372,7 +372,7 @@ def _with_passages(
 
 @final
 class CardAnswer(WrittenAnswer):
-    """A list of texts, the answer to the card's JSON."""
+    """A list of texts: the answer to a request in the JSON of the Cerebras-GPT model card."""
 
     def __init__(self, model: ServedModel, body: CardRequest) -> None:
         params = body.params

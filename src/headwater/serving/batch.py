@@ -26,18 +26,18 @@ _PAUSE_SECONDS = 0.1
 """Time until a request that the queue of its model refused is tried again."""
 
 
-def answer_file(service: Service, requests: Path, answers: Path, told: Callable[[int], None]) -> int:
+def answer_file(service: Service, requests: Path, answers: Path, on_progress: Callable[[int], None]) -> int:
     """Write the answer to each line of a file, in the order of the lines.
 
-    A line is an object of the card's JSON, or of OpenAI's batches (`custom_id`, `method`, `url`, `body`).
-    Answers that are in the file already are kept. A file beside the answers has a checksum of the requests,
-    and the models.
+    A line is a JSON object as in the Cerebras-GPT model card, or as in OpenAI's batch files (`custom_id`,
+    `method`, `url`, `body`). Answers that are in the file already are kept. A file beside the answers records
+    a checksum of the requests, and the models.
 
     Args:
         service: answers the requests.
         requests: JSON lines.
         answers: the file of the answers.
-        told: called with the number of answers so far.
+        on_progress: called with the number of answers so far.
 
     Returns:
         The number of answers in the file that are errors.
@@ -65,8 +65,8 @@ def answer_file(service: Service, requests: Path, answers: Path, told: Callable[
                 where=str(answers),
                 remedy="name another file for the answers",
             )
-        told(done)
-        return errors + asyncio.run(_answer_all(service, lines, done, output, told))
+        on_progress(done)
+        return errors + asyncio.run(_answer_all(service, lines, done, output, on_progress))
 
 
 def _lock(output: IO[bytes], answers: Path) -> None:
@@ -126,7 +126,7 @@ def _keep_whole_lines(output: IO[bytes]) -> tuple[int, int]:
 
 
 async def _answer_all(
-    service: Service, lines: list[bytes], done: int, output: IO[bytes], told: Callable[[int], None]
+    service: Service, lines: list[bytes], done: int, output: IO[bytes], on_progress: Callable[[int], None]
 ) -> int:
     """Answer the lines after the first `done` ones. Return the number of errors."""
     errors = 0
@@ -141,7 +141,7 @@ async def _answer_all(
             output.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
             output.flush()
             os.fsync(output.fileno())
-            told(next_line + 1)
+            on_progress(next_line + 1)
     finally:
         for task in running.values():
             task.cancel()

@@ -151,7 +151,7 @@ class ServedFiller:
 
 @final
 class FillAnswer(Answer):
-    """An answer to the card's JSON: for each text, the likely tokens at its place.
+    """An answer in the JSON of the model card: for each text, the likely tokens at its masked place.
 
     A text with several places has a list for each of them.
     """

@@ -39,7 +39,7 @@ MOST_TEXTS = 1024
 
 
 class Section(BaseModel):
-    """A JSON object with known keys. Numbers are not made of strings."""
+    """A JSON object with known keys. Strings are not converted to numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -125,7 +125,7 @@ class TextSettings(BeamSettings):
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    # Accepted, without meaning for an answer.
+    # Accepted and ignored.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -234,7 +234,7 @@ class ChatRequest(TextSettings):
 
 
 class CardSettings(BeamSettings):
-    """The key `params` of the card's JSON."""
+    """The key `params` of a request in the JSON of the Cerebras-GPT model card."""
 
     max_new_tokens: NewTokens = 100
     do_sample: bool = False
@@ -251,7 +251,7 @@ class CardSettings(BeamSettings):
 
 
 class CardRequest(Section):
-    """The card's JSON, with the key `model` for servers with several models."""
+    """A request in the JSON of the Cerebras-GPT model card, with the further key `model`."""
 
     input_data: Annotated[Texts, Field(min_length=1, max_length=MOST_TEXTS)]
     params: CardSettings = CardSettings()

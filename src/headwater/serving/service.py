@@ -176,7 +176,7 @@ def _check_queue(model: ServedModel | ServedFiller, count: int) -> None:
 
 
 def _check_room(waiting: int, count: int) -> None:
-    """Raise `ApiError` if `count` texts more would be too many."""
+    """Raise `ApiError` if `count` more would exceed the number that may wait."""
     if waiting + count > _MOST_WAITING:
         message = (
             f"expected at most {_MOST_WAITING} waiting texts, got {count} more while {waiting} are waiting; "

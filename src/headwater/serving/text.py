@@ -13,12 +13,15 @@ UNFINISHED = "\ufffd"
 
 @final
 class TextStream:
-    """Decodes generated tokens. A piece of text is given out once it can no longer become part of a stop.
+    """Decodes generated tokens. Text is held back while it may be the beginning of a stop string.
 
     Args:
         decode: returns the text of tokens.
         prompt: the tokens before the generated ones.
         stops: strings that end the text. They are not part of it.
+
+    Attributes:
+        stopped: true after a stop string has ended the text.
     """
 
     def __init__(

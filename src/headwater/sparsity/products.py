@@ -29,7 +29,7 @@ _FEWEST_ROWS = 64  # with fewer rows, listing the kept weights takes longer than
 _SMALLEST_FLOPS = 1 << 24  # of the dense product; below, the overhead of a call exceeds the gain
 _PROBE = (512, 512)  # rows of the timed products, and both sizes of their weight
 _PROBED_SHARE = 0.25
-_WORTH_IT = 1.1  # least speed relative to torch's product
+_LEAST_SPEEDUP = 1.1  # least speed relative to torch's product
 
 
 @final
@@ -110,7 +110,7 @@ def multiplied(mask: PackedMask, x: Tensor, weight: Tensor, bias: Tensor | None 
 
 
 def _fits(mask: PackedMask, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """True if a mask and the arguments of a linear layer fit each other. For the others torch has errors."""
+    """True if a mask and the arguments of a linear layer fit each other. If not, torch raises the error."""
     return (
         weight.shape == mask.shape
         and x.shape[-1:] == mask.shape[1:]
@@ -147,10 +147,10 @@ def largest_kept_share(dtype: torch.dtype) -> float:
     drawn = functools.partial(torch.rand, generator=torch.Generator().manual_seed(0), device="cpu")
     x, weight = drawn(rows, size).to(dtype), drawn(size, size).to(dtype)
     mask = PackedMask(drawn(size, size) < _PROBED_SHARE)
-    # In turn: a change of the clock rate then affects both.
+    # Timed alternately, so that a change of the clock rate affects both.
     times = [(_seconds(F.linear, x, weight), _seconds(multiplied, mask, x, weight)) for _ in range(6)]
     gain = min(torchs for torchs, _ in times) / min(ours for _, ours in times)
-    return min(_PROBED_SHARE * gain / _WORTH_IT, 1.0)
+    return min(_PROBED_SHARE * gain / _LEAST_SPEEDUP, 1.0)
 
 
 def _seconds(multiply: Callable[..., Tensor], *factors: Any) -> float:

@@ -276,7 +276,7 @@ class Sparsifier:
         return self._masks[name].unpack()
 
     def packed(self, name: str) -> PackedMask:
-        """Return the current mask of a parameter, which does not change any more."""
+        """Return the current mask of a parameter. A later change of the mask stores a new object."""
         return self._masks[name]
 
     def sparsity_of(self, name: str) -> float:

@@ -47,7 +47,7 @@ class Arrivals:
     gradients to sums in host memory or files, in the order of ranks, as they do for all other stages. Each
     rank then copies the sums of a stage to its device and updates its replica. All ranks run the same kernels
     on the same bits, so the replicas stay equal without an exchange of weights. A rank counts as updated when
-    its copy of the sums is done: only after that may a rank of the next step change the sums.
+    its copy of the sums is done: only then may a rank that is in the next step already change the sums.
 
     Args:
         memory: the device.
@@ -66,7 +66,7 @@ class Arrivals:
         """Enter a context with copies of gradients on the device. They are valid inside it."""
         compute = self._memory.compute
         with self._lock:
-            # After the previous update, not after all queued work: copies overlap with the computation.
+            # Wait for the previous update only, not for all queued work: copies overlap with the computation.
             self._stream.wait(self._used)
             copies, start = list[torch.Tensor | None](), 0
             for gradient in gradients:
@@ -149,7 +149,7 @@ class DeviceStage:
         self.await_change(self._compute)
         try:
             yield
-        finally:  # a part of the changes may be queued
+        finally:  # also after an error: some of the changes may be queued already
             self._changed = self._compute.record()
         if threading.get_ident() != self._computing_thread:
             self._changed.synchronize()

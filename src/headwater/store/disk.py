@@ -69,7 +69,8 @@ class DiskTier(Tier):
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         kept = [layout.groups for layout in layouts] if kept is None else kept
-        self._rest_at = [  # offset of the stage's groups in its file; groups before the first are elsewhere
+        # By stage, the offset in the file that is added to `Group.offset`. The wire image comes first.
+        self._rest_at = [
             layout.wire_bytes - (groups[0].offset if groups else 0)
             for layout, groups in zip(layouts, kept, strict=True)
         ]
@@ -110,7 +111,7 @@ class DiskTier(Tier):
     def _all_blocks(
         self, transfer: Callable[[int, torch.Tensor], None], image: torch.Tensor, part: slice
     ) -> None:
-        """Read or write the pages of a part of a wire image; with checksums, all blocks that overlap it."""
+        """Read or write the pages that overlap a part of a wire image; with checksums, the whole blocks."""
         first, stop, _ = part.indices(image.numel())
         if first >= stop:
             return
@@ -119,7 +120,8 @@ class DiskTier(Tier):
         starts = range(first // unit * unit, stop, _WIRE_BLOCK_BYTES)
         blocks = {start: image[start : min(start + _WIRE_BLOCK_BYTES, stop)] for start in starts}
 
-        def one(start: int) -> None:  # no view is an argument, since a worker keeps its last arguments
+        # The view is not an argument: a worker thread keeps its last arguments, and with them a slab.
+        def one(start: int) -> None:
             transfer(start, blocks.pop(start))
 
         futures = [self._threads.submit(one, start) for start in starts]

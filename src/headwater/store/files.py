@@ -112,10 +112,10 @@ class BlockFile:
         with RECORDER.span(DISK_READ, self._stage, len(view)), disk_errors(self.path):
             while done < len(view):
                 count = os.preadv(self._fd, [view[done:]], offset + done)
-                # The rest of a read past the page cache must begin on a page.
+                # A read past the page cache can be continued only at a page boundary.
                 if count == 0 or count % PAGE_BYTES:
                     raise CorruptError(
-                        f"short read: {done + count} of {len(view)} bytes at offset {offset}",
+                        f"expected {len(view)} bytes at offset {offset}, but could read only {done + count}",
                         where=str(self.path),
                         remedy="the file was cut or the disk fails; resume from the last checkpoint",
                     )

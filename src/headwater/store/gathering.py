@@ -26,7 +26,7 @@ class Gathering:
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._here = store.fabric.neighbours
-        self._run = functools.cache(store.ownership.host_run)  # by stage, parameter and host
+        self._run = functools.cache(store.ownership.host_run)  # stage, parameter, host -> elements
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @functools.cached_property

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments:
+class BackwardSchedule:
     """The order in which a backward needs the stages, and the thread that updates each stage.
 
     Attributes:
@@ -50,8 +50,8 @@ class _Step:
     Attributes:
         update: the step.
         number: the number of the commit that the step will make.
-        complete: stages that have all gradients, and that the backward may still need. Stages that are still
-            here at the end of the backward are updated after the commit.
+        complete: stages that have all gradients, and that the backward may still need. Those that are left in
+            this set at the end of the backward are updated after the commit.
         excluded: stages that must not be updated before the commit, because the backward uses them again.
         handed_over: stages whose update was begun.
         norms: the norms of the gradients of the stages in `handed_over`.
@@ -90,7 +90,7 @@ class BackwardUpdates:
 
     Args:
         stages: the stages.
-        moments: when stages are used, and which thread updates them.
+        schedule: when stages are used, and which thread updates them.
         access: locks stages and applies updates.
         ledger: the commits.
         gradients: the gradient sums; the run has one rank.
@@ -99,25 +99,25 @@ class BackwardUpdates:
     def __init__(
         self,
         stages: Sequence[StageSpec],
-        moments: Moments,
+        schedule: BackwardSchedule,
         access: StageAccess,
         ledger: Ledger,
         gradients: GradientSink,
     ) -> None:
         self._stages = stages
-        self._moments = moments
+        self._schedule = schedule
         self._access = access
         self._ledger = ledger
         self._gradients = gradients
         self.on_hand_over: Callable[[int], None] = lambda stage: None
-        self._first = {stage: use for use, stage in reversed(list(enumerate(moments.uses)))}
-        self._last = _last_uses(stages, moments.uses)
+        self._first = {stage: use for use, stage in reversed(list(enumerate(schedule.uses)))}
+        self._last = _last_uses(stages, schedule.uses)
         self._num_trained = [sum(param.requires_grad for param in stage.params) for stage in stages]
         self._step: _Step | None = None
         self._lock = threading.Lock()
         self._here: deque[int] = deque()  # stages that the thread of the backward will update
         self._running: deque[Future[None]] = deque()
-        self._thread = update_pool("headwater-update", on_cpu=moments.on_cpu)
+        self._thread = update_pool("headwater-update", on_cpu=schedule.on_cpu)
 
     @property
     def norms(self) -> Mapping[ParamKey, torch.Tensor]:
@@ -137,7 +137,7 @@ class BackwardUpdates:
         # Forget the updates of the previous step. If one has failed, the next use of its stage repeats it or
         # raises. If it stayed here, `advance` would raise its error in the middle of the new step.
         self._running.clear()
-        self._step = step = _Step(update, self._ledger.num_commits + 1, reached=len(self._moments.uses))
+        self._step = step = _Step(update, self._ledger.num_commits + 1, reached=len(self._schedule.uses))
         try:
             yield
         except BaseException as error:
@@ -146,10 +146,10 @@ class BackwardUpdates:
                 step.is_over = True
             if not step.handed_over:
                 raise
-            told = self._give_up(step, error)
-            if told is error:
+            raised = self._give_up(step, error)
+            if raised is error:
                 raise
-            raise told from error
+            raise raised from error
         finally:
             self._here.clear()
             self._step = None
@@ -200,10 +200,10 @@ class BackwardUpdates:
         self._refuse_non_finite(step, self._gradients.status.norms[key])
         received = step.received.setdefault(stage, set())
         received.add(param)
-        if len(received) == self._num_trained[stage] and stage not in self._moments.left_out:
+        if len(received) == self._num_trained[stage] and stage not in self._schedule.left_out:
             step.complete.add(stage)
         for other in sorted(step.complete, reverse=True):
-            if self._first.get(other, -1) > self._last.get(stage, len(self._moments.uses)):
+            if self._first.get(other, -1) > self._last.get(stage, len(self._schedule.uses)):
                 self._hand_over(step, other)
 
     def _refuse_non_finite(self, step: _Step, norm: torch.Tensor) -> None:
@@ -214,7 +214,7 @@ class BackwardUpdates:
         """Begin the update of a complete stage, or leave it for the commit if the backward uses it again."""
         step.complete.discard(stage)
         status = self._gradients.status
-        # A hook of the user may have dropped or changed a gradient since then: `norm` measures it again.
+        # A user's hook may have dropped or changed a gradient since it arrived: `norm` measures it again.
         keys = [(stage, p) for p in sorted(step.received[stage]) if (stage, p) in status.present]
         if not keys:
             return
@@ -225,14 +225,15 @@ class BackwardUpdates:
             step.handed_over.add(stage)
         self.on_hand_over(stage)
         step.norms.update((key, status.norms[key]) for key in keys)
-        # This comes before the update is recorded: then another thread may apply it, and take the gradients.
+        # Gradients are committed before the update is recorded. From then on another thread may apply the
+        # update, and takes the gradients.
         self._gradients.commit(keys, {stage})
         self._access.commit_ahead(stage, {param: Part(step.number, step.update, None) for _, param in keys})
         self._begin(step, stage)
 
     def _begin(self, step: _Step, stage: int) -> None:
         """Begin a recorded update on the thread of updates, or leave it for the thread of the backward."""
-        if stage in self._moments.computing:
+        if stage in self._schedule.computing:
             self._here.append(stage)
             return
         with self._lock:
@@ -258,7 +259,7 @@ class BackwardUpdates:
         """
         if self._step is None or not last:
             return
-        self._step.reached = min(self._step.reached, self._last.get(stage, len(self._moments.uses)))
+        self._step.reached = min(self._step.reached, self._last.get(stage, len(self._schedule.uses)))
         self._update_here()
         while len(self._running) > MOST_UNFINISHED or (self._running and self._running[0].done()):
             # The entry is removed after the wait: if the wait is interrupted, it still counts.

@@ -57,7 +57,7 @@ class KeptElements:
         self.count = int(self._before[-1])
 
     def places(self, start: int, stop: int) -> torch.Tensor:
-        """Return the kept elements of a range, int64, counted from `start`."""
+        """Return the indices of the kept elements of a range, int64, counted from `start`."""
         found = [
             np.flatnonzero(self._flags(at, min(at + _BLOCK, stop))) + (at - start)
             for at in range(start, stop, _BLOCK)
@@ -65,30 +65,30 @@ class KeptElements:
         return torch.from_numpy(np.concatenate(found) if found else np.zeros(0, dtype=np.int64))
 
     def also_in(self, other: KeptElements, size: int) -> torch.Tensor:
-        """Return for each kept element, in order, true if another mask keeps it too; false up to `size`."""
-        found, rank = np.zeros(size, dtype=np.bool_), 0
+        """Return a bool for each kept element, in order: true if `other` keeps it too. Padded to `size`."""
+        found, number = np.zeros(size, dtype=np.bool_), 0
         for at in range(0, self._numel, _BLOCK):
             stop = min(at + _BLOCK, self._numel)
             both = other._flags(at, stop)[self._flags(at, stop)]
-            found[rank : rank + len(both)] = both
-            rank += len(both)
+            found[number : number + len(both)] = both
+            number += len(both)
         return torch.from_numpy(found)
 
     def _flags(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         skipped, bits = start % 8, self.mask.bits[start // 8 : -(-stop // 8)].numpy()
         return np.unpackbits(bits, count=skipped + stop - start)[skipped:].view(np.bool_)
 
-    def element(self, rank: int) -> int:
-        """Return the kept element before which there are `rank` others, or the parameter's end."""
-        if rank >= self.count:
+    def element(self, number: int) -> int:
+        """Return the index of kept element `number`, counted from 0; with fewer, the parameter's size."""
+        if number >= self.count:
             return self._numel
-        block = int(np.searchsorted(self._before, rank, side="right")) - 1
+        block = int(np.searchsorted(self._before, number, side="right")) - 1
         start = block * _BLOCK
         places = self.places(start, min(start + _BLOCK, self._numel))
-        return start + int(places[rank - int(self._before[block])])
+        return start + int(places[number - int(self._before[block])])
 
     def range_of(self, piece: Piece) -> tuple[int, int]:
-        """Return the range of elements that belongs to a piece; those of all pieces cover the parameter."""
+        """Return the dense range of elements of a piece. The ranges of all pieces cover the parameter."""
         return self.element(piece.start) if piece.start else 0, self.element(piece.stop)
 
 
@@ -132,11 +132,11 @@ class CommonValues:
 class StoredMasks:
     """The masks by which a store leaves out elements of parameters.
 
-    A mask is set before the first values of its parameter are written, since masked values are lost then. It
-    changes only while its stage is held.
+    A mask is set before the first values of its parameter are written, because masked values are dropped when
+    they are written. It changes only under the lock of its stage.
 
     Attributes:
-        first: chooses first masks; it must be set if parameters have `ParamSpec.kept`.
+        first: chooses the first mask of each parameter; must be set if parameters have `ParamSpec.kept`.
     """
 
     def __init__(self) -> None:
@@ -179,8 +179,8 @@ class Run:
         piece: the piece.
         start: the first element.
         stop: one past the last element.
-        first: the place in the piece's fields of the first element that they have.
-        places: the elements that the piece has, counted from `start`; `None`: all.
+        first: the index in the piece's fields of the first kept element.
+        places: the kept elements, counted from `start`; `None` if all elements are kept.
     """
 
     piece: Piece
@@ -198,11 +198,14 @@ class Run:
         return {name: field[part] for name, field in found.items()}
 
     def chosen(self, dense: torch.Tensor) -> torch.Tensor:
-        """Return the values that the piece has of these elements, 1-D: a copy unless it has all of them."""
+        """Return the values of the kept elements, 1-D, from those of all; a copy unless all are kept."""
         return dense if self.places is None else dense.view(-1)[self.places]
 
     def expanded(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of all these elements from those that the piece has: a copy unless it has all."""
+        """Return the values of all elements from those of the kept ones, with zeros for the others.
+
+        The result is a copy unless all elements are kept.
+        """
         if self.places is None:
             return values
         return values.new_zeros(self.stop - self.start).index_copy_(0, self.places, values)
@@ -214,8 +217,8 @@ def ranges(piece: Piece, kept: KeptElements | None, most: int) -> Iterator[tuple
     Args:
         piece: the piece.
         kept: the kept elements of its parameter, if it is masked.
-        most: largest number of elements of a run if it is masked. A piece may cover much more elements than
-            it has.
+        most: largest number of elements of a run if the parameter is masked. The range of a piece may be much
+            larger than the number of its kept elements.
     """
     if not piece.is_compact:
         yield piece.start, piece.stop

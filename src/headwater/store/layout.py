@@ -18,7 +18,8 @@ PIECE_ELEMENTS = 1 << 20
 """Maximum number of elements of a piece in host memory or on disk. Such a piece fits into the CPU's cache."""
 
 DEVICE_PIECE_ELEMENTS = 1 << 25
-"""The same in device memory, where the kernels of a smaller piece take longer to start than to compute.
+"""Maximum number of elements of a piece in device memory. With smaller pieces, the start of a kernel would
+take longer than its work.
 
 An H200 updates such a piece in about 0.7 ms. To start its kernels takes about as long, because the updates of
 other stages keep the cores and the memory of the host busy.
@@ -164,7 +165,7 @@ def _whole_pages(spans: Iterable[slice]) -> list[slice]:
     """Return the whole pages that hold spans, which are in order; neighbours are joined."""
     pages: list[slice] = []
     for span in spans:
-        if span.start >= span.stop:  # of a parameter without elements, which may begin inside of a page
+        if span.start >= span.stop:  # a parameter without elements: its empty span may begin inside a page
             continue
         start = round_down(span.start)
         if pages and start <= pages[-1].stop:
@@ -187,7 +188,7 @@ class StageLayout:
     Args:
         stage: the stage.
         states: optimizer state of each of its parameters; empty for frozen ones.
-        elementwise: whether the optimizer may update a parameter piece by piece.
+        elementwise: true if the optimizer may update a parameter piece by piece.
         piece_elements: largest number of elements in a piece of a parameter that can be cut.
     """
 

@@ -41,7 +41,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.num_commits = 0
-        self._lock = threading.Lock()  # of the entries; held only while one method changes them
+        self._lock = threading.Lock()  # guards the entries; held only while one method changes them
         self._pending: dict[int, Pending] = {}
         self._mark = 0  # number of commits when the transaction began
         self._taken: dict[ParamKey, int] = {}  # the commit since then that has taken the gradient

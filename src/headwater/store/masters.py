@@ -82,7 +82,7 @@ def split_at_once(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -
 
 
 def _canonical(master: torch.Tensor) -> torch.Tensor:
-    """Give each NaN the bits 0x7fc00000, in place. Rounding would make zeros or infinity of others."""
+    """Give each NaN the bits 0x7fc00000, in place. Rounding would turn some NaNs into zeros or infinities."""
     return master.nan_to_num_(torch.nan, torch.inf, -torch.inf)
 
 
@@ -102,7 +102,7 @@ def num_bits(encoding: Encoding, numel: int, device: torch.device) -> int:
 
 
 def _flags(numel: int, device: torch.device, bits: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the memory in which a GPU raises and lowers ties: a part of `bits`."""
+    """Return the memory that `raise_ties` and `lower_ties` need on a GPU: a part of `bits`."""
     if device.type == "cpu":
         return None
     assert bits is not None, "a GPU may allocate no memory here"

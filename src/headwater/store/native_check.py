@@ -104,7 +104,7 @@ def _conditions() -> tuple[str, ...]:
         # Two builds of torch may have the same version.
         f"{file.st_size} {file.st_mtime_ns}" if file else torch.__config__.show(),
         torch.backends.cpu.get_cpu_capability(),  # a variable of the environment may lower it
-        str(torch.get_num_threads()),  # they divide a large parameter
+        str(torch.get_num_threads()),  # the threads divide a large parameter
         str(bool(torch.full((1,), 1e-40, dtype=torch.float32) * 1)),  # False if denormal numbers become 0
         _digest_of_updates(),
     )

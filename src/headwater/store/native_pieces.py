@@ -99,7 +99,7 @@ class NativePieces(PieceUpdate):
             self._update(batch, rest)
 
     def _update(self, pieces: Sequence[Piece], rest: torch.Tensor) -> None:
-        # A thread's first call of torch sets its number of threads, which the kernel uses too.
+        # torch passes its number of threads to OpenMP when a thread first asks for it; the kernel uses it.
         torch.get_num_threads()
         kernel = self._load()
         assert kernel is not None, "only pieces that are taken are updated"
@@ -130,7 +130,7 @@ class NativePieces(PieceUpdate):
 
     def _prepared(self, param: int) -> _Param | None:
         job = self._job
-        if job.progress.undoable:  # in device memory
+        if job.progress.undoable:  # the stage is in device memory, which the kernel cannot update
             return None
         spec, part = job.layout.stage.params[param], job.pending.parts[param]
         rule, before, gradient = job.rules.of(spec.name), job.scalars[param], job.gradient(param)

@@ -54,7 +54,10 @@ class StageOwnership:
         return self._hosts[self.owner(piece)]
 
     def groups(self, wanted: Callable[[Piece], bool], params: Collection[int] | None) -> list[Group]:
-        """Return groups that have only the pieces for which `wanted` is true, and of `params` if given."""
+        """Return groups of the pieces for which `wanted` is true, and of no others.
+
+        If `params` is given, only pieces of these parameters are in the groups.
+        """
         found = []
         for group in self._layout.groups:
             of_params = [piece for piece in group.pieces if params is None or piece.param in params]
@@ -157,7 +160,7 @@ class Ownership:
         return self._stages[stage].host(piece) == self.host
 
     def own_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:
-        """Return groups that have only the pieces that this rank updates, and of `params` if given."""
+        """Return groups of only the pieces that this rank updates; with `params`, of these parameters."""
         if params is None:
             return self._own_groups[stage]
         return self._groups_of_mine(stage, params)
@@ -166,11 +169,11 @@ class Ownership:
         return self._stages[stage].groups(lambda piece: self.is_mine(stage, piece), params)
 
     def host_groups(self, stage: int, params: Collection[int] | None = None) -> list[Group]:
-        """Return groups that have only the pieces that this host updates, and of `params` if given."""
+        """Return groups of only the pieces that this host updates; with `params`, of these parameters."""
         return self._stages[stage].groups(lambda piece: self.is_here(stage, piece), params)
 
     def own_bytes(self, stage: int, params: Collection[int] | None = None) -> slice:
-        """Return the slice of the wire image that this host updates, or its part with these parameters."""
+        """Return the slice of the wire image that this host updates; with `params`, its part with these."""
         own = self._wire_ranges[stage][self.host]
         if params is None:
             return own

@@ -123,7 +123,7 @@ class Parameters:
             for param in range(len(self._tier.layouts[stage].stage.params)):
                 # Gradients of the old values do not belong to the new ones.
                 self._gradients.drop((stage, param))
-            self._gradients.take(stage)  # those that a commit has taken
+            self._gradients.take(stage)  # also gradients that a commit has taken
             self.pieces.write(stage, image, fill)
 
     @uninterrupted

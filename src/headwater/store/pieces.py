@@ -119,7 +119,7 @@ class Pieces:
         scratch = torch.empty(largest)
         for group, rest in self._tier.groups(stage, groups, read=_pages(states)):
             for run in self._runs(stage, group.pieces):
-                # The context excludes the yield, and the update that comes before the first piece.
+                # `one_core` must not last during the yield, nor during the update before the first piece.
                 with one_core():
                     found = self._state(stage, run, wires[run.piece.param], rest, states, scratch)
                 yield found

@@ -41,7 +41,7 @@ class Propagation:
         self._buffer: torch.Tensor | None = None  # for a wire image on its way between disk and other hosts
         self._closing = False
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="headwater-broadcast")
-        self._failure: BaseException | None = None  # of the sender
+        self._failure: BaseException | None = None  # the error of the sending thread
 
     def committed(self, stages: Iterable[int], number: int) -> None:
         """Queue the stages that a commit updates for sending. All hosts send them in this order."""
@@ -65,8 +65,8 @@ class Propagation:
     def wait(self, stage: int, up_to: int | None = None) -> int:
         """Block until all ranks have applied the newest update of a stage that this rank knows of.
 
-        It is the newest that this rank has passed to `updated` or `skipped`. If it was committed after number
-        `up_to`, return at once: older updates were waited for before.
+        The newest update is the last one that this rank has passed to `updated` or `skipped`. If it was
+        committed after number `up_to`, return at once: this rank has waited for older updates before.
 
         Returns:
             The commit that was waited for, or 0.
@@ -74,7 +74,7 @@ class Propagation:
         number = self._last[stage]
         if up_to is not None and number > up_to:
             return 0
-        if self._is_single:  # it has applied all that it has committed
+        if self._is_single:  # a single rank has applied all of its commits
             return number
         if self._fabric.num_hosts == 1:
             self._wait_for_host(stage, number)

@@ -22,7 +22,7 @@ TABLE_ELEMENTS = 1 << 18
 """Elements in the table of random numbers, and in a pass over the values: few enough to stay in the cache."""
 
 _DEVICE_ROWS = 64
-"""How often one pass uses the table on another device, where a kernel takes long to start."""
+"""Number of tables that one pass covers on devices other than the CPU, where a kernel takes long to start."""
 
 
 def round_stochastically(values: torch.Tensor, out: torch.Tensor, *, stream: str, start: int = 0) -> None:

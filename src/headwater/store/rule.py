@@ -142,7 +142,7 @@ class UpdateRule(UpdateRules):
         # The copies are made before the first write.
         undo = _copies(masters, gradients, used) if undoable and not is_fused else []
         optimizer.param_groups = [group]
-        # An earlier call that ended with an error has left its state, which is of other tensors.
+        # An earlier call that ended with an error may have left the state of other tensors.
         optimizer.state.clear()
         # torch's fused kernels read scalars on their device, all others in host memory.
         place = device if is_fused else torch.device("cpu")
@@ -157,7 +157,7 @@ class UpdateRule(UpdateRules):
                 tensor.copy_(before)
             raise
         finally:
-            optimizer.param_groups = []  # it would keep views of slabs, which must be free for other stages
+            optimizer.param_groups = []  # else it keeps views of slabs, which must be free for other stages
         for master in masters:
             # The gradient's memory is used again for the next batch of pieces.
             master.grad = None

@@ -41,7 +41,7 @@ class OptimizerScalars:
             (stage.index, index): self.by_stage[stage.index][index]
             for stage in self._stages
             for index in range(len(stage.params))
-            # One rank sends those of a parameter: the owners of its other pieces have the same scalars.
+            # One rank sends the scalars of a parameter: the owners of its other pieces have the same.
             if self._ownership.is_first_of_mine(stage.index, index)
         }
         for scalars in self._fabric.gather_objects(mine, _SCALARS_BY_KEY):

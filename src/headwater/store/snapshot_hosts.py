@@ -40,7 +40,7 @@ class SnapshotElsewhere:
         self._up_to = store.ledger.num_commits
         self._sent = 0  # how many stages were sent
         for stage in store.ownership.replicated:
-            # As on rank 0, which waits until all ranks have updated a replica.
+            # Rank 0 flushes this stage too, and waits there until all ranks have updated their replicas.
             store.flush_stage(stage)
         store.access.before_update = self._before_update
 

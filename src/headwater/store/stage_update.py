@@ -97,8 +97,8 @@ class StageUpdate:
             raise _without_memory(layout.stage.name, pending, error) from error
         self._scalars.by_stage[stage] = progress.after
         for param in pending.parts:
-            gradients[param] = None  # also where another rank has updated the last piece
-        self._gradients.put_back(stage, gradients)  # those of parameters that the commit does not update
+            gradients[param] = None  # `Updater` has not done so if another rank updates the last piece
+        self._gradients.put_back(stage, gradients)  # gradients that the commit does not use
 
     @contextmanager
     def _bytes_of(self, stage: int, gradients: Gradients, buffer: torch.Tensor | None) -> Iterator[_Bytes]:

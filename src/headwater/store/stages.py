@@ -91,7 +91,7 @@ class StageAccess:
         """Return a counter. It grows whenever the wire image changes that `fetch` copies."""
         return self._versions[stage]
 
-    # a stage, up to date
+    # a stage with all updates applied
 
     def fetch(
         self, stage: int, into: torch.Tensor | None, up_to: int | None, stream: Stream = IMMEDIATE
@@ -255,7 +255,8 @@ class StageAccess:
         """Discard the pending updates of commits that can still be undone; see `Ledger.undo`."""
         undone = self._ledger.undo()
         for stage, number in undone.emptied.items():
-            # Under the lock: a thread may still apply an earlier update. Other ranks wait for both numbers.
+            # Under the lock: a thread may still be applying an earlier update of the stage, whose number must
+            # be recorded first.
             with self.locks.exclusive(stage):
                 self._propagation.updated(stage, number)
         return undone

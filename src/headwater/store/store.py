@@ -220,7 +220,7 @@ class WeightStore:
         """
         if gradient.is_sparse:
             check_sparse(self.spec(key), several_ranks=self.gradients.is_shared)
-        # The update would otherwise use the new sum.
+        # Otherwise a pending update of the stage would use the new sum.
         self.access.flush(key[0])
         editable(self.gradients).replace(key, gradient.to(self.gradient_device(key[0])))
 
@@ -235,7 +235,8 @@ class WeightStore:
     def drop_gradient(self, key: ParamKey) -> None:
         """Discard the gradient sum of one parameter; see `GradientSink.drop`."""
         gradients = self.gradients
-        # Often a step has just taken the sum. Then nothing is dropped, and this need not wait for the update.
+        # If a commit has taken the sum, as usual after a step, nothing is dropped. Then do not wait for the
+        # update.
         with self.access.without_updates([key[0]] if key in gradients.status.present else []):
             gradients.drop(key)
 

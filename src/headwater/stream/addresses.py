@@ -66,7 +66,7 @@ def address_of(param: torch.Tensor, values: torch.Tensor) -> int:
         StreamError: if the machine has too little free memory for a copy of the values.
     """
     free = psutil.virtual_memory().available
-    room = memory_room()  # of the container
+    room = memory_room()  # free memory of the container
     if values.nbytes > (free if room is None else min(free, room)) // 2:
         raise StreamError(
             f"data_ptr() would copy {values.nbytes / 2**30:.1f} GiB to the address, more than half of the "

@@ -19,7 +19,7 @@ def add_gradients_in(dtype: torch.dtype | None, param: torch.Tensor) -> bool:
         param: the parameter.
 
     Returns:
-        True if it did not do so before.
+        True if autograd did not convert to this dtype before.
     """
     with torch._C.DisableTorchFunctionSubclass():  # the parameter is at rest
         is_new: bool = param.grad_dtype != dtype
@@ -41,7 +41,7 @@ def note_read_of_master(param: Any) -> None:
 
 @final
 class ForwardMark:
-    """An object that exists as long as a tensor that autograd has saved in one forward."""
+    """An object that stays alive as long as any tensor that autograd has saved in one forward."""
 
 
 @final
@@ -59,8 +59,9 @@ class AutocastBlocks:
     that autograd saves in a forward keep an object, the mark of the forward. A forward may wait as long as
     its mark exists, but not after the weights have changed.
 
-    torch does not say when a block ends. But autocast keeps a copy of any trained fp32 tensor, so a tensor
-    without elements shows it: while the block lasts, its cast is the same node of the autograd graph.
+    torch does not say when a block ends. But autocast keeps its copy of any trained fp32 tensor until then.
+    So each forward casts a tensor without elements: as long as the cast is the same node of the autograd
+    graph, the block is the same.
     """
 
     def __init__(self) -> None:
@@ -68,17 +69,19 @@ class AutocastBlocks:
         self._cast: Any = None
         self._version: object = None
         self._waiting: WeakSet[ForwardMark] = WeakSet()
-        self._are_mixed = False  # the forwards that may wait have several casts
+        self._are_mixed = False  # the forwards that may wait for a backward have read different casts
 
     def begin_forward(self, device: str, version: object) -> tuple[bool, ForwardMark]:
-        """Begin a forward with gradients. The caller must drop the mark of the forward before first.
+        """Begin a forward with gradients.
+
+        Before this call, the caller must drop its own reference to the mark of the previous forward.
 
         Args:
             device: type of the device that computes.
             version: changes when the weights change.
 
         Returns:
-            True if autograd must add gradients in 16 bits, and the mark of the forward.
+            A flag, true if autograd must add gradients in 16 bits; and the mark of the forward.
         """
         before, self._cast = self._cast, self._present_cast(device)
         if version != self._version or not self._waiting:

@@ -88,9 +88,9 @@ class Binder:
 
     def adopt(self, stage: int) -> None:
         """Make the parameters of a stage parameters at rest; see `StageParameters.adopt`."""
-        self.stages[stage].adopt(self.let_go)
+        self.stages[stage].adopt(self.make_plain)
 
-    def let_go(self, key: ParamKey, device: torch.device) -> None:
+    def make_plain(self, key: ParamKey, device: torch.device) -> None:
         """Turn a parameter into a plain parameter that takes its values, gradient and optimizer state along.
 
         A dummy parameter replaces it here until the model is planned again.
@@ -100,7 +100,7 @@ class Binder:
             device: the device to which all of these are copied.
         """
         stage, index = key
-        param = self.stages[stage].let_go(index)
+        param = self.stages[stage].make_plain(index)
         # `on_leave` copies the gradient, so it comes before the drop.
         self.on_leave(key, param, device)
         self._store.drop_gradient(key)

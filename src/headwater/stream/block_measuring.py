@@ -49,11 +49,11 @@ def measure_block(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:
-        return f"a block could not be compiled and measured: {_told(errors, process.returncode)}"
+        return f"a block could not be compiled and measured: {_reason(errors, process.returncode)}"
     return BlockTimes(**json.loads(output))
 
 
-def _told(errors: bytes, code: int) -> str:
+def _reason(errors: bytes, code: int) -> str:
     """Return the reason for which the process has ended."""
     if code < 0:
         return f"its process was ended by {signal.Signals(-code).name}"

@@ -58,7 +58,7 @@ class BorrowedWeights(WeightsInSlabs):
     def allow_eviction(self) -> None:
         self._wanted = NOTHING
         with self._directory.exclusive():
-            self._let_go()
+            self._release_unused()
 
     def look_ahead(self) -> None:
         # The use of the next stage may wait for the leader, which may need a slab that this rank holds.
@@ -68,12 +68,12 @@ class BorrowedWeights(WeightsInSlabs):
         self._position = position
         self._directory.move_to(position)
 
-    def _let_go(self) -> None:
+    def _release_unused(self) -> None:
         """Release every slab that this rank has no view of, except the slab of the stage `_wanted`."""
         for slab in self._pool.slabs:
             if slab.stage not in (None, self._wanted) and not slab.in_use:
                 slab.stage = None
-                self._directory.let_go(slab.index)
+                self._directory.release(slab.index)
 
     def require(self, stage: int) -> torch.Tensor:
         with RECORDER.span(WAIT, self._stages[stage].name):
@@ -97,10 +97,10 @@ class BorrowedWeights(WeightsInSlabs):
     def _take(self, want: Want) -> Slab | None:
         """Hold and return the slab of a stage. If the stage is in no slab, ask the leader; return `None`."""
         with self._directory.exclusive():
-            # The caller has made its views of the former stage by now, so `_let_go` sees them.
+            # The caller has made its views of the former stage by now, so `_release_unused` sees them.
             self._wanted = NOTHING
             # This comes before the wait: the leader may need the slab that this rank no longer uses.
-            self._let_go()
+            self._release_unused()
             index = self._directory.find(want)
             self._directory.want(want if index is None else None)
             if index is None:

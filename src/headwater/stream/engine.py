@@ -195,13 +195,13 @@ class Engine:
         later use of the weights raises `StoreError`. When `before_commit` is called, some stages are updated
         already: it finds only the gradients of the others.
         """
-        early = self.store.in_backward
+        in_backward = self.store.in_backward
         with _errors(self.plan.device):
-            # A retry must not add to the gradients of the step that failed. Before the context below: some of
-            # them may still be on their way from the device.
+            # A retry must not add to the gradients of the step that failed. Some of these may still be on
+            # their way from the device, so this comes before the context of the new step.
             self.store.begin_step()
-        # `early.step` is outermost, so that errors of a GPU reach it as errors of this package.
-        with nullcontext() if early is None else early.step(update), _errors(self.plan.device):
+        # `in_backward.step` is outermost, so that errors of a GPU reach it as errors of this package.
+        with nullcontext() if in_backward is None else in_backward.step(update), _errors(self.plan.device):
             return self._step.run(micro_batches, update, before_commit, loss_weights)
 
     def evaluate(self, batch: Any) -> torch.Tensor:

@@ -78,7 +78,7 @@ class Executor:
                 self._packing,
                 self._backward,
                 self._open,
-                self._let_go,
+                self._unbind_all,
                 [stage.name for stage in plan.trace.stages],
             )
             self._sites = Sites(
@@ -86,7 +86,7 @@ class Executor:
                 {"": (), **plan.trace.sites},
                 plan.trace.stages,
                 self._forwards.enter,
-                self._forwards.look_ahead,
+                self._forwards.bind_early,
                 self._forwards.leave,
             )
             made.callback(self._sites.remove)
@@ -101,9 +101,10 @@ class Executor:
                 lambda stages: self._current._versions(stages),
             )
             made.pop_all()
-        # Numbers by stage, which are added to the version in the store: versions continue the predecessor's.
+        # By stage, a number that is added to the store's version, so that versions continue to grow when this
+        # executor replaces one with another store.
         self._earlier_versions = [0] * len(plan.trace.stages)
-        self._forwards_expected = 0  # of the step that `begin` has announced
+        self._forwards_expected = 0  # forwards that are left of the step that `begin` has announced
         self._successor: Executor | None = None
         self._is_outlived = False  # nothing can provide weights for graphs made here
 
@@ -144,7 +145,7 @@ class Executor:
             refuse_moving_weights()
         refuse_copies_of_saved_weights()
         if self._packing is not None:
-            self._packing.mark = None  # that of the forward before
+            self._packing.mark = None  # drops the mark of the previous forward
         if torch.is_grad_enabled() and not self._forwards_expected:  # steps of the engine discard gradients
             self._gradients.collect_left()
         if self._gradients.casts and torch.is_grad_enabled():
@@ -160,7 +161,7 @@ class Executor:
 
     def _require(self, stage: int) -> torch.Tensor:
         """Fetch a stage for a forward or a backward, and return its wire image on the device."""
-        # This fetch may be the first use of a weight in a backward, whose end must unbind the weights.
+        # If this fetch is the first in a backward, the end of that backward must unbind the weights.
         self._backward.notice()
         if self._store.in_backward is not None and self._backward.is_running:
             self._store.in_backward.note_use(stage)
@@ -183,16 +184,16 @@ class Executor:
         return handle.resolve(image)
 
     def _versions(self, stages: Stages) -> list[int]:
-        """Return the present versions of stages' weights, which continue to count in a successor's store."""
-        if self._store.in_backward is not None:  # it checks each use itself; see `note_use`
+        """Return the present versions of stages' weights. They grow on if a successor has another store."""
+        if self._store.in_backward is not None:  # `note_use` checks each use
             return []
         return [self._earlier_versions[stage] + self._store.version(stage) for stage in stages]
 
     def _end_backward(self) -> None:
-        self._let_go()
+        self._unbind_all()
         self._gradients.end_micro_batch()
 
-    def _let_go(self) -> None:
+    def _unbind_all(self) -> None:
         """Unbind all weights until another forward or backward begins."""
         self._binder.unbind_all()
         self._weights.allow_eviction()
@@ -249,11 +250,11 @@ class Executor:
                 loss.backward()
         finally:
             # Unbound weights free their slabs, also after an error.
-            self._let_go()
+            self._unbind_all()
 
     def reset(self) -> None:
         """Forget a forward or backward that an error has ended, and unbind all weights."""
-        self._let_go()
+        self._unbind_all()
         self._forwards.reset()
         self._backward.forget()
         self._forwards_expected = 0

@@ -111,7 +111,7 @@ class Forwards:
         else:
             self._opened()
 
-    def look_ahead(self, stages: Sequence[int]) -> None:
+    def bind_early(self, stages: Sequence[int]) -> None:
         """Bind stages whose modules will be called next. `leave` of those modules unbinds them."""
         if self.are_followed:
             for stage in stages:
@@ -147,7 +147,8 @@ class Forwards:
 
     def _unbind(self, stage: int) -> None:
         if self._backward.is_running and own_checkpoints.are_innermost():
-            self._binder.stages[stage].rest()  # a recomputed forward saves the objects of frozen parameters
+            # Not unbound from their slab: a recomputed forward saves the objects of frozen parameters.
+            self._binder.stages[stage].put_at_rest()
         else:
             self._binder.stages[stage].unbind()
 

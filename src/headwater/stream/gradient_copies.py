@@ -22,9 +22,9 @@ class GradientCopies:
     """Copies gradients to page-locked memory during the computation, and adds them to the store on a thread.
 
     Gradients of stages on the device stay there: the thread adds them, and only their norms are copied. With
-    several ranks all gradients are copied. They are added later, on autograd's thread, so that their copies
-    have time to end. Autograd's thread queues a copy and continues. It blocks only if more bytes wait to be
-    added than the gradients of the largest stage have, because gradients that wait take memory on the device.
+    several ranks all gradients are copied, and autograd's thread itself adds them, some time after it has
+    queued their copies. Autograd's thread never waits for a single copy. It blocks only if more bytes wait to
+    be added than the gradients of the largest stage have, because these take memory on the device.
     Every use of `store.gradients` first blocks until all gradients are added; see `WeightStore.gradients`.
 
     Args:

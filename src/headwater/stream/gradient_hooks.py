@@ -82,7 +82,7 @@ class GradientHooks:
         @uninterrupted
         def hook(param: torch.Tensor) -> None:
             if not hasattr(param, "home"):
-                return  # it has become a plain parameter
+                return  # the parameter is a plain one now
             hooks = reference()
             assert hooks is not None, "a parameter at rest has an engine"
             # With weights that stay in memory, no fetch notices the backward.
@@ -97,7 +97,7 @@ class GradientHooks:
             lane.switch(giving)
             hooks._weights.statistics.bytes_out += num_bytes
             try:
-                hooks._give(key, spec, gradient)
+                hooks._add_to_store(key, spec, gradient)
                 # The update frees the gradient's memory only if there is no other reference.
                 del gradient
                 if hooks._store.in_backward is not None:
@@ -107,7 +107,7 @@ class GradientHooks:
 
         return hook
 
-    def _give(self, key: ParamKey, spec: ParamSpec, gradient: torch.Tensor) -> None:
+    def _add_to_store(self, key: ParamKey, spec: ParamSpec, gradient: torch.Tensor) -> None:
         if spec.strides is not None and not gradient.is_sparse:
             # autograd gave the gradient the strides of the placeholder. A norm adds in the order of memory,
             # so other strides would change its last bits.

@@ -20,7 +20,7 @@ from headwater.core.errors import StreamError
 from headwater.core.stage import ParamSpec
 
 _OWN_REFERENCES = 2
-"""Number of references that Python counts if one variable holds an object: the other is the count's own."""
+"""The result of `sys.getrefcount` if one variable holds an object: the call itself holds a reference too."""
 
 
 def refuse_lost_hooks(params: Iterable[tuple[nn.Parameter, ParamSpec]], device: torch.device) -> None:

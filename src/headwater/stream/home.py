@@ -17,7 +17,7 @@ from headwater.core.stage import ParamKey, ParamSpec, dense_strides
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
 
-LetGo = Callable[[ParamKey, torch.device], None]
+MakePlain = Callable[[ParamKey, torch.device], None]
 """Function that turns a parameter into a plain one, whose values it copies to a device."""
 
 
@@ -31,7 +31,7 @@ class Home:
         index: the parameter's index in the stage.
         kind: the class of the parameter while it is bound, or not streamed.
         device: the device of values that are read.
-        let_go: returns the function that turns the parameter into a plain one; returns `None` after the
+        make_plain: returns the function that turns the parameter into a plain one; returns `None` after the
             engine has left the model.
     """
 
@@ -40,7 +40,7 @@ class Home:
     index: int
     kind: type[nn.Parameter]
     device: torch.device
-    let_go: Callable[[], LetGo | None] = dataclasses.field(compare=False, repr=False)
+    make_plain: Callable[[], MakePlain | None] = dataclasses.field(compare=False, repr=False)
 
     @property
     def key(self) -> ParamKey:
@@ -82,9 +82,9 @@ class Home:
     @uninterrupted
     def leave(self, device: torch.device) -> None:
         """Turn the parameter into a plain parameter, with its values copied from the store to a device."""
-        let_go = self.let_go()
-        assert let_go is not None, "a parameter at rest has an engine"
-        let_go(self.key, device)
+        make_plain = self.make_plain()
+        assert make_plain is not None, "a parameter at rest has an engine"
+        make_plain(self.key, device)
 
     def write(self, value: torch.Tensor) -> None:
         """Replace the master by a tensor of its shape."""
@@ -107,8 +107,8 @@ class Home:
         if self.key in self.store.gradients.status.sparse:
             zeros = zeros.to_sparse(1)
         # A loop may keep the tensors of its gradients, and use them again in each step.
-        kept = self.store.gradients.kept(self.key, zeros)
-        self.set_gradient(zeros if kept is None or kept.requires_grad else kept.zero_())
+        mine = self.store.gradients.loop_tensor(self.key, zeros)
+        self.set_gradient(zeros if mine is None or mine.requires_grad else mine.zero_())
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """Replace the gradient, or drop it if `gradient` is `None`."""

@@ -88,7 +88,7 @@ class HostArena:
 
     def _unlock_one(self, size: int) -> None:
         block = self._take_idle(size)
-        assert block is not None, "a size without a block is not in the table"
+        assert block is not None, "each size in the table has a block"
         block.unlock()
 
     def _return(self, block: _Block) -> None:

@@ -81,7 +81,7 @@ def move_to_host(param: nn.Parameter, optimizer: torch.optim.Optimizer | None) -
     """Move a parameter that has left the store, its gradient and its optimizer state to host memory."""
     param.data = param.data.to(HOST)
     if param.grad is not None:
-        # It may have the former shape of the parameter, so torch would refuse to assign it again.
+        # The gradient may have the former shape of the parameter: torch would refuse `param.grad = ...`.
         param.grad.data = param.grad.data.to(HOST)
     state = {} if optimizer is None else dict(optimizer.state.get(param, {}))
     if optimizer is not None and state:

@@ -1,4 +1,4 @@
-"""Gradients that autograd has accumulated in a parameter at rest, and that belong into the store."""
+"""Gradients that autograd has accumulated in a parameter at rest, and that must be moved to the store."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class HostOffload(Offload):
         copied = self._out.record()
         self._leaving.add(copied, flat, host)
         moved = _OnHost(self, host, copied)
-        while self._stack and self._stack[-1]() is None:  # they were freed without backward
+        while self._stack and self._stack[-1]() is None:  # storages freed without a backward
             self._stack.pop()
         self._stack.append(weakref.ref(moved))
         return moved
@@ -241,7 +241,7 @@ class DiskOffload(Offload):
         path = self._folder / f"activation_{next(self._numbers)}.bin"
         moved = _OnDisk(self, tensor, path, self._writers)
         moved.written.add_done_callback(lambda _: self._leaving.leave(num_bytes))
-        while self._stack and self._stack[-1]() is None:  # they were freed without backward
+        while self._stack and self._stack[-1]() is None:  # storages freed without a backward
             self._stack.pop()
         self._stack.append(weakref.ref(moved))
         return moved

@@ -148,7 +148,7 @@ class Values:
 
     @property
     def place(self) -> tuple[Any, None] | None:
-        """The place of the parameter in a store and `None`, which means its values; see `StoredValues`."""
+        """(place of the parameter in a store, `None`): the key for all its values; see `StoredValues`."""
         home = self.memory.home
         return None if isinstance(home, KeptHome) else (home, None)
 

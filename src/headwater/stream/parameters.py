@@ -158,7 +158,7 @@ class ParameterAtRest(AtRest, NotTraced, nn.Parameter):
             if func == DATA.__set__:
                 return assign_data(args[0], args[1])
             if func is torch.Tensor.copy_ and _is_replaced(args[0], args[1]):
-                # First: Ctrl-C is raised when the values are written.
+                # Before the write, because a Ctrl-C that came meanwhile is raised at the end of the write.
                 torch.autograd.graph.increment_version(args[0])
                 args[0].home.write(args[1])
                 return args[0]

@@ -37,7 +37,7 @@ class ReadAhead:
         self._fetched_to = self.position
 
     def note_fetched(self, position: int) -> None:
-        """Record that the stage at a position, and all stages between here and there, are in slabs."""
+        """Record that all stages from the present position up to this one are in slabs."""
         self._fetched_to = position
 
     def uses(self) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from headwater.core.copies import apart
+from headwater.core.copies import copied_arguments
 from headwater.core.effects import functions_in
 from headwater.core.errors import StreamError
 from headwater.core.interrupts import interruptible, uninterrupted
@@ -215,7 +215,9 @@ class _RepeatedCall:
         self._first: tuple[Any, ...] | None = (args, kwargs)
         self._error: BaseException | None = None
         leaves, self._structure = tree_flatten((args, kwargs))
-        self._others = apart([_Tensor if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+        self._others = copied_arguments(
+            [_Tensor if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        )
         identities = [id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         places = {identity: place for place, identity in enumerate(dict.fromkeys(identities))}
         self._places = [places[identity] for identity in identities]
@@ -267,7 +269,7 @@ class _RepeatedCall:
                     return None
         self._weights.check()
         own = iter([tensors[place] for place in self._places])
-        leaves = [next(own) if leaf is _Tensor else leaf for leaf in apart(self._others)]
+        leaves = [next(own) if leaf is _Tensor else leaf for leaf in copied_arguments(self._others)]
         args, kwargs = tree_unflatten(leaves, self._structure)
         with own_checkpoints.entered(), self._state.restored():
             # A copy: Python refuses to enter a context that is entered already.

@@ -32,7 +32,7 @@ class RecordedRead:
 
     def __init__(self, leaf: Any, values: torch.Tensor) -> None:
         self._memory, self._owner, self._selection = leaf.source, leaf.owner, leaf.selection
-        self._values = values.detach()  # with the version counter of the views
+        self._values = values.detach()  # shares the version counter of the views
         self._state = self._present_state()
 
     @property
@@ -71,7 +71,7 @@ class RecordedRead:
         self._state = self._present_state()
 
     def forget(self) -> None:
-        """Make the next `refresh` copy the values: an operation that is an error has changed the copy."""
+        """Make the next `refresh` copy the values, because a refused operation has changed the copy."""
         self._state = None
 
     @uninterrupted

@@ -239,11 +239,11 @@ class _OwnCheckpoints(threading.local):
 
 
 def are_weights_kept_out(handle_of: HandleOf, *, checkpoints: bool) -> bool:
-    """True if the innermost hooks for saved tensors make `without_weights` superfluous.
+    """True if the innermost saved-tensor hooks already replace weights by handles.
 
     Args:
-        handle_of: hooks that `without_weights` has set with this function do so.
-        checkpoints: true if the hooks of a checkpoint of this project do so too.
+        handle_of: hooks count that `without_weights` has set with this function.
+        checkpoints: true if the hooks of a checkpoint of this project count too.
     """
     hooks = _innermost_hooks()
     ours = None if hooks is None else getattr(hooks[0], "__self__", None)

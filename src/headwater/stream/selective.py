@@ -71,7 +71,7 @@ class _Unchanged:
             raise changed_in_place(self._shape)
         if not has_dispatch_mode():
             return self._again()
-        with _disable_current_modes():  # those of the user are for the operators of the backward
+        with _disable_current_modes():  # the user's modes are for the operators of the backward
             return self._again()
 
 

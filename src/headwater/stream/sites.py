@@ -24,7 +24,7 @@ class Sites:
         sites: qualified module name -> stages read while that module's forward runs.
         stages: all stages.
         enter: called with these stages before the forward.
-        look_ahead: called after `enter` if a module reads attributes of weights before its layers run.
+        bind_early: called after `enter` if a module reads attributes of weights before its layers run.
         leave: called with the stages after the forward.
     """
 
@@ -34,7 +34,7 @@ class Sites:
         sites: Mapping[str, Stages],
         stages: Sequence[StageSpec],
         enter: Callable[[Stages], None],
-        look_ahead: Callable[[Stages], None],
+        bind_early: Callable[[Stages], None],
         leave: Callable[[Stages], None],
     ) -> None:
         with ExitStack() as layers:  # a layer that cannot be made must not leave the others behind
@@ -43,7 +43,7 @@ class Sites:
             for path, module in model.named_modules():
                 if isinstance(module, nn.TransformerEncoder):
                     ahead = _of_first_layer(path, stages)
-                    layer = _ahead_of(module, ahead, enter, look_ahead, leave)
+                    layer = _ahead_of(module, ahead, enter, bind_early, leave)
                     layers.callback(surround(module, layer))
             self._layers = layers.pop_all()
 
@@ -67,7 +67,7 @@ def _ahead_of(
     encoder: nn.TransformerEncoder,
     stages: Stages,
     enter: Callable[[Stages], None],
-    look_ahead: Callable[[Stages], None],
+    bind_early: Callable[[Stages], None],
     leave: Callable[[Stages], None],
 ) -> Layer:
     """Return a hook that binds the weights of an encoder's first layer before the encoder's own forward.
@@ -80,7 +80,7 @@ def _ahead_of(
         enter(())
         try:
             if not encoder.training:
-                look_ahead(stages)
+                bind_early(stages)
             return call(*args, **kwargs)
         finally:
             leave(())

@@ -53,7 +53,9 @@ class SlabLoader:
         self._unlock = device.page_lock([] if self._staging is None else [self._staging])
         self._stream = device.new_stream()
         self._last_copy: Event = REACHED
-        self._thread = update_pool("headwater-fetch", on_cpu=device.reads_host)  # it updates stages too
+        self._thread = update_pool(
+            "headwater-fetch", on_cpu=device.reads_host
+        )  # this thread updates stages too
         self._process = os.getpid()
         self._thread.submit(device.enter_thread)
 

@@ -30,7 +30,7 @@ class Slab:
         self.index = index
         self.slab_class = slab_class
         self.stage: int | None = None
-        self.version = NO_VERSION  # of the stage that it holds
+        self.version = NO_VERSION  # version of the stage in the slab
         self.ready: Future[Event] | None = None  # its event: the copy into the slab is done
         self._storage = buffer.untyped_storage()
         # References are counted now, because torch and this object hold some themselves.
@@ -110,7 +110,7 @@ class SlabDirectory:
     its slab and records that it holds the slab. If the stage is in no slab, the rank records its want, and
     the leader fetches the stage. The leader gives a slab to another stage only when no rank holds it. Each of
     these operations is one exclusive section. When a rank looks for a stage, and when its forward or backward
-    ends, it lets go of all slabs without views. So a waiting rank holds only slabs that it is using. The plan
+    ends, it releases all slabs without views. So a waiting rank holds only slabs that it is using. The plan
     provides enough slabs for that.
 
     Args:
@@ -174,14 +174,14 @@ class SlabDirectory:
         return int(found[0]) if len(found) else None
 
     def hold(self, slab: int) -> None:
-        """Record that this rank holds a slab, so that the slab keeps its stage until `let_go`."""
+        """Record that this rank holds a slab, so that the slab keeps its stage until `release`."""
         self._holds[slab, self._rank] = 1
 
     def holds(self, slab: int) -> bool:
         """True if this rank holds a slab."""
         return bool(self._holds[slab, self._rank])
 
-    def let_go(self, slab: int) -> None:
+    def release(self, slab: int) -> None:
         """Record that this rank does not hold a slab any more; see `hold`."""
         self._holds[slab, self._rank] = 0
 

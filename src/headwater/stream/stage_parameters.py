@@ -16,7 +16,7 @@ from headwater.core.stage import ParamSpec, StageSpec
 from headwater.core.tensor_memory import return_free_memory
 from headwater.plan.writes import changed_in_place
 from headwater.stream.addresses import forget_address
-from headwater.stream.home import Home, LetGo
+from headwater.stream.home import Home, MakePlain
 from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest
 from headwater.stream.saved_tensors import WeightHandle
@@ -42,7 +42,7 @@ def _may_be_saved(param: nn.Parameter) -> bool:
         usual, node = 2, torch.autograd.graph.get_gradient_edge(param)
     with torch._C.DisableTorchFunctionSubclass():
         references: int = torch.Tensor._use_count(param)  # type: ignore[attr-defined]
-    del node  # until here, so that it exists in any case
+    del node  # kept until here, because the count above includes its reference
     return references > usual
 
 
@@ -53,7 +53,7 @@ class StageParameters:
     Attributes:
         params: the parameters. A dummy replaces each parameter that has become a plain one.
         is_watched: true if a change by a forward that the dry run did not see must be found.
-        unseen: finds such changes that torch does not count; `None` if it is not asked to.
+        unseen: finds such changes that torch does not count; `None` if nothing checks this.
 
     Args:
         spec: the stage.
@@ -91,19 +91,20 @@ class StageParameters:
         self._classes = [type(param) for param in params]
         self._placeholders = [placeholder(param, device) for param in spec.params]
         self._kept: dict[int, int] = {}  # versions of parameters whose placeholder is their former memory
-        self._address: int | None = None  # of the image to which the parameters point
-        self._views: list[torch.Tensor] = []  # of that image
-        self._versions: list[int] | None = None  # of the parameters when they were bound; `None` at rest
+        self._address: int | None = None  # address of the image to which the parameters point
+        self._views: list[torch.Tensor] = []  # views of that image
+        self._versions: list[int] | None = None  # versions at the time of binding; `None` at rest
 
     # life of a parameter
 
-    def adopt(self, let_go: LetGo) -> None:
+    def adopt(self, make_plain: MakePlain) -> None:
         """Turn plain parameters into parameters at rest, and free the memory of their values.
 
         The objects stay the same. A gradient that a parameter has already moves to the store.
 
         Args:
-            let_go: bound method that turns a parameter of the store into a plain one; kept by weak reference.
+            make_plain: bound method that turns a parameter of the store into a plain one; only a weak
+                reference to it is kept.
 
         Raises:
             StreamError: if another compiled model streams a parameter already.
@@ -117,7 +118,9 @@ class StageParameters:
                 )
             self._adopt(index, param)
             kind = self._classes[index] = type(param)
-            home = Home(self._store, self._spec.index, index, kind, self._device, weakref.WeakMethod(let_go))
+            home = Home(
+                self._store, self._spec.index, index, kind, self._device, weakref.WeakMethod(make_plain)
+            )
             param.home = home  # type: ignore[attr-defined]
             param.__class__ = ParameterAtRest
 
@@ -161,7 +164,7 @@ class StageParameters:
                 self._placeholders[index] = placeholder(self._spec.params[index], self._device)
         return had_any and not self._kept
 
-    def let_go(self, index: int) -> nn.Parameter:
+    def make_plain(self, index: int) -> nn.Parameter:
         """Turn a parameter into a plain parameter whose values the caller sets. A dummy replaces it here."""
         param = self.params[index]
         requires_grad = self._spec.params[index].requires_grad
@@ -210,7 +213,7 @@ class StageParameters:
         if self.unseen is not None:
             self.unseen.begin(self._spec, image)
 
-    def rest(self) -> None:
+    def put_at_rest(self) -> None:
         """Turn bound parameters into parameters at rest that still point to their slab.
 
         Tensors that autograd has saved may be views of it.
@@ -218,7 +221,7 @@ class StageParameters:
         Raises:
             StreamError: if the model wrote into one of them where the dry run did not.
         """
-        self._rest(self._values_to_keep())
+        self._put_at_rest(self._values_to_keep())
 
     def unbind(self) -> None:
         """Turn bound parameters into parameters at rest.
@@ -227,13 +230,13 @@ class StageParameters:
         the same memory, they still point to that memory.
 
         Raises:
-            StreamError: see `rest`.
+            StreamError: see `put_at_rest`.
         """
         # The values are read before the parameters point to placeholders.
         values = self._values_to_keep()
         if self._address is not None and not self._stable:
             self._point_to_placeholders()
-        self._rest(values)
+        self._put_at_rest(values)
 
     def _point_to_placeholders(self) -> None:
         self._address, self._views = None, []
@@ -266,7 +269,7 @@ class StageParameters:
             param.data = view
         return values
 
-    def _rest(self, values: Mapping[int, torch.Tensor]) -> None:
+    def _put_at_rest(self, values: Mapping[int, torch.Tensor]) -> None:
         """Turn bound parameters into parameters at rest, and write `values` to the store."""
         before, self._versions = self._versions, None
         if before is None:
@@ -277,7 +280,7 @@ class StageParameters:
         if self.is_watched:
             pairs = enumerate(zip(self._present_versions(), before, strict=True))
             changed.update(index for index, (now, then) in pairs if now != then)
-        # Other parameters are not written back, and their forwards may run again.
+        # A change of another parameter would be lost, or made twice by a forward that runs again.
         if not changed <= self._written:
             raise StreamError(
                 "the forward changes a weight that it did not change in the dry run before the first step",
@@ -325,7 +328,7 @@ class StageParameters:
 
     def _version(self, index: int) -> int:
         """Return how often a parameter has been changed in place."""
-        with torch._C.DisableTorchFunctionSubclass():  # it may be at rest, where this takes ten times as long
+        with torch._C.DisableTorchFunctionSubclass():  # at rest this would take ten times as long
             return self.params[index]._version
 
     def _present_versions(self) -> list[int]:

@@ -101,7 +101,7 @@ class TrainStep:
             unless_applied.callback(self._buffers.remember())
             loss, refusal = self._accumulate(batches, update, loss_weights)
             # This is the first collective: all ranks raise here, or none does, so none waits for another.
-            losses = self._agree(loss, refusal, update)
+            losses = self._gather_losses(loss, refusal, update)
             before_commit(update)
             with RECORDER.span(GRADIENT):
                 committed = self._store.commit(update)
@@ -121,7 +121,8 @@ class TrainStep:
         """Run forward and backward of every micro-batch on this rank.
 
         A rank whose loss is not finite cannot raise at once, because the other ranks would wait for it. It
-        computes no more gradients, but takes part in the step. Then `_agree` raises its error on all ranks.
+        computes no more gradients, but takes part in the step. Then `_gather_losses` raises its error on all
+        ranks.
 
         Returns:
             The mean loss and None, or NaN and the error.
@@ -150,7 +151,7 @@ class TrainStep:
             self._store.end_micro_batch()
         return (total / count if refusal is None else math.nan), refusal
 
-    def _agree(self, loss: float, refusal: NonFiniteError | None, update: Update) -> list[float]:
+    def _gather_losses(self, loss: float, refusal: NonFiniteError | None, update: Update) -> list[float]:
         """Gather and return the losses of all ranks. Raise on every rank if one of the losses is not finite.
 
         Raises:

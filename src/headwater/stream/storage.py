@@ -59,9 +59,9 @@ def make_store(
         fabric=fabric,
     )
     store.parameters.masks.first = options.first_mask
-    if settings.moments is not None:
+    if settings.backward_schedule is not None:
         store.in_backward = BackwardUpdates(
-            store.stages, settings.moments, store.access, store.ledger, store.gradients
+            store.stages, settings.backward_schedule, store.access, store.ledger, store.gradients
         )
     return store
 

@@ -9,7 +9,7 @@ import torch
 
 from headwater.core.stage import StageSpec
 from headwater.plan.types import Plan
-from headwater.store.in_backward import Moments
+from headwater.store.in_backward import BackwardSchedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,8 @@ class StoreSettings:
         gradients_on_disk: true if gradients are kept on disk until the update.
         sum_dtype: see `ParamSpec.sum_dtype`.
         shares_slabs: true if the ranks of a host share slabs.
-        moments: when and by which thread stages are updated in backward; `None` if stages are updated when
-            they are fetched.
+        backward_schedule: when and by which thread stages are updated in backward; `None` if stages are
+            updated when they are fetched.
     """
 
     stages: tuple[StageSpec, ...]
@@ -37,7 +37,7 @@ class StoreSettings:
     gradients_on_disk: bool
     sum_dtype: torch.dtype | None
     shares_slabs: bool
-    moments: Moments | None
+    backward_schedule: BackwardSchedule | None
 
     @classmethod
     def of(cls, plan: Plan) -> StoreSettings:
@@ -52,15 +52,15 @@ class StoreSettings:
             gradients_on_disk=gradients_on_disk,
             sum_dtype=torch.float32 if plan.precision.mixed and not plan.holds_exact_gradients else None,
             shares_slabs=plan.shares_slabs,
-            moments=_moments(plan) if plan.updates == "in_backward" else None,
+            backward_schedule=_backward_schedule(plan) if plan.updates == "in_backward" else None,
         )
 
 
-def _moments(plan: Plan) -> Moments:
+def _backward_schedule(plan: Plan) -> BackwardSchedule:
     # On a CPU, updates of stages in memory need the cores that run the model. Only updates of stages on disk
     # gain from another thread, which waits for the disk.
     on_cpu = plan.device == "cpu"
-    return Moments(
+    return BackwardSchedule(
         plan.trace.uses,
         computing=frozenset(plan.in_host_memory if on_cpu else ()),
         left_out=frozenset(plan.on_device),

@@ -37,7 +37,7 @@ class WantServer:
     def _run(self) -> None:
         try:
             while not self._closing.wait(_EVERY_S):
-                # This needs no lock: it runs 2,000 times a second, and a missed want is seen next time.
+                # This read needs no lock: it runs 2,000 times a second, so a missed want is seen next time.
                 if self._directory.wants():
                     self._serve()
         except Exception as error:  # noqa: BLE001 - `check` raises it

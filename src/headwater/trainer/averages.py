@@ -17,7 +17,7 @@ from headwater.trainer.job import Average
 class MovingAverages:
     """Updates the moving averages of a model after each step, stage by stage.
 
-    Several ranks share the store, and each of them moves the part of an average that it updates.
+    With several ranks, each rank updates its own part of each average.
 
     Reading the weights applies their pending updates first, because the average needs the new values.
 
@@ -73,7 +73,7 @@ class _Follower:
 
     Attributes:
         source: the weight that it averages.
-        momentum: returns, for the number of a step, the share of the average that this step keeps.
+        momentum: returns m for the number of a step, where average = m * average + (1 - m) * weight.
     """
 
     source: ParamKey
@@ -83,7 +83,7 @@ class _Follower:
 def _check(target: ParamSpec, source: str, keys: Mapping[str, ParamKey]) -> None:
     if target.requires_grad:
         raise ConfigError(
-            f"{target.name} is an average of other weights, but it is also trained",
+            f"{target.name} is a moving average of other weights, so it must not be trained",
             where="trainer.init.model.freeze",
             remedy="add a pattern that matches this name to freeze",
         )

@@ -18,7 +18,7 @@ def num_tokens(batch: Any) -> int:
 
 
 def equal_part(batch: Any, count: int) -> int:
-    """Return the number of samples of each micro-batch, if a batch is divided into `count` equal ones.
+    """Return the number of samples of each micro-batch when a batch is divided into `count` equal parts.
 
     Raises:
         DataError: if the number of samples is not a multiple of `count`.
@@ -28,6 +28,6 @@ def equal_part(batch: Any, count: int) -> int:
         raise DataError(
             f"a batch of {samples} samples cannot be divided into {count} equal micro-batches",
             where="data loader",
-            remedy="let the loader leave out an incomplete batch (drop_last), or set no micro_batch_size",
+            remedy="let the loader leave out an incomplete batch (drop_last), or leave micro_batch_size out",
         )
     return samples // count

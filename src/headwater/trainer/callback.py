@@ -51,12 +51,12 @@ class StepEnd:
         step_s: duration in seconds, including the wait for the batch.
         bytes_in: bytes of weights that streamed in.
         bytes_out: bytes of gradients that streamed out.
-        hit_rate: share of stage uses for which the weights were on the device, or already being copied.
+        hit_rate: fraction of stage uses for which the weights were on the device, or already being copied.
         wait_s: seconds of the step in which it waited for weights.
         memory_bytes: resident host memory of this process after the step, without its data workers.
         samples: samples in its batch.
         busy_s: seconds in which threads were busy, by kind of work; see `headwater.core.recorder.Kind`.
-        bound_s: seconds of the computing thread by the part of the machine that limited it: `compute`,
+        bound_s: seconds of the computing thread, by the part of the machine that limited it: `compute`,
             `memory`, `disk`, `link`, `input`.
         metrics: further numbers to log, by name; see `Callback.measure`.
     """
@@ -116,7 +116,7 @@ class Callback:
     def measure(self, event: StepEnd) -> Mapping[str, float]:
         """Return numbers about a step that has just ended, by name, for the loggers of the run.
 
-        Called before `on_step_end` of any callback, whose events have the numbers of all callbacks.
+        Called on all callbacks before the first `on_step_end`, whose event has the numbers of all callbacks.
         """
         return {}
 
@@ -130,7 +130,7 @@ class Callback:
         """Called after an evaluation on tasks, with each number by `task/metric`."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Called when a checkpoint begins to be written. It is complete when the run ends, or earlier."""
+        """Called when a background write of a checkpoint begins. It is complete when the run ends."""
 
     def on_fit_error(self, error: BaseException) -> None:
         """Called when an error ends the run, before `on_fit_end`."""

@@ -1,4 +1,4 @@
-"""Calls the callbacks of a run, and keeps the error of one until the run can stop."""
+"""Calls the callbacks of a run. An error of a callback is kept until the run can stop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class CallbackRunner:
 
     Attributes:
         callbacks: the callbacks.
-        failure: the first error in `tell`; `None` if there was no error. The run writes a checkpoint before
-            it raises this error.
+        failure: the first error in `call_each`; `None` if there was no error. The run writes a checkpoint
+            before it raises this error.
 
     Args:
         callbacks: see above.
@@ -32,10 +32,10 @@ class CallbackRunner:
         """Call `on_fit_start` of every callback. Raise the first error."""
         for callback in self.callbacks:
             callback.on_fit_start(event)
-            # It is noted after its start, because a callback whose start has failed is not ended.
+            # After the call: a callback whose `on_fit_start` has failed must not be ended.
             self._started.append(callback)
 
-    def tell(self, call: Callable[[Callback], None]) -> None:
+    def call_each(self, call: Callable[[Callback], None]) -> None:
         """Run `call` for every callback, even if one of them fails. Keep the first error."""
         for callback in self.callbacks:
             try:
@@ -44,19 +44,19 @@ class CallbackRunner:
                 self.failure = self.failure or error
 
     @contextmanager
-    def told_of(self, error: BaseException) -> Iterator[None]:
-        """Call `on_fit_error` of every started callback after the context, even if one of them fails."""
+    def reporting(self, error: BaseException) -> Iterator[None]:
+        """At the end of the context, call `on_fit_error` of every started callback, even if one fails."""
         with ExitStack() as stack:
-            # An exit stack calls the last one first: the first callback is told first.
+            # Reversed, because an exit stack calls the last one first.
             for callback in reversed(self._started):
                 stack.callback(callback.on_fit_error, error)
             yield
 
     @contextmanager
-    def ended(self) -> Iterator[None]:
-        """End every started callback after the context, even if the context or one of them fails."""
+    def ending(self) -> Iterator[None]:
+        """At the end of the context, call `on_fit_end` of every started callback, also after an error."""
         with ExitStack() as stack:
-            # As in `told_of`: the first callback ends first.
+            # Reversed, as in `reporting`.
             for callback in reversed(self._started):
                 stack.callback(callback.on_fit_end)
             yield

@@ -72,15 +72,15 @@ class CheckpointManager:
             The folder of the checkpoint, which is not yet complete.
 
         Raises:
-            DiskFullError: if there is too little space for this checkpoint or for the one before. Complete
-                checkpoints stay.
-            HeadwaterError: if the one before failed in any other way.
+            DiskFullError: if there is too little space for this checkpoint, or was too little for the last
+                one, which was written in the background. Complete checkpoints stay.
+            HeadwaterError: if the previous checkpoint could not be written for another reason.
         """
         self.wait()
         folder = folder_of(self.model_dir, step)
         # The snapshot begins in this thread, because the next step changes the weights.
         snapshot = Snapshot(store, folder, step, buffers=buffers, extras=pack_state(state))
-        self._damaged.pop(folder, None)  # replaced by this one
+        self._damaged.pop(folder, None)  # a damaged checkpoint of this step is replaced
         self._writing = self._thread.submit(self._finish, snapshot)
         return folder
 
@@ -116,7 +116,7 @@ class CheckpointManager:
             store: of this rank; it stays open until `wait`.
 
         Raises:
-            RankError: if its part of the checkpoint before failed.
+            RankError: if this rank could not write its part of the previous checkpoint.
         """
         self.wait()
         self._writing = self._thread.submit(SnapshotElsewhere(store).run)
@@ -139,7 +139,7 @@ class CheckpointManager:
         Raises:
             HeadwaterError: if the last checkpoint could not be written; those before it are intact.
         """
-        # Forgotten first, so that an error is raised only once.
+        # Set to None before the wait, so that an error is raised only once.
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -166,7 +166,7 @@ class CheckpointManager:
         for path in reversed(paths):
             damage = None if path in self._damaged else find_damage(path, deep=deep)
             if damage is not None:
-                # Passing over an intact checkpoint would discard the steps since the one before it.
+                # Not skipped: the file may be intact, and without it the run would lose steps.
                 if isinstance(damage, StoreError) and not is_damage(damage):
                     raise damage
                 self.skip(path, damage)
@@ -189,7 +189,7 @@ class CheckpointManager:
             path: the checkpoint.
             damage: describes the damage.
         """
-        # Frames of the traceback hold the engine that was loading.
+        # The frames of the traceback would keep the engine that was loading in memory.
         self._damaged[path] = damage.with_traceback(None)
         logger.warning("%s is damaged and skipped: %s", path, damage.what)
 
@@ -198,12 +198,12 @@ class CheckpointManager:
         return is_checkpoint(path) and path.parent.resolve() == self.model_dir.resolve()
 
     def set_aside(self, step: int, start: Path | None) -> list[Path]:
-        """Rename checkpoints of later steps than `step`, at which a run starts: it will compute them again.
+        """Rename the checkpoints of `step` and later, because a run that starts at `step` makes them again.
 
         Otherwise they would be the newest ones, and the next run would continue from them.
 
         Args:
-            step: steps done.
+            step: steps done before the run.
             start: the checkpoint that the run starts from; it stays.
 
         Returns:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from headwater.core.errors import DoesNotFitError
-from headwater.core.patience import noticed
+from headwater.core.patience import notice_if_long
 from headwater.core.trees import tensors_in
 from headwater.core.units import MIB, format_bytes
 from headwater.core.version import __version__
@@ -65,14 +65,15 @@ def block_choice(
         trainable: the model with its loss.
         plan: the plan of the run.
         work: the step, the number of steps, and the choice that a checkpoint recorded.
-        measure: measure blocks whose times are not known. Otherwise the reason says that the run does it.
+        measure: measure blocks whose times are not known. If false, such blocks are eager, and the reason
+            says that the run will measure them.
     """
     if init.backend.compile != "auto":
         return Blocks(init.backend.compile)
     if work.optimizer is NO_UPDATES:
         return Blocks()
     if work.compiled is not None:
-        return Blocks(work.compiled, "this run began so, and its checkpoint says it")
+        return Blocks(work.compiled, "this run began so, as its checkpoint records")
     groups = repeated_stages(plan.trace.stages, lambda name: type(trainable.model.get_submodule(name)))
     run = _Run(trainable, plan, init.backend.fast_products, groups)
     refusal = _refusal(run, work.steps)
@@ -84,7 +85,7 @@ def block_choice(
         refusal = _too_short(plan, work.steps)
         if refusal is not None or not measure:
             return Blocks(False, refusal or "not measured yet; the run measures blocks before its first step")
-        with noticed("measuring eager and compiled blocks"):
+        with notice_if_long("measuring eager and compiled blocks"):
             measured = _measure(run)
         if isinstance(measured, str):
             return Blocks(False, measured)
@@ -102,8 +103,9 @@ def plan_with_blocks(
 ) -> Plan:
     """Return a plan with its choice between compiled and eager blocks.
 
-    A compiled block decides itself what it saves. So if the plan of eager blocks computes cheap operators
-    again, compiled blocks need another plan. If that does not fit, the run has eager blocks.
+    For a compiled block the compiler, not the plan, decides which activations are saved. So if the plan for
+    eager blocks recomputes cheap operators, compiled blocks need another plan. If that does not fit, the run
+    has eager blocks.
 
     Args:
         work: the step.
@@ -118,7 +120,7 @@ def plan_with_blocks(
         except DoesNotFitError:
             blocks = Blocks(False, "what compiled blocks keep for the backward does not fit")
         else:
-            blocks = choose(other)  # it may have another batch, divided blocks, or less memory to spare
+            blocks = choose(other)  # batch, stages and free memory may differ from the first plan
             plan = other if blocks.compiled else plan
     return dataclasses.replace(plan, blocks=blocks)
 
@@ -286,7 +288,7 @@ def _constants(block: nn.Module) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def _sources(model: nn.Module) -> list[str]:
-    """Return digests of the files that define the classes of a model. Torch's are told by its version."""
+    """Return digests of the files that define the classes of a model; for torch its version."""
     modules = {type(module).__module__ for module in model.modules()}
     files = {getattr(sys.modules.get(name), "__file__", None) for name in modules if name[:6] != "torch."}
     found = (Path(file) for file in files if file is not None)

@@ -100,7 +100,7 @@ def open_data(
         seed=config.shuffle_seed or 0,
         repeat=repeat,
         drop_last=config.leaves_out_last,
-        rank=fabric.rank % fabric.num_csx,  # a store rank reads no batches, but needs a valid number
+        rank=fabric.rank % fabric.num_csx,  # the number must be valid on store ranks too, which read nothing
         world_size=fabric.num_csx,
     )
     workers = Workers(config.num_workers, config.prefetch_factor, config.persistent_workers)

@@ -27,7 +27,7 @@ def validate_run(init: CommonInitConfig, trainable: Trainable, batch_size: int) 
         A report of the check.
 
     Raises:
-        ModelError: if they do not fit together.
+        ModelError: if model, loss, optimizer and batch do not fit together.
     """
     work = training_workload(init, trainable, batch_size)
     return validate_only(
@@ -61,7 +61,7 @@ def compile_run(init: CommonInitConfig, trainable: Trainable, batch_size: int) -
         plan = plan_run(init, trainable, work)
         size = plan.micro_batch_size
     except DoesNotFitError as error:
-        # The report says why no plan fits. Its graphs need a size, and a single sample shows all operators.
+        # The report says why no plan fits. The graphs need a batch size; one sample shows all operators.
         plan, size = error, work.micro_batch_size or 1
     return compile_only(
         trainable.model,

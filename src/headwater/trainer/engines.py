@@ -24,7 +24,7 @@ from headwater.trainer.job import Trainable
 from headwater.trainer.planning import Workload, host_share, make_engine, plan_run
 from headwater.trainer.ranks import NUM_CSX
 from headwater.trainer.start import Start, find_trained
-from headwater.trainer.waits import said_if_long
+from headwater.trainer.waits import log_if_long
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def open_engine(
         )
 
     def plan_steps() -> Plan:
-        # `said_if_long` is not needed: measuring and planning print what they are doing, in every command.
+        # `log_if_long` is not needed: measuring and planning print what they are doing, in every command.
         plan_for = functools.partial(
             plan_run,
             init,
@@ -81,7 +81,7 @@ def open_engine(
     take_accelerator(device, fabric, where=NUM_CSX)
     plan = fabric.agree(plan_steps, Plan)
     show(plan)
-    with said_if_long("allocating memory" if blank else "making the initial weights", fabric):
+    with log_if_long("allocating memory" if blank else "making the initial weights", fabric):
         engine = make_engine(
             init,
             trainable,
@@ -128,7 +128,7 @@ def open_loaded(
                 load(engine, start)
             except CorruptError as error:
                 damage = error
-            # Each rank reads a part of the checkpoint.
+            # Each rank reads only a part of the checkpoint, so the others may not have seen the damage.
             found = list(filter(None, fabric.gather_objects("" if damage is None else damage.what, str)))
             if not found:
                 yield start, engine

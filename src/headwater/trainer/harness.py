@@ -9,7 +9,7 @@ from headwater.config.run import RunConfig
 from headwater.core.errors import ConfigError
 from headwater.data.codec import Codec
 from headwater.evaluation.scorer import Scorer
-from headwater.fabric.alike import check_alike
+from headwater.fabric.consistency import check_consistency
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.trainer.inference import Inference, open_scorer
 from headwater.trainer.ranks import keys_of
@@ -63,7 +63,7 @@ def evaluate_tasks(
         ConfigError: if the ranks have different arguments.
     """
     if fabric.size > 1:
-        check_alike(fabric, dict(keys_of(arguments.model_dump(exclude={"output_path"}), "lm_eval")))
+        check_consistency(fabric, dict(keys_of(arguments.model_dump(exclude={"output_path"}), "lm_eval")))
     settings = {
         "headwater_model": config.init.model.name,
         "checkpoint": str(inference.checkpoint or "newest"),

@@ -18,7 +18,7 @@ from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 logger = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 4096
-"""The most bytes of the line of a step."""
+"""Maximum number of bytes of a step's line."""
 
 _STEP_FIELDS = dataclasses.fields(StepEnd)
 

@@ -48,7 +48,7 @@ class LibraryValues:
         self._stored = functools.cache(lambda: _pretrained(model))
 
     def check(self) -> None:
-        """Raise an error if the folder has no weights that can be read, or has those of another model.
+        """Raise an error if the folder has no readable weights, or weights of another model.
 
         Raises:
             CheckpointError: if the folder has no such weights.

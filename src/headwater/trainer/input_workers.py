@@ -32,7 +32,7 @@ SSH = "ssh://"
 
 
 def purpose_of(config: DataConfig, model: ModelConfig) -> str:
-    """Return a text that names a data set: equal for the rank and the worker that read the same params.
+    """Return a text that identifies a data set. A rank and a worker with the same params get equal texts.
 
     Args:
         config: the data section, with its seed.
@@ -93,7 +93,7 @@ def remote_samples(
 
 
 def _addresses(named: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the addresses of the workers that a section names; those on SSH hosts have been started."""
+    """Return the addresses of the workers that a section names. Those on SSH hosts already run."""
     own = [text for text in named if not text.startswith(SSH)]
     if len(own) == len(named):
         return own

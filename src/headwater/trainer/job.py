@@ -32,7 +32,7 @@ class Average:
     Attributes:
         source: prefix of the names of the weights that are averaged.
         target: prefix of the names of the averages; the rest of the name is the same.
-        momentum: returns the share of its value that an average keeps in a step, by the step's number from 1.
+        momentum: returns m for the number of a step, from 1, where average = m * average + (1 - m) * weight.
     """
 
     source: str
@@ -112,7 +112,7 @@ class Job:
         batch_size: samples of one step.
         evaluations: data to evaluate on during training; each iteration is one pass.
         steps_per_epoch: batches in one pass over the training data, if known.
-        checkpoint: the checkpoint to start from, if not one of the run's own.
+        checkpoint: the checkpoint to start from; the newest of this run if not given.
         data_workers: processes of each rank that read data.
         callbacks: callbacks of the run in addition to those that the settings name.
         write: writes the files that continuing the run needs, such as the params, into the run's folder.

@@ -48,7 +48,7 @@ def make_callbacks(
     Raises:
         ConfigError: if the params name TensorBoard, but it is not installed.
     """
-    # The profiler comes first, because the time of other callbacks does not belong to a step.
+    # The profiler comes first, so that the time of other callbacks is not counted in a step.
     callbacks = make_op_profilers(init.profiles, run_dir.profile, console, fabric)
     if fabric.rank != 0:
         return callbacks
@@ -80,7 +80,7 @@ def make_callbacks(
 
 
 def _make_meters(init: CommonInitConfig, run_dir: RunDir) -> list[Callback]:
-    """Return the callbacks that measure the speed of the run, as far as the params name them."""
+    """Return the callbacks in the params that measure the speed of the run."""
     meters: list[Meter] = []
     if init.has_callback("RateProfiler"):
         meters.append(RateProfiler())

@@ -33,7 +33,7 @@ from headwater.trainer.job import Batch, Job
 from headwater.trainer.options import options_by_name
 from headwater.trainer.sparse import SkippedWeights, start_sparse
 from headwater.trainer.state import RunState
-from headwater.trainer.waits import said_if_long
+from headwater.trainer.waits import log_if_long
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,9 @@ class Trainer:
 
     Attributes:
         state: current state of the run, without the masks of sparse training.
-        validation: the last evaluation of this process, by data set.
-        end_step: its last step.
-        leads: True on the rank that writes checkpoints and logs.
+        validation: results of the last evaluation in this process, one for each data set.
+        end_step: last step of the run.
+        leads: true on rank 0, which writes checkpoints and logs.
 
     Args:
         engine: holds the weights of the current step.
@@ -122,34 +122,34 @@ class Trainer:
         try:
             self._callbacks.start(self._start_event())
             batches = shielded(self._job.train) if self._engine.fabric.computes else itertools.repeat(None)
-            said: AbstractContextManager[None] = said_if_long(
+            first_step_notice: AbstractContextManager[None] = log_if_long(
                 _first_step(self._engine.plan), self._engine.fabric
             )
             while self._between_steps(interrupt):
-                with said:
+                with first_step_notice:
                     step = self._next_step(batches)
                     with self._skipped(step.update.step):
                         report = self._engine.train_step(
                             step.parts, step.update, self._before_commit, step.loss_weights
                         )
-                said = nullcontext()
+                first_step_notice = nullcontext()
                 self._after_step(step, report)
             if self._callbacks.failure is not None:
                 raise self._callbacks.failure
-            self._wait_for_checkpoint()  # inside `try`: the callbacks get its error
+            self._wait_for_checkpoint()  # inside `try`, so that callbacks are called with its error
         except BaseException as error:
             try:
-                with ExitStack() as last:  # each of these is called, also if another one fails
+                with ExitStack() as last:  # all of these are called, even if one fails
                     last.callback(self._end)
-                    last.enter_context(self._callbacks.told_of(error))
-                    # Such a step is undone, unless some stages have applied it (`updates: in_backward`).
-                    # After other errors the weights may be those of half a step, too.
+                    last.enter_context(self._callbacks.reporting(error))
+                    # A step that is not finite is undone, so the weights can be saved, unless some stages
+                    # have applied it (`updates: in_backward`). Other errors may leave half a step.
                     if (
                         isinstance(error, NonFiniteError)
                         and not self._engine.store.access.locks.has_lost_step
                     ):
                         self._save()
-            except HeadwaterError as later:  # the first error is the one that is raised
+            except HeadwaterError as later:  # log it, because the first error is raised
                 logger.warning("%s", later)
             raise
         self._end()
@@ -162,19 +162,19 @@ class Trainer:
 
     def _end(self) -> None:
         """Wait until the last checkpoint is written, then end all callbacks, even if one of them fails."""
-        with self._callbacks.ended():
+        with self._callbacks.ending():
             self._wait_for_checkpoint()
 
     def _wait_for_checkpoint(self) -> None:
-        with said_if_long("writing the checkpoint", self._engine.fabric):
+        with log_if_long("writing the checkpoint", self._engine.fabric):
             self._checkpoints.wait()
 
     def _between_steps(self, interrupt: Interrupt) -> bool:
-        """Evaluate and save, each if it is set for this step. Return false if the run should stop."""
+        """Evaluate and save if this is due at the present step. Return false if the run should stop."""
         self._checkpoints.check()
-        # An evaluation is due on all ranks or on none, so all of them ask here.
+        # An evaluation is due on all ranks or on none, so all ranks take part in `_asked_to_stop`.
         if self._validation_is_due() and not self._asked_to_stop(interrupt):
-            with said_if_long("evaluating", self._engine.fabric):
+            with log_if_long("evaluating", self._engine.fabric):
                 self._validate(interrupt)
         stop = self._asked_to_stop(interrupt) or self.state.step >= self.end_step
         if stop or self._checkpoint_is_due():
@@ -235,9 +235,9 @@ class Trainer:
             bound_s=times.bound_s,
         )
         metrics: dict[str, float] = {}
-        self._callbacks.tell(lambda callback: metrics.update(callback.measure(event)))
+        self._callbacks.call_each(lambda callback: metrics.update(callback.measure(event)))
         measured = dataclasses.replace(event, metrics=metrics)
-        self._callbacks.tell(lambda callback: callback.on_step_end(measured))
+        self._callbacks.call_each(lambda callback: callback.on_step_end(measured))
 
     def _times(self, begin: int) -> BusyTimes:
         """Return the seconds since `begin` by kind of work."""
@@ -297,7 +297,7 @@ class Trainer:
         self.validation = events
         self.state = dataclasses.replace(self.state, validated_step=self.state.step)
         for event in events:
-            self._callbacks.tell(lambda callback, event=event: callback.on_validate_end(event))  # type: ignore[misc]
+            self._callbacks.call_each(lambda each, event=event: each.on_validate_end(event))  # type: ignore[misc]
 
     # checkpoints
 
@@ -319,7 +319,7 @@ class Trainer:
             self._checkpoints.save_elsewhere(self._engine.store)
             self._saved_step = self.state.step
             return
-        # The masks are not kept in `self.state`, where an older one would stay in memory.
+        # The masks are not kept in `self.state`, where an older copy would stay in memory.
         masks = self.state.masks if self._sparse is None else self._sparse.state_dict()
         path = self._checkpoints.save(
             self._engine.store,
@@ -328,7 +328,7 @@ class Trainer:
             buffers=persistent_buffers(self._engine.model),
         )
         self._saved_step = self.state.step
-        self._callbacks.tell(lambda callback: callback.on_checkpoint(self.state.step, path))
+        self._callbacks.call_each(lambda callback: callback.on_checkpoint(self.state.step, path))
 
 
 def _first_step(plan: Plan) -> str:

@@ -19,7 +19,7 @@ from headwater.trainer.interrupt import Interrupt
 _INTERVAL_S = 0.25
 """Seconds between two checks. Memory can fill up within a second."""
 _LEAST_SHARE, _LEAST_BYTES, _MOST_BYTES = 0.03, 16 * MIB, 256 * MIB
-"""Memory is short if less than this share of the limit is free; the smallest and largest such threshold."""
+"""Memory is short if less than this fraction of the limit is free, but at least and at most these bytes."""
 _TOLERANCE = 1.03
 """A run that takes more than this many times its memory budget gets a warning."""
 
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
-    """The free and the total host memory, in bytes."""
+class FreeMemory:
+    """Free memory and limit of the machine or of a container, in bytes."""
 
     free: int
     limit: int
@@ -40,11 +40,11 @@ class Room:
         return self.free < least
 
 
-def tightest_room() -> Room:
+def least_free_memory() -> FreeMemory:
     """Return the free memory of the container or machine, whichever is less. Cached files count as free."""
     machine = psutil.virtual_memory()
-    rooms = [Room(level.limit - level.held, level.limit) for level in memory_levels()]
-    return min((Room(machine.available, machine.total), *rooms), key=lambda room: room.free)
+    levels = [FreeMemory(level.limit - level.held, level.limit) for level in memory_levels()]
+    return min((FreeMemory(machine.available, machine.total), *levels), key=lambda memory: memory.free)
 
 
 @contextmanager
@@ -73,16 +73,16 @@ def _watch(interrupt: Interrupt, budget: int | None, over: threading.Event) -> N
             logger.warning(
                 "this run holds %s of host memory, its budget is %s", format_bytes(held), format_bytes(budget)
             )
-        # Once the stop is requested, nothing more can be done: the step has to end.
-        if not interrupt.requested and tightest_room().is_short:
+        # After the request nothing more can be done until the step ends.
+        if not interrupt.requested and least_free_memory().is_short:
             # Memory may only seem short: malloc keeps pages that the run has freed.
             return_free_memory()
-            room = tightest_room()
-            if room.is_short:
+            memory = least_free_memory()
+            if memory.is_short:
                 interrupt.requested = True
                 logger.warning(
                     "stopping after this step with a checkpoint: %s of %s of memory are free; set a smaller "
                     "host_memory, or give the run more memory",
-                    format_bytes(max(0, room.free)),
-                    format_bytes(room.limit),
+                    format_bytes(max(0, memory.free)),
+                    format_bytes(memory.limit),
                 )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EMAIL_ENDPOINT, SLACK_URL = "CEREBRAS_NOTIFICATION_ENDPOINT", "HEADWATER_SLACK_URL"
-"""Environment variables with the URLs of e-mail and Slack. The first one has its name in the Model Zoo."""
+"""Environment variables with the URLs of e-mail and Slack. The first has the same name in the Model Zoo."""
 MAIL_FROM, MAIL_PASSWORD = "CEREBRAS_NOTIFICATION_MAILFROM", "CEREBRAS_NOTIFICATION_PASSWORD"
 """Environment variables with the sender of e-mails and its password, as in the Model Zoo."""
 _URL_TIMEOUT_S, _COMMAND_TIMEOUT_S, _MAIL_TIMEOUT_S = 10.0, 60.0, 30.0

@@ -29,7 +29,7 @@ class OpProfiler(Callback):
     """Profiles the steps from `start_step` to `end_step`, both included, and writes the profile to a folder.
 
     Modules are timed only during these steps. The results of the training do not change. This callback
-    runs before all others, because their time does not belong to a step. All ranks have this callback; after
+    runs before all others, so that their time is not counted in a step. All ranks have this callback; after
     the last profiled step they send their times to rank 0, which prints and writes them.
 
     Attributes:
@@ -78,7 +78,7 @@ class OpProfiler(Callback):
     def on_fit_start(self, event: FitStart) -> None:
         leads = self._fabric.rank == 0
         if leads:
-            check_place(self.folder, expected="a folder")  # now, so that no profile is lost
+            check_place(self.folder, expected="a folder")  # now: a later error would lose the profile
         check_range(self._start_step, self._end_step, event.start_step, event.end_step, warn=leads)
         self._end_step = min(self._end_step, event.end_step)
         self._run = event
@@ -97,7 +97,7 @@ class OpProfiler(Callback):
             )
 
     def on_step_end(self, event: StepEnd) -> None:
-        # This comes first, because the work of this callback does not belong to the step.
+        # First, so that the time of this callback is not counted in the step.
         end = perf_counter_ns()
         if self._taken is not None:
             self._taken.add_step(event.step, end - int(1e9 * event.step_s), end)

@@ -12,7 +12,7 @@ import torch
 from headwater.api.engines import EngineSteps, advise_fast_products, build_engine
 from headwater.config.sections import LoopConfig
 from headwater.core.errors import ConfigError
-from headwater.core.patience import noticed
+from headwater.core.patience import notice_if_long
 from headwater.core.placement import ONE_RANK, Placement
 from headwater.core.precision import usable_precision
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec
@@ -91,10 +91,10 @@ def training_workload(
         data_workers: processes of a rank that read data.
     """
     size = fixed_micro_batch_size(init, batch_size)
-    # Such a loss cannot be computed from the losses of micro-batches.
+    # A loss that is not `divisible` cannot be computed from the losses of micro-batches.
     if size is None and not trainable.divisible:
         size = batch_size
-    # With another size gradients would be summed in another order, and the results would differ.
+    # With another size than before, gradients would be summed in another order and round differently.
     resumed = start.state.micro_batch_size if start.state else None
     if size is None and resumed and batch_size % resumed == 0:
         size = resumed
@@ -167,9 +167,9 @@ def plan_run(
         DoesNotFitError: if a budget is too small.
     """
     request = plan_request(init, trainable, work, device_of(init.backend))
-    with noticed("planning") as activity:
+    with notice_if_long("planning") as activity:
 
-        def told(trace_for: TraceFor) -> TraceFor:
+        def with_notice(trace_for: TraceFor) -> TraceFor:
             def run(size: int) -> Trace:
                 activity.name = f"planning: dry run of {counted(size, 'sample', 'samples')}"
                 try:
@@ -182,8 +182,8 @@ def plan_run(
         plan = make_plan(
             dataclasses.replace(
                 request,
-                trace_for=told(request.trace_for),
-                divided=lambda: map(told, request.divided()),
+                trace_for=with_notice(request.trace_for),
+                divided=lambda: map(with_notice, request.divided()),
                 calibration=calibration,
                 ranks=ranks or placement.size,
                 share=share,
@@ -227,9 +227,9 @@ def plan_request(init: CommonInitConfig, trainable: Trainable, work: Workload, d
 
 
 def kept_elements(work: Workload) -> dict[str, int]:
-    """Return name -> the most elements that its masks keep, for parameters that may be stored compressed.
+    """Return name -> maximum number of unmasked elements, for parameters that may be stored compressed.
 
-    The result is empty if the optimizer keeps state in other shapes than that of the parameter.
+    The result is empty if some optimizer state has another shape than its parameter.
     """
     probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32)
     rule = UpdateRule(work.optimizer)
@@ -370,5 +370,5 @@ def _blank(trainable: Trainable, spec: ParamSpec) -> torch.Tensor:
     """Return zeros, or the initial value of a parameter that a checkpoint may lack."""
     if trainable.initial is not None and MAY_BE_MISSING in trainable.pretrained_names(spec.name):
         return trainable.initial(spec)
-    # This takes the memory of one element, whatever the size of the parameter.
+    # An expanded tensor takes the memory of one element only.
     return torch.zeros(()).expand(spec.shape)

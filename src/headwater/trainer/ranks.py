@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ConfigError
 from headwater.core.placement import Placement
-from headwater.fabric.alike import program
 from headwater.fabric.cluster import is_watched
+from headwater.fabric.consistency import program
 from headwater.fabric.fabric import Fabric
 from headwater.fabric.launch.launcher import become_launcher
 from headwater.fabric.launch.launcher import launch as launch_here
@@ -31,7 +31,7 @@ def launch(
         placement: number of compute ranks and store ranks.
         words: the command line after `headwater`.
         max_restarts: how many times all ranks are started again after a rank was lost.
-        in_place: let the launcher of the ranks replace this process, instead of returning.
+        in_place: replace this process by the launcher of the ranks (`exec`); the call then does not return.
 
     Returns:
         The exit code of the command; `None` if this process itself runs it.
@@ -56,7 +56,7 @@ def program_and_params(config: RunConfig) -> dict[str, str]:
 
 def keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield every key and value. Paths are replaced by one text, because they may differ between hosts."""
-    # An empty mapping or list is yielded too, because ranks may differ only in such a value.
+    # Empty mappings and lists are yielded too: two ranks may differ only there.
     if isinstance(tree, dict | list | tuple) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from keys_of(value, f"{name}.{key}" if name else str(key))
@@ -64,7 +64,7 @@ def keys_of(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, "a path" if isinstance(tree, Path) else str(tree)
 
 
-def check_number(init: CommonInitConfig, fabric: Fabric) -> None:
+def check_num_ranks(init: CommonInitConfig, fabric: Fabric) -> None:
     """Raise if the number of ranks is not that of the params.
 
     Raises:

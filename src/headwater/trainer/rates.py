@@ -92,7 +92,7 @@ class FlopUtilization(Meter):
 
     def __init__(self, flops_per_s: Callable[[Plan], float | None]) -> None:
         self._flops_per_s = flops_per_s
-        self._share_of_step: float | None = None  # in percent, of a step that takes one second
+        self._share_of_step: float | None = None  # the result, in percent, if a step took one second
         self._steps = 0
         self._seconds = 0.0
 
@@ -135,8 +135,8 @@ class PerformanceFile(Callback):
     def on_fit_start(self, event: FitStart) -> None:
         if not self._meters:
             logger.warning(
-                "SavePerformanceData writes nothing: expected RateProfiler or FlopUtilization beside it; "
-                "add one of them to trainer.init.callbacks"
+                "SavePerformanceData writes nothing: expected RateProfiler or FlopUtilization, which measure "
+                "the speed; add one of them to trainer.init.callbacks"
             )
 
     def on_fit_end(self) -> None:

@@ -160,7 +160,7 @@ def index_texts(
     tokenizer: Path | None = None,
     batch_size: int = 64,
     overwrite: bool = False,
-    told: Callable[[int], None] = lambda count: None,
+    on_progress: Callable[[int], None] = lambda count: None,
 ) -> Built:
     """Encode texts with the passage encoder of a run, and write them as an index; see `build_index`.
 
@@ -171,10 +171,10 @@ def index_texts(
         tokenizer: see `RetrieverRun.tokenizer`.
         batch_size: see `RetrieverRun.open`.
         overwrite: replace the index that `out` already holds.
-        told: called with the number of passages that are encoded.
+        on_progress: called with the number of passages encoded so far.
     """
     with run.open("contexts", *run.tokenizer(tokenizer), batch_size) as encoder:
-        return build_index(out, texts, encoder, run.identity(), overwrite=overwrite, told=told)
+        return build_index(out, texts, encoder, run.identity(), overwrite=overwrite, on_progress=on_progress)
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from headwater.config.data import DataConfig
 from headwater.config.run import CommonInitConfig, RunConfig
 from headwater.core.errors import ConfigError
 from headwater.core.placement import JOB
-from headwater.fabric.alike import check_alike
 from headwater.fabric.cluster import join
+from headwater.fabric.consistency import check_consistency
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.outlook import RunLength
 from headwater.plan.report import render_plan
@@ -36,11 +36,11 @@ from headwater.trainer.loop import Trainer
 from headwater.trainer.memory_watch import memory_watch
 from headwater.trainer.model_dir_lock import ModelDirLock
 from headwater.trainer.planning import Workload, run_length, training_workload
-from headwater.trainer.ranks import check_number, program_and_params
+from headwater.trainer.ranks import check_num_ranks, program_and_params
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import Start, find_start
 from headwater.trainer.tracking.make import import_packages
-from headwater.trainer.waits import said_if_long
+from headwater.trainer.waits import log_if_long
 from headwater.trainer.zoo_job import zoo_job, zoo_trainable
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class FitResult:
         step: steps done, including those of earlier processes.
         interrupted: True if it was stopped before its last step.
         checkpoint: its newest checkpoint.
-        validation: the last evaluation, by data set; empty if this process made none.
+        validation: results of the last evaluation, one for each data set; empty if this process made none.
     """
 
     step: int
@@ -84,10 +84,10 @@ def fit(
     """
     cluster = config.init.backend.cluster_config
     fabric = join(cluster.rank_timeout_s, cluster.num_memx)
-    # This comes before the data: with different params a later comparison would fail too, but its error would
-    # name a consequence instead of the cause.
+    # Before the data are compared: if the params differ, the error must name them and not the different data
+    # to which they lead.
     if fabric.size > 1:
-        check_alike(fabric, program_and_params(config))
+        check_consistency(fabric, program_and_params(config))
     job = zoo_job(config, fabric)
     if config.init.evaluates_tasks:
         from headwater.trainer.task_callbacks import harness_callbacks
@@ -115,7 +115,7 @@ def fit_job(
         HeadwaterError: if the run fails; the last complete checkpoint is then intact.
     """
     init, run_dir = job.init, RunDir(job.init.model_dir)
-    check_number(init, fabric)
+    check_num_ranks(init, fabric)
     leads = fabric.rank == 0
     console = console if leads else None
     # Only rank 0 writes into the model_dir. The lock comes before every check of its files, which a run that
@@ -168,7 +168,7 @@ def _started(
         job: the run.
         checkpoints: of the run.
         fabric: the ranks that train together.
-        show: called with the plan, and the steps done before, before anything is allocated.
+        show: called before anything is allocated, with the plan and the steps that earlier processes did.
 
     Yields:
         The start, the engine, and the masks of sparse training.
@@ -185,8 +185,8 @@ def _started(
     def open_for(start: Start) -> AbstractContextManager[Engine]:
         nonlocal sparsifier
         blank = strict and start.path is not None
-        if not blank:  # before the plan, which may be refused on a busy machine
-            with said_if_long("reading the weights to start with", fabric):
+        if not blank:  # before planning, which may fail on a busy machine
+            with log_if_long("reading the weights to start with", fabric):
                 trainable.check_initial()
         batch_size = job.batch_size // fabric.num_csx
         work = training_workload(init, trainable, batch_size, start, data_workers=job.data_workers)
@@ -209,7 +209,7 @@ def _started(
         checkpoints,
         fabric,
     ) as (start, engine):
-        # One object, also with the plan's: of a mask that has changed, no older copy stays in memory.
+        # The same object as in the plan, so that the masks are in memory only once.
         yield start, engine, sparsifier
 
 
@@ -226,7 +226,9 @@ def _announce(trainer: Trainer, start: Start, checkpoints: CheckpointManager) ->
     # A run that has already reached its end does not repeat a step, so later checkpoints keep their names.
     if first_step < trainer.end_step and trainer.leads:
         for path in checkpoints.set_aside(first_step, start.path):
-            logger.warning("this run starts at an earlier step, so a later one was set aside: %s", path)
+            logger.warning(
+                "this run starts at an earlier step, so a later checkpoint was set aside: %s", path
+            )
 
 
 def _result(
@@ -317,7 +319,7 @@ def evaluate_data(
 ) -> Evaluation:
     """Evaluate one checkpoint on `batches`; `None`: the newest checkpoint in the model_dir."""
     size = init.backend.micro_batch_size
-    # Otherwise the loss of the batch is not the mean of the losses of its parts.
+    # The loss of such a batch is not the mean of the losses of its parts.
     if not trainable.divisible:
         size = batch_size
     work = Workload(size or batch_size, micro_batch_size=size)

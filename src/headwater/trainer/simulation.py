@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headwater.config.cluster import ClusterFile, DiskSection, MemorySection
 from headwater.config.run import CommonInitConfig
 from headwater.core.errors import ConfigError, DoesNotFitError
-from headwater.core.patience import noticed, print_notice
+from headwater.core.patience import notice_if_long, print_notice
 from headwater.core.units import counted
 from headwater.plan.cluster.scaling import Point, simulate_point
 from headwater.plan.cluster.types import (
@@ -125,10 +125,10 @@ def simulate(
     if counts is not None:
         for number, why in refused.items():
             print_notice(f"{number} CSXs are left out: {why}")
-    with noticed("planning") as activity:
+    with notice_if_long("planning") as activity:
         for number in (number for number in asked if number not in refused):
-            ranks, place = counted(number, "CSX", "CSXs"), asked.index(number) + 1
-            activity.name = f"simulating {ranks}, number {place} of {len(asked)}"
+            ranks, position = counted(number, "CSX", "CSXs"), asked.index(number) + 1
+            activity.name = f"simulating {ranks}, number {position} of {len(asked)}"
             try:
                 points.append(_point(init, trainable, traces, cluster, number, batch_sizes[number]))
             # One number of CSXs without a plan must not end the comparison of the others.

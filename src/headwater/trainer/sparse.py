@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class SparseTraining:
     """Masks gradients before each update, and changes the masks at their steps.
 
-    Each of several ranks has all masks, and applies them to its part of weights, gradients and optimizer
+    With several ranks, each has all masks, and applies them to its part of weights, gradients and optimizer
     state.
 
     Args:
@@ -47,7 +47,7 @@ class SparseTraining:
         self._keys = {name: keys[name] for name in sparsifier.names}
 
     def begin(self) -> None:
-        """Make the first masks, and mask the weights; some may have their masks since they were loaded."""
+        """Make the masks that were not loaded from a checkpoint, and mask their weights."""
         for name in self._sparsifier.without_mask:
             mask = self._sparsifier.begin(name, self._weight(name))
             prune(self._store, self._keys[name], self._sparsifier.packed(name), mask)
@@ -60,12 +60,12 @@ class SparseTraining:
             step: number of the step, from 1.
         """
         gradients = self._store.gradients
-        # This comes first: without it, the sums lack the gradients of other ranks.
+        # First, because the sums lack the gradients of other ranks before this call.
         gradients.complete()
         changing = self._sparsifier.changing(step)
         if changing:
             if not gradients.norm(sorted(gradients.status.present)).isfinite():
-                return  # the step will be refused: the masks must stay as they are
+                return  # the step will be skipped or raise an error, so the masks must not change
             self._change(changing, step)
         for name, key in self._keys.items():
             gradients.multiply(key, functools.partial(self._sparsifier.mask_of, name))
@@ -107,7 +107,7 @@ class SkippedWeights:
     def __init__(self, model: nn.Module, sparsifier: Sparsifier) -> None:
         self._sparsifier = sparsifier
         self._needing_gradients = frozenset(sparsifier.names)
-        # Made once: other objects in each step would be other code for a compiler.
+        # Made once, because a compiler would compile again for new objects.
         self._replacements = list(filter(None, (self._replacement(model, name) for name in sparsifier.names)))
 
     def _replacement(self, model: nn.Module, name: str) -> Replacement | None:
@@ -122,7 +122,7 @@ class SkippedWeights:
     def skipped(self, step: int) -> AbstractContextManager[None]:
         """Return a context for a training step, from 1, in which the layers do not multiply masked weights.
 
-        A step that changes masks may need the gradients of masked weights. It computes these too.
+        A step that changes masks may need the gradients of masked weights, so it also computes these.
         """
         self._needing_gradients = frozenset(self._sparsifier.needing_gradients(step))
         return replaced(self._replacements)
@@ -172,6 +172,7 @@ def make_sparsifier(
 
 
 def _parts(stacked: Any) -> list[Part]:
+    """Return the rows of each matrix in a parameter, from what `Trainable.parts` returns for it."""
     parts, start = [], 0
     for name, rows in stacked:
         parts.append(Part(name, slice(start, None if rows < 0 else start + rows)))

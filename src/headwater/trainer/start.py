@@ -22,7 +22,7 @@ from headwater.trainer.checkpoint import CheckpointManager, persistent_buffers
 from headwater.trainer.checkpoint_inspection import complete_checkpoints, describe
 from headwater.trainer.checkpoint_names import step_of
 from headwater.trainer.state import RunState
-from headwater.trainer.waits import said_if_long
+from headwater.trainer.waits import log_if_long
 
 if TYPE_CHECKING:
     from headwater.config.run import CommonInitConfig
@@ -40,7 +40,7 @@ class Start:
     Attributes:
         path: the checkpoint; `None`: initial values.
         state: state of the run in the checkpoint; `None` if only its weights are used.
-        own: True if it is the newest checkpoint of the same run.
+        own: true if the checkpoint is the newest one of the same run.
         returned_to: see `RunState`.
     """
 
@@ -78,7 +78,7 @@ class Start:
         if self.path is None:
             return
         buffers = persistent_buffers(engine.model)
-        with said_if_long(f"reading the weights of {self.path}", engine.fabric):
+        with log_if_long(f"reading the weights of {self.path}", engine.fabric):
             saved = SavedCheckpoint(self.path)
             if self.state is None:
                 load_weights(engine.store, self.path, buffers, strict=strict, names=names)
@@ -169,8 +169,8 @@ def find_start(init: CommonInitConfig, named: Path | None, checkpoints: Checkpoi
         CheckpointError: if the checkpoint does not exist or is not complete.
         CorruptError: if every checkpoint of the run is damaged.
     """
-    # A parameter that the checkpoint lacks keeps its initial value. A damaged checkpoint that is loaded first
-    # would replace this value.
+    # Without strict loading, a parameter that a checkpoint lacks keeps its initial value. If a damaged
+    # checkpoint were loaded before it, the parameter could have a value of that checkpoint instead.
     deep = init.checkpoint.disable_strict_checkpoint_loading
     own = checkpoints.newest_whole(deep=deep) if init.checkpoint.autoload_last_checkpoint else None
     state = None if own is None else read_state(own)

@@ -42,10 +42,10 @@ def harness_callbacks(config: RunConfig) -> list[Callback]:
     ]
 
 
-def tell_scores(callbacks: Sequence[Callback], step: int, scores: Mapping[str, float]) -> None:
+def report_scores(callbacks: Sequence[Callback], step: int, scores: Mapping[str, float]) -> None:
     """Call `on_scores` of every callback, even if one of them fails."""
     with ExitStack() as calls:
-        # An exit stack calls the last one first.
+        # Reversed, because an exit stack calls the last one first.
         for callback in reversed(callbacks):
             calls.callback(callback.on_scores, step, scores)
 
@@ -53,7 +53,7 @@ def tell_scores(callbacks: Sequence[Callback], step: int, scores: Mapping[str, f
 class TrainingEvaluation(Callback, ABC):
     """Evaluates the model during training, and writes the results into the folder of the run.
 
-    It computes with the engine of the training, at most as many tokens at once as a micro-batch has.
+    It uses the engine of the training, with at most as many tokens in a forward as a micro-batch has.
 
     Args:
         name: name of the callback in params files.
@@ -125,7 +125,7 @@ class TrainingEvaluation(Callback, ABC):
         length = min(self._length, trained_length)
         size = min(self._section.batch_size or start.plan.micro_batch_size, start.plan.micro_batch_size)
         scorer = make_scorer(start.engine, self.model.vocab_size, length, size)
-        tell_scores(start.callbacks, step, self.evaluate(step, scorer, codec))
+        report_scores(start.callbacks, step, self.evaluate(step, scorer, codec))
 
 
 @final

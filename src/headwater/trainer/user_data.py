@@ -136,7 +136,7 @@ class RepeatedPasses:
         self._parts = parts or Parts()
         self._epoch = 0
         self._position = 0
-        self._is_positioned = False  # the loader was told its position and begins there by itself
+        self._is_positioned = False  # true if the loader itself begins at the saved position
         self._is_checked = False
 
     def __iter__(self) -> Iterator[Batch]:
@@ -182,7 +182,7 @@ class RepeatedPasses:
             "loader": loader.state_dict() if isinstance(loader, Seekable) else None,
         }
         if not self._is_checked:
-            # An error now, and not at the first checkpoint, which may come hours later.
+            # Raise now: the first checkpoint may be hours later.
             pack_state({"data": state})
             self._is_checked = True
         return state

@@ -94,7 +94,7 @@ def user_job(
         )
     train = open_loader(config, get_train_dataloader)
     first, parts = train.first(), Parts()
-    parts.look_at(first)
+    parts.compare_first(first)
     evaluations = (
         [] if get_eval_dataloader is None else [RepeatedPass(open_loader(config, get_eval_dataloader))]
     )

@@ -15,7 +15,7 @@ _AFTER_S = 3.0
 
 
 @contextmanager
-def said_if_long(what: str, fabric: Fabric = ALONE) -> Iterator[None]:
+def log_if_long(what: str, fabric: Fabric = ALONE) -> Iterator[None]:
     """Log one line if the context takes longer than three seconds, on rank 0 alone.
 
     Args:

@@ -16,7 +16,7 @@ from headwater.config.run import InitConfig, RunConfig
 from headwater.config.sections import FitConfig
 from headwater.core.batches import num_samples
 from headwater.core.errors import ConfigError
-from headwater.fabric.alike import check_alike
+from headwater.fabric.consistency import check_consistency
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.models.huggingface import HuggingFaceModel
 from headwater.models.layers.attention import use_torch_attention
@@ -124,9 +124,9 @@ def zoo_job(config: RunConfig, fabric: Fabric = ALONE) -> Job:
             fabric=fabric,
             workers_per_csx=count,
         )
-    # The params are equal, but the same path may hold other files on another host.
+    # Even with equal params, the same path may have other files on another host.
     if fabric.size > 1:
-        check_alike(fabric, {"training set": train.fingerprint()})
+        check_consistency(fabric, {"training set": train.fingerprint()})
     with errors_of("trainer.fit.val_dataloader"):
         evaluations = [
             open_data(each, init.model, seed=init.seed, repeat=False, fabric=fabric)

@@ -23,7 +23,7 @@ class Follower:
         name: the name of the job.
         write: receives the bytes of the log, in order.
         mirror: copies the artifacts; `None` to copy nothing.
-        tell: called with the job when its phase changes.
+        on_phase: called with the job when its phase changes.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class Follower:
         name: str,
         write: Callable[[bytes], None],
         mirror: Mirror | None = None,
-        tell: Callable[[Job], None] = lambda job: None,
+        on_phase: Callable[[Job], None] = lambda job: None,
     ) -> None:
         self._connection = connection
         self._name = name
         self._write = write
         self._mirror = mirror
-        self._tell = tell
+        self._on_phase = on_phase
         self._position = 0
         self._phase: Phase | None = None
         self._copying: Iterator[None] | None = None
@@ -74,7 +74,7 @@ class Follower:
             self._write(frame.body)
         if job.phase != self._phase:
             self._phase = job.phase
-            self._tell(job)
+            self._on_phase(job)
         return job, bool(frame.body)
 
     def _copy_some(self) -> bool:

@@ -53,8 +53,8 @@ class EncoderSection(Section):
         num_segments: number of segments that `token_type_ids` distinguish; 0 for none.
         rotary_dim: number of elements of each head that are rotated; all if absent.
         embedding_layer_norm: normalize the embeddings.
-        norm_first: normalize the input of each part of a block instead of the sum after it. Usually used with
-            `use_final_layer_norm`, which normalizes the output of the last block.
+        norm_first: normalize the input of each part of a block (pre-norm), not the residual sum after it.
+            Usually used with `use_final_layer_norm`, which normalizes the output of the last block.
         token_dropout: set the embeddings of masked tokens to 0, and scale the others by the fraction of
             unmasked tokens in training over that in the sample (ESM-2, the code of arXiv:2207.20827).
         mask_token_id: id of the masked token for `token_dropout`.

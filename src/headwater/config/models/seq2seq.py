@@ -61,8 +61,8 @@ class Seq2SeqConfig(Section):
         decoder_num_hidden_layers: number of the decoder's layers; that of the encoder if absent.
         decoder_nonlinearity: nonlinearity of the decoder; that of the encoder if absent.
         relu_dropout_rate: dropout rate after the nonlinearity; `dropout_rate` if absent.
-        use_pre_encoder_decoder_layer_norm: normalize the input of each part of a block instead of the sum
-            after it.
+        use_pre_encoder_decoder_layer_norm: normalize the input of each part of a block (pre-norm), not
+            the residual sum after it.
         use_dropout_outside_residual_path: also apply dropout to the outputs of encoder and decoder.
         use_transformer_initialization: use Xavier initializers, and divide attention scores by the square
             root of the head size. Otherwise, as in T5, the queries' weights are initialized smaller.

@@ -53,8 +53,8 @@ class ImageEncoderSection(Section):
         position_embedding_type: `learned`, `fixed` for sines and cosines (arXiv:1706.03762, section 3.5), or
             null for none.
         use_post_embed_layer_norm: normalize the input of the first block.
-        norm_first: normalize the input of each part of a block, and the output of the last block, instead of
-            the sum after each part.
+        norm_first: normalize the input of each part of a block (pre-norm) and the output of the last block,
+            not the residual sum after each part.
         layerscale_value: initial value of a trained factor on the output of each part of a block
             (arXiv:2103.17239); no factor if absent.
         attention_type: `dot_product` does not divide scores by the square root of the head size.

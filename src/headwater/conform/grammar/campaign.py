@@ -14,7 +14,7 @@ from headwater.conform.grammar.workers import run_cases
 from headwater.core.errors import ConfigError
 from headwater.core.files import check_place, disk_errors, make_folder
 from headwater.core.precision import PrecisionName
-from headwater.fabric.alike import program
+from headwater.fabric.consistency import program
 
 _CASES, _CAMPAIGN, _PROGRAMS = "cases.jsonl", "campaign.json", "programs"
 
@@ -85,7 +85,7 @@ class Folder:
         """Append an outcome, and write the scripts of its faults."""
         for number, script in enumerate(outcome.scripts):
             (self.path / _PROGRAMS / f"case_{outcome.case}_{number}.py").write_text(script)
-        # After the scripts: a case counts as done once its line is whole, and needs its scripts then.
+        # After the scripts: a case counts as done once its line is complete, and its scripts must exist then.
         with (self.path / _CASES).open("a") as file:
             file.write(json.dumps(outcome.to_json()) + "\n")
 
@@ -104,7 +104,7 @@ def run_campaign(
     """Run the first `count` cases of a seed and return their outcomes by number.
 
     A case whose outcome is in the folder is not run again, unless another version of Headwater or torch was
-    compared and was not equal: the fault may be mended.
+    compared and was not equal: the fault may have been fixed.
 
     Args:
         seed: seed of the campaign.

@@ -109,7 +109,7 @@ def run_case(
     """
     program, plain = _draw_usable(seed, case, precision, begin)
     plans = draw_plans(seed, case)
-    findings = judge(program, plain, plans, lambda plan: _tell(begin, case, plan, program))
+    findings = judge(program, plain, plans, lambda plan: _report_part(begin, case, plan, program))
     smallest: list[tuple[str, ...]] = []
     scripts: list[str] = []
     for index, (plan, finding) in enumerate(zip(plans, findings, strict=True)):
@@ -117,13 +117,15 @@ def run_case(
             continue
         small = program
         if shrinks:
-            small, findings[index] = shrink(program, finding, functools.partial(_tell, begin, case, plan))
+            small, findings[index] = shrink(
+                program, finding, functools.partial(_report_part, begin, case, plan)
+            )
         smallest.append(small.features())
         scripts.append(standalone(small, plan))
     return Outcome(case, tuple(findings), program.features(), tuple(smallest), tuple(scripts))
 
 
-def _tell(begin: Listener, case: int, plan: str, program: Program) -> None:
+def _report_part(begin: Listener, case: int, plan: str, program: Program) -> None:
     """Report that a program is about to be run under a plan."""
     begin(Part(case, plan, program.features(), standalone(program, plan)))
 

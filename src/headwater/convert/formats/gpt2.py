@@ -110,7 +110,7 @@ def _absorbing_rules(config: DecoderConfig) -> tuple[Rule, ...]:
     by_embedding, by_head = config.embeddings_scale, config.logits_scale
     by_query = config.attention_scale(0) * math.sqrt(config.head_size)
     rows = torch.ones(config.inner_size + 2 * config.num_kv_heads * config.head_size, 1)
-    # Only the queries: with the keys too, a score would have the factor twice.
+    # Only the queries are scaled. If the keys were scaled too, scores would get the factor twice.
     rows[: config.inner_size] = by_query
     embedding, head = "transformer.wte.weight", "lm_head.weight"
     qkv = (

@@ -176,17 +176,17 @@ def _meaning(config: MultimodalSection) -> dict[str, Any]:
 def _rules(config: MultimodalSection) -> tuple[Rule, ...]:
     tower = "image_model.image_model_list.0.encoder."
     return (
-        *(_below(rule, tower, "vision_tower.") for rule in _clip_rules(config.towers[0].encoder)),
+        *(_prefixed(rule, tower, "vision_tower.") for rule in _clip_rules(config.towers[0].encoder)),
         *both(same, "projector.layers.0", "multi_modal_projector.linear_1"),
         *both(same, "projector.layers.1", "multi_modal_projector.linear_2"),
         *(
-            _below(rule, "text_model.", "language_model.")
+            _prefixed(rule, "text_model.", "language_model.")
             for rule in _text_format(config.text_model).rules(config.text_model)
         ),
     )
 
 
-def _below(rule: Rule, ours: str, theirs: str) -> Rule:
+def _prefixed(rule: Rule, ours: str, theirs: str) -> Rule:
     """Return `rule`, which is for a part of a model, with a prefix added to each name."""
     names = tuple(f"{theirs}{name}" for name in rule.theirs)
     return dataclasses.replace(rule, ours=f"{ours}{rule.ours}", theirs=names)

@@ -95,7 +95,7 @@ class SegmentedImages:
                 remedy="correct or remove one of them",
             )
         change = self._change(image_file, labels.shape, draw)
-        # This comes before the crop, because `standard_score` uses mean and deviation of the whole image.
+        # Normalized before the crop, because `standard_score` uses mean and deviation of the whole image.
         return change.of(self._normalized(image)), change.of(labels)
 
     def _change(self, file: Path, shape: Sequence[int], draw: int) -> _Change:

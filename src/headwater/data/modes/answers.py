@@ -61,7 +61,7 @@ def chat(context: Context, record: Record) -> Example:
     If the conversation is too long, its end is cut.
     """
     messages = conversation(renamed(record, context.options))
-    # The loss counts no token after the last answer, so these turns would only take space.
+    # No token after the last answer counts in the loss, so later turns would only take space.
     while messages and messages[-1]["role"] != ASSISTANT:
         messages.pop()
     if not any(message["role"] == ASSISTANT and message["content"].strip() for message in messages):

@@ -195,7 +195,7 @@ def read_labelled_tokens(
         for _, tag, place in text:
             if tag not in classes:
                 raise DataError(
-                    f"the tag {tag!r} is not in label_vocab_file", where=place, remedy="add it to that file"
+                    f"the tag {tag!r} is not in label_vocab_file", where=place, remedy="add it to the file"
                 )
         labels.append([classes[tag] for _, tag, _ in text])
     length = config.max_sequence_length

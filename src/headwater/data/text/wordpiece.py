@@ -60,7 +60,7 @@ def read_vocabulary(vocab_file: Path, vocab_size: int, *, needed: Collection[str
         raise DataError(
             f"the vocabulary cannot be read: {why_unreadable(error)}",
             where=f"vocab_file: {vocab_file}",
-            remedy="set it to BERT's vocab.txt",
+            remedy="name BERT's vocab.txt",
         ) from error
     numbers = {token.rstrip("\r"): number for number, token in enumerate(tokens) if token}
     absent = [token for token in needed if token not in numbers]

@@ -76,14 +76,14 @@ def launch(placement: Placement, command: Sequence[str], *, where: str, max_rest
         ConfigError: if this process may use too few cores.
         HeadwaterError: the error of the rank that failed first.
     """
-    # An error must come before any process is started.
+    # Checked before any process is started.
     check_cores(placement.num_csx, where=where)
-    with _signals_for_ranks() as heard:
+    with _signals_for_ranks() as received:
         restart = 0
-        while failures := _run(placement, command, heard):
+        while failures := _run(placement, command, received):
             restart += 1
-            if heard or restart > max_restarts or not cause(failures).may_pass:
-                return exit_code(failures, heard)
+            if received or restart > max_restarts or not cause(failures).restart_may_help:
+                return exit_code(failures, received)
             try:
                 exit_code(failures)
             except RankError as error:
@@ -100,19 +100,19 @@ def _signals_for_ranks() -> Iterator[list[int]]:
     When the terminal closes, the ranks get SIGTERM, unless SIGHUP is ignored (`nohup`). Both the kernel and
     the shell send SIGHUP then, but the ranks get only one SIGTERM: a second one would end them at once.
     """
-    heard: list[int] = []
+    received: list[int] = []
     handlers: dict[int, Handler] = {
-        number: lambda number, frame: heard.append(number) for number in (signal.SIGINT, signal.SIGTERM)
+        number: lambda number, frame: received.append(number) for number in (signal.SIGINT, signal.SIGTERM)
     }
 
     def hang_up(number: int, frame: FrameType | None) -> None:
-        if not heard:
-            heard.append(signal.SIGTERM)
+        if not received:
+            received.append(signal.SIGTERM)
 
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         handlers[signal.SIGHUP] = hang_up
     with handled(handlers):
-        yield heard
+        yield received
 
 
 @dataclasses.dataclass
@@ -123,18 +123,18 @@ class _Rank:
         number: the number of the rank.
         process: its process.
         report: path of the file to which the rank writes its error; see `read_report`.
-        num_told: how many of the collected signals it has been sent.
+        num_sent: number of the collected signals that the launcher has sent to it.
         was_killed: True if it was killed because it did not end when it was asked to.
     """
 
     number: int
     process: subprocess.Popen[bytes]
     report: str
-    num_told: int = 0
+    num_sent: int = 0
     was_killed: bool = False
 
 
-def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> list[Failure]:
+def _run(placement: Placement, command: Sequence[str], received: Sequence[int]) -> list[Failure]:
     """Run the ranks until all have ended; return those that failed.
 
     Raises:
@@ -152,7 +152,7 @@ def _run(placement: Placement, command: Sequence[str], heard: Sequence[int]) -> 
                 f"rank {len(ranks)} cannot be started: {error.strerror}",
                 remedy="check how many processes this user may run, and how much memory is free",
             ) from error
-        return _watch(ranks, heard)
+        return _watch(ranks, received)
 
 
 def _end(ranks: Iterable[_Rank]) -> None:
@@ -206,22 +206,22 @@ def _start(placement: Placement, command: Sequence[str], at_end: ExitStack) -> I
             yield _Rank(number, process, report)
 
 
-def _watch(ranks: Iterable[_Rank], heard: Sequence[int]) -> list[Failure]:
+def _watch(ranks: Iterable[_Rank], received: Sequence[int]) -> list[Failure]:
     """Wait until all ranks have ended; return those that failed.
 
     When a rank has failed the others cannot continue. They get SIGTERM, and SIGKILL after a grace period.
 
     Args:
         ranks: all ranks.
-        heard: signals to pass on to all ranks; grows while this runs.
+        received: signals to pass on to all ranks; the list grows while this runs.
     """
     pending, failures, end = list(ranks), list[Failure](), float("inf")
     while pending:
         for rank in pending:
             # A signal may have arrived before this rank was started.
-            for number in heard[rank.num_told :]:
+            for number in received[rank.num_sent :]:
                 rank.process.send_signal(number)
-                rank.num_told += 1
+                rank.num_sent += 1
         ended = [rank for rank in pending if rank.process.poll() is not None]
         # A second poll would miss the failure of a rank that ends between the two polls.
         pending = [rank for rank in pending if rank not in ended]

@@ -10,7 +10,7 @@ from typing import Any
 
 from headwater.core.errors import RankError
 from headwater.core.exit_codes import INTERRUPTED
-from headwater.fabric.report import told_error
+from headwater.fabric.report import reported_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Failure:
         place: its process, and its host if there are several.
         exit_code: exit code of its process. If a signal ended the process, minus the number of the signal.
             `None` if it is unknown because the actor that watched the process is lost too.
-        told: its error report; see `read_report`.
+        report: its error report; see `read_report`.
         time_s: when it ended, by the launcher's clock.
         was_killed: True if the launcher killed it because it did not end when it was asked to.
     """
@@ -30,15 +30,15 @@ class Failure:
     rank: int
     place: str
     exit_code: int | None
-    told: dict[str, Any]
+    report: dict[str, Any]
     time_s: float
     was_killed: bool = False
 
     @property
-    def may_pass(self) -> bool:
+    def restart_may_help(self) -> bool:
         """True if a restart may help: the process was killed, or could not reach another rank."""
-        if self.told:
-            return self.told.get("kind") == RankError.__name__
+        if self.report:
+            return self.report.get("kind") == RankError.__name__
         return self.exit_code is None or self.exit_code < 0
 
     def order(self, passed_on: Collection[int]) -> tuple[int, float]:
@@ -46,13 +46,13 @@ class Failure:
 
         Kinds of failures are compared first, since the clocks of several hosts differ.
         """
-        time_s = self.told.get("time_s", self.time_s)
+        time_s = self.report.get("time_s", self.time_s)
         # The launcher killed this rank because another rank had failed.
-        if self.was_killed and not self.told:
+        if self.was_killed and not self.report:
             return 3, time_s
-        if self.told.get("kind") == RankError.__name__:
+        if self.report.get("kind") == RankError.__name__:
             return 2, time_s  # this rank could not reach another rank, which probably failed before
-        if not self.told and self.exit_code == -signal.SIGTERM:
+        if not self.report and self.exit_code == -signal.SIGTERM:
             # The launcher has sent this SIGTERM: for the user, or because another rank had failed.
             return 1 if signal.SIGTERM in passed_on else 3, time_s
         return 0, time_s
@@ -78,11 +78,11 @@ def exit_code(failures: Iterable[Failure], passed_on: Collection[int] = ()) -> i
     for each in failures:
         if each.was_killed:
             print(f"rank {each.rank} ({each.place}) did not end and was killed", file=sys.stderr)
-    if "traceback" in first.told:
-        print(f"rank {first.rank} has failed:\n{first.told['traceback']}", end="", file=sys.stderr)
+    if "traceback" in first.report:
+        print(f"rank {first.rank} has failed:\n{first.report['traceback']}", end="", file=sys.stderr)
         return 1
-    if first.told:
-        raise told_error(first.told)
+    if first.report:
+        raise reported_error(first.report)
     if first.exit_code is None:
         ended = "is gone"
     elif first.exit_code < 0:

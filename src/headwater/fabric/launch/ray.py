@@ -83,7 +83,7 @@ class News:
     stdout: bytes
     stderr: bytes
     exit_code: int | None
-    told: dict[str, Any]
+    report: dict[str, Any]
 
 
 class RankActor:
@@ -135,8 +135,8 @@ class RankActor:
             code = self._process.poll()
             stdout, stderr = (self._printed(index, code is not None) for index in range(2))
             if stdout or stderr or code is not None or time.monotonic() > end:
-                told = {} if code is None else read_report(self._report)
-                return News(self._process.pid, stdout, stderr, code, told)
+                report = {} if code is None else read_report(self._report)
+                return News(self._process.pid, stdout, stderr, code, report)
             time.sleep(0.02)
 
     def _printed(self, index: int, all_of_it: bool) -> bytes:
@@ -146,7 +146,7 @@ class RankActor:
         # Only whole lines are returned, so that parts of lines of several ranks are not mixed on the screen.
         if not all_of_it:
             new = new[: new.rfind(b"\n") + 1]
-        # Only what is returned counts as read. The next call returns the rest of a line.
+        # Only the returned bytes count as read, so the next call returns the rest of a line.
         self._read[index] += len(new)
         return new
 
@@ -164,12 +164,12 @@ class _Rank:
     node: Node
     process: int | None = None
 
-    def failure(self, exit_code: int | None, told: dict[str, Any]) -> Failure:
+    def failure(self, exit_code: int | None, report: dict[str, Any]) -> Failure:
         """Return a `Failure` for this rank, from its exit code and its error report."""
         place = f"on {self.node.name}, {self.node.address}"
         if self.process is not None:
             place = f"process {self.process} {place}"
-        return Failure(self.number, place, exit_code, told, time.time())
+        return Failure(self.number, place, exit_code, report, time.time())
 
 
 def launch(request: Request, arguments: Sequence[str]) -> int:
@@ -187,14 +187,16 @@ def launch(request: Request, arguments: Sequence[str]) -> int:
         RankError: if an actor cannot start.
         HeadwaterError: the error of the rank that failed first.
     """
-    heard: list[int] = []
+    received: list[int] = []
     with _connected(request.address):
         ranks = _place(request)
-        with handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, _: heard.append(number))):
+        with handled(
+            dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, _: received.append(number))
+        ):
             _start(ranks, arguments, request)
-            failures = _watch(ranks, heard)
-    code = exit_code(failures, [_STOP] if heard else []) if failures else 0
-    return INTERRUPTED if code == 128 + _STOP and signal.SIGINT in heard else code
+            failures = _watch(ranks, received)
+    code = exit_code(failures, [_STOP] if received else []) if failures else 0
+    return INTERRUPTED if code == 128 + _STOP and signal.SIGINT in received else code
 
 
 @contextmanager
@@ -306,7 +308,7 @@ def _start(ranks: Sequence[_Rank], arguments: Sequence[str], request: Request) -
     ])  # fmt: skip
 
 
-def _watch(ranks: Sequence[_Rank], heard: Sequence[int]) -> list[Failure]:
+def _watch(ranks: Sequence[_Rank], received: Sequence[int]) -> list[Failure]:
     """Print the output of all ranks until all have ended; return those that failed.
 
     When a rank has failed the others cannot continue. They notice it themselves, and have a grace period to
@@ -314,13 +316,13 @@ def _watch(ranks: Sequence[_Rank], heard: Sequence[int]) -> list[Failure]:
 
     Args:
         ranks: all ranks.
-        heard: signals to this process. Each stops the ranks; the list grows while this runs.
+        received: signals that this process has received. Each stops the ranks; the list grows meanwhile.
     """
     pending = {rank.actor.watch.remote(): rank for rank in ranks}
     failures: list[Failure] = []
     num_sent, end = 0, float("inf")
     while pending and time.monotonic() < end:
-        for _ in heard[num_sent:]:
+        for _ in received[num_sent:]:
             num_sent += 1
             for rank in pending.values():
                 rank.actor.stop.remote()
@@ -337,7 +339,7 @@ def _watch(ranks: Sequence[_Rank], heard: Sequence[int]) -> list[Failure]:
             if news.exit_code is None:
                 pending[rank.actor.watch.remote()] = rank
             elif news.exit_code:
-                failures.append(rank.failure(news.exit_code, news.told))
+                failures.append(rank.failure(news.exit_code, news.report))
         if failures:
             # The grace period begins with the first failure. `min` keeps its end when others follow.
             end = min(end, time.monotonic() + _GRACE_S)

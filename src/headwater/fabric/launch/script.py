@@ -31,8 +31,8 @@ from headwater.core.exit_codes import INTERRUPTED
 from headwater.core.placement import Placement
 from headwater.core.process_value import ProcessValue
 from headwater.core.terminal import silence
-from headwater.fabric.alike import check_alike, digest, program
 from headwater.fabric.cluster import host_name, is_rank, join
+from headwater.fabric.consistency import check_consistency, digest, program
 from headwater.fabric.fabric import DEFAULT_TIMEOUT_S, Fabric
 from headwater.fabric.launch.cores import check_cores
 from headwater.fabric.launch.launcher import become_launcher
@@ -59,7 +59,7 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
             started again, or ranks run different scripts.
         RankError: if the rendezvous fails.
     """
-    # This comes first, because it finds out if this process is a rank.
+    # First, because it removes the variables of ranks from the environment of a program that a rank started.
     find_parent()
     if current().size > 1 or is_rank():
         _check_size(num_csx, int(os.environ["WORLD_SIZE"]), where)
@@ -74,8 +74,8 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
             )
         fabric = join(timeout_s)
         if fabric.num_hosts > 1:
-            check_alike(fabric, program() | _script())
-        _speak(fabric)
+            check_consistency(fabric, program() | _script())
+        _print_on_rank_0(fabric)
         return
     check_cores(num_csx, where=where)
     # This comes before `exec`. After it an error cannot name the place in the script.
@@ -85,10 +85,10 @@ def use_ranks(num_csx: int, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S)
 
 def _script() -> dict[str, str]:
     """Return the path and arguments of this rank's script, so that ranks of several hosts can be compared."""
-    told = {f"argument {number}": word for number, word in enumerate(sys.argv[1:], start=1)}
+    found = {f"argument {number}": word for number, word in enumerate(sys.argv[1:], start=1)}
     if Path(sys.argv[0]).is_file():
-        told["script"] = digest([Path(sys.argv[0])])
-    return told
+        found["script"] = digest([Path(sys.argv[0])])
+    return found
 
 
 def _check_size(num_csx: int, size: int, where: str) -> None:
@@ -135,7 +135,7 @@ def _is_started_by_launcher() -> bool:
     return os.getppid() == int(os.environ.get(PARENT, "0"))
 
 
-def _speak(fabric: Fabric) -> None:
+def _print_on_rank_0(fabric: Fabric) -> None:
     """Allow only rank 0 to print from now on, as [Note: ranks of a script] describes.
 
     Also set the random state of every rank to that of rank 0.

@@ -37,7 +37,7 @@ class LayerCache:
             self._keys, self._values = (
                 part.new_empty((*part.shape[:2], self.max_length, part.shape[3])) for part in (key, value)
             )
-        # `narrow`, because indices of Python take longer than copies of one token.
+        # `narrow`, because indexing in Python would take longer than the copy of one token.
         self._keys.narrow(2, start, count).copy_(key)
         self._values.narrow(2, start, count).copy_(value)
         return self._keys.narrow(2, 0, self.length), self._values.narrow(2, 0, self.length)
@@ -85,8 +85,8 @@ class Part(NamedTuple):
     Attributes:
         new: number of new tokens.
         cache: keys and values of the sequence in this layer.
-        mask: see `Seen.mask`, for the new tokens over all tokens of the sequence. `None`: each sees those up
-            to its own.
+        mask: see `AttentionContext.mask`, for the new tokens over all tokens of the sequence. `None`: each
+            new token sees the tokens up to itself.
     """
 
     new: int
@@ -94,7 +94,7 @@ class Part(NamedTuple):
     mask: Tensor | None = None
 
 
-class Seen(NamedTuple):
+class AttentionContext(NamedTuple):
     """Mask and rotations of the attention in one forward pass, which several layers use.
 
     Attributes:
@@ -110,7 +110,7 @@ class Seen(NamedTuple):
     causal: bool = True
 
 
-_EVERYTHING_BEFORE = Seen()
+_CAUSAL = AttentionContext()
 
 
 def visible(
@@ -162,7 +162,7 @@ class SelfAttention(nn.Module):
             (grouped-query attention, arXiv:2305.13245); by default `num_heads`.
         scale: factor on the product of query and key.
         softcap: the constant c: scores `s` become `c·tanh(s/c)` (arXiv:2408.00118, section 2).
-        rotary_style: pairs of elements that are rotated together, if `Seen.rotations` is given.
+        rotary_style: pairs of elements that are rotated together, if `AttentionContext.rotations` is given.
         projection_bias: add a bias to the query, key and value projections.
         output_bias: add a bias to the output projection.
         attention_dropout: dropout rate of the attention weights.
@@ -208,7 +208,7 @@ class SelfAttention(nn.Module):
         self.projections = projections
 
     def forward(
-        self, x: Tensor, seen: Seen = _EVERYTHING_BEFORE, parts: Sequence[Part] | None = None
+        self, x: Tensor, seen: AttentionContext = _CAUSAL, parts: Sequence[Part] | None = None
     ) -> Tensor:
         """Return the output of the layer.
 
@@ -255,8 +255,8 @@ def attend(
         query: queries, [batch, heads, queries, head size].
         key: keys, [batch, heads or fewer, keys, head size].
         value: values, likewise.
-        mask: see `Seen.mask`.
-        scoring: the weights.
+        mask: see `AttentionContext.mask`.
+        scoring: how scores become weights.
         causal: each query sees the keys up to its own; only without a mask.
     """
     scale, softcap, dropout, kernel = scoring
@@ -296,7 +296,7 @@ def attend_parts(
         key: their keys, [1, heads or fewer, tokens, head size].
         value: their values, likewise.
         parts: the sequences.
-        scoring: the weights.
+        scoring: how scores become weights.
 
     Returns:
         [1, heads, tokens, head size].

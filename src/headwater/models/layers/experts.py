@@ -104,7 +104,7 @@ class MixtureOfExperts(nn.Module):
         if self.top_k > 1:
             weights = weights / weights.sum(-1, keepdim=True)
         choices = F.one_hot(chosen, self.num_experts).sum(dim=(0, 1))
-        given = self._give(tokens, chosen, choices)
+        given = self._run_experts(tokens, chosen, choices)
         output = (given * weights.to(given.dtype).unsqueeze(-1)).sum(1)
         if self.shared is not None:
             output = output + self.shared(tokens)
@@ -123,7 +123,7 @@ class MixtureOfExperts(nn.Module):
         probabilities: Tensor = torch.cat((logits, null), dim=-1).softmax(-1)
         return probabilities.narrow(-1, 0, self.num_experts)
 
-    def _give(self, tokens: Tensor, chosen: Tensor, choices: Tensor) -> Tensor:
+    def _run_experts(self, tokens: Tensor, chosen: Tensor, choices: Tensor) -> Tensor:
         """Return the outputs of the chosen experts for each token, [tokens, top_k, hidden]."""
         order = chosen.flatten().argsort(stable=True)
         parts = tokens[order // self.top_k].split(_sizes(choices, len(order)))

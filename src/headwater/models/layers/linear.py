@@ -74,7 +74,7 @@ class LinearAfter(Linear):
         self.function = function
 
     def forward(self, *inputs: Tensor, apply_function: bool = False) -> Tensor:
-        # The default is plain: a wrapper around this layer hides its class, and gets the function's value.
+        # The default is a plain linear layer, because a wrapper around it does not know `apply_function`.
         if not apply_function:
             return super().forward(*inputs)
         if _needs_plain(inputs[0]):
@@ -109,7 +109,7 @@ class _LinearAfter(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Tensor:
         ctx.function, ctx.products, ctx.autocast = function, products, autocast
-        # Not the parameter object: while its module does not run, a streamed one reads its master instead.
+        # Not the parameter: outside of its module, a streamed parameter reads the fp32 value in the store.
         ctx.save_for_backward(weight.detach(), *inputs)
         return products.forward(cast(function(*inputs), autocast), weight, bias)
 
@@ -135,7 +135,7 @@ class _LinearAfter(torch.autograd.Function):
 
 
 def _autocast_again(device: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """Return a context with the autocast of the forward; `None` for a forward outside of autocast."""
+    """Return a context with the autocast of the forward; `dtype` is `None` if it ran without autocast."""
     if not torch.amp.is_autocast_available(device):
         return nullcontext()
     return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
@@ -167,6 +167,7 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         (indices,) = ctx.saved_tensors
         used, places = indices.unique(return_inverse=True)
-        # torch's own sums, of the rows that occur alone: other operators may add in another order.
+        # Only for rows that occur. torch's operator adds them, because another order of sums would round
+        # differently.
         rows = torch.ops.aten.embedding_dense_backward(gradient, places, len(used), -1, False)
         return None, large_zeros(ctx.size, gradient.dtype).index_copy_(0, used.long(), rows)

@@ -76,7 +76,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.products = products
-        # Not the parameter object: while its module does not run, a streamed one reads its master instead.
+        # Not the parameter: outside of its module, a streamed parameter reads the fp32 value in the store.
         ctx.save_for_backward(x, weight.detach())
         return products.forward(x, weight, bias)
 

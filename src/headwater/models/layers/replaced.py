@@ -44,7 +44,7 @@ def _forward(layer: nn.Linear, multiply: Multiply, input: Tensor) -> Tensor:
 def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
     """Enter a context in which layers have these attributes.
 
-    A layer that has an attribute of this name already keeps it: it may be another wrapper of the forward.
+    If a layer itself already has an attribute of this name, it is kept: it may be a wrapper of the forward.
     """
     # Without `nn.Module.__setattr__`, which takes ten times as long.
     given = [(vars(layer), attribute, value) for layer, attribute, value in replacements]

@@ -56,7 +56,7 @@ def check_milestones(milestones: Sequence[int], parts: int | None = None) -> Non
         parts: number of schedules or values that the milestones separate; not checked if `None`.
 
     Raises:
-        ConfigError: if one of these is so.
+        ConfigError: if the milestones are wrong in one of these ways.
     """
     if any(later < earlier for earlier, later in itertools.pairwise((0, *milestones))):
         raise ConfigError(

@@ -32,7 +32,7 @@ class Finding:
     modules: tuple[str | None, ...]
 
     def __str__(self) -> str:
-        state = "in a graph in part" if self.captured else "in no graph"
+        state = "incomplete graph" if self.captured else "no graph"
         if len(self.modules) > _SHOWN_NAMES:
             where = f"modules {names_text(self.modules)} ({len(self.modules)})"
         else:

@@ -159,8 +159,8 @@ class _Capture:
                 for each in caught:
                     if issubclass(each.category, UserWarning):
                         # The user does not know of the `StageFunction` around the module.
-                        story = first_sentence(each.message).replace("self.stage.", "self.")
-                        self.findings.add(WHOLE_FORWARD, story, start, modules)
+                        reason = first_sentence(each.message).replace("self.stage.", "self.")
+                        self.findings.add(WHOLE_FORWARD, reason, start, modules)
 
 
 def _distinct(model: nn.Module, record: StepRecord) -> list[list[ModuleCall]]:

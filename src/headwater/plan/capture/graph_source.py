@@ -34,7 +34,7 @@ def graph_source(program: ExportedProgram) -> str:
     """Return the graph as Python, with one argument on each line, without details of torch."""
     text = program.graph_module.print_readable(print_output=False)
     text = re.sub(r"\n.*aten\._assert_tensor_metadata\..*", "", text)  # each name shows its dtype
-    text = re.sub(r";  (\w+ = )+None$", "", text, flags=re.MULTILINE)  # these only release memory
+    text = re.sub(r";  (\w+ = )+None$", "", text, flags=re.MULTILINE)  # statements that only release memory
     return re.sub(r'(?<=["f]), (?=\w+: ")|(?<=self), ', ",\n            ", text)
 
 

@@ -20,8 +20,8 @@ from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
 from headwater.plan.capture.dtypes import dtype_problem
+from headwater.plan.capture.failures import RefusedCall, check_loss, error_with_place
 from headwater.plan.capture.findings import Finding, Findings
-from headwater.plan.capture.misfit import RefusedCall, check_loss, misfit
 from headwater.plan.capture.place import Locator, tensor_text
 from headwater.plan.partition import Partition, find_stages
 from headwater.plan.step_trace import Trace
@@ -208,7 +208,7 @@ class _Recorder:
         except HeadwaterError:
             raise
         except Exception as error:  # the user's model and loss can raise any exception
-            problem = misfit(error, self._model, self.locator)
+            problem = error_with_place(error, self._model, self.locator)
             if problem is None:
                 raise
             raise problem from error

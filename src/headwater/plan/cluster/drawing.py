@@ -27,7 +27,7 @@ _COLORS = {
     "idle": "#d9d9d9",
 }
 _MOST_RANKS_SHOWN = 4
-"""Ranks of a host that get rows: all ranks do the same, so a few of them show the step."""
+"""Maximum number of ranks of a host that get a row. All ranks do the same, so a few of them show the step."""
 _MOST_BARS = 3000
 """Maximum number of bars in a row: bars that are closer together are drawn as one."""
 

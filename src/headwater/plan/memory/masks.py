@@ -17,7 +17,8 @@ These are 3 fp32 values (the weight, its score, and a copy of the score that is 
 `tests/stream/test_masking_memory.py` measures.
 """
 _STAYING_BYTES = 8
-"""The same while its state moves (`Pieces.remask`): the weight, and bools."""
+"""Bytes for each element of a parameter while its state moves to the elements of a new mask: the weight and
+bools; see `Pieces.remask`."""
 
 
 def mask_bytes(trace: Trace) -> int:

@@ -46,8 +46,8 @@ def minimum_slabs(trace: Trace, ranks: int = 1) -> int:
         sizes = Counter(trace.stages[stage].slab_bytes for stage in bound)
         # Divided blocks need one more: a backward that starts to recompute one has fetched a weight already.
         most = max(most, *(count + bool(trace.members) for count in sizes.values()))
-    alike = max(Counter(stage.slab_bytes for stage in trace.stages).values())
-    return max(most, min(ranks * most, alike))
+    largest_class = max(Counter(stage.slab_bytes for stage in trace.stages).values())
+    return max(most, min(ranks * most, largest_class))
 
 
 def _enclosing(module: str) -> Iterator[str]:

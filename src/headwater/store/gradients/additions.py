@@ -45,8 +45,8 @@ class Additions(abc.ABC):
 class LaterAdditions(Additions):
     """Runs additions on the thread that calls `drain` or `finish`.
 
-    Ranks add to their common sums in turns, on the thread that computes. An addition that waits here gives
-    the copy of its gradient time to end.
+    With several ranks the sums are in host memory, and the thread that computes also adds. While additions
+    wait here, the copies of their gradients from the device can end.
 
     Args:
         limit_bytes: `drain` runs additions while more bytes wait.
@@ -96,7 +96,7 @@ class AdditionThread(Additions):
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-reduce")
-        self._waiting: deque[tuple[Future[None], int]] = deque()  # with the bytes of the gradient
+        self._waiting: deque[tuple[Future[None], int]] = deque()  # additions, with the bytes of each gradient
         self._waiting_bytes = 0
 
     def submit(self, add: Callable[[], None], num_bytes: int) -> None:

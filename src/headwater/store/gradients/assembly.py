@@ -62,7 +62,8 @@ class HostAssembly:
     ) -> None:
         """Add up the hosts' sums of `key`, unless that was done since the last addition.
 
-        All ranks call this function together.
+        Outside of a backward, all other sums with new additions are added up too. All ranks call this
+        function together.
 
         Args:
             key: the parameter.
@@ -70,7 +71,7 @@ class HostAssembly:
             has_here: true if a rank of this host has added to a sum; blocks until all of them have.
         """
         if key in self._new:
-            # Inside a backward other parameters may have no gradient yet.
+            # Inside a backward only this sum is added up: other parameters may have no gradient yet.
             keys = [key] if self._sums.turns.has_begun else sorted(self._new)
             self._put_together(keys, generations, has_here)
 

@@ -52,7 +52,7 @@ class BufferedSums:
         self._open: dict[int, OpenStage] = {}
         self._lent: dict[ParamKey, torch.Tensor] = {}
         self.loans = Loans()
-        self._returned: set[ParamKey] = set()  # sums in files that were lent, and written back
+        self._returned: set[ParamKey] = set()  # sums on disk that were lent, and written back since
         self._undoable: frozenset[int] = frozenset()  # stages that must be saved before a sum of them changes
         self._saved: set[int] = set()  # the stages in `_undoable` whose sums are saved
 
@@ -64,7 +64,7 @@ class BufferedSums:
             self._return_lent(stage)
             sums = self._buffer.take(stage) or [None] * len(self._stages[stage].params)
             if self.loans.tensors:
-                sums = [self.loans.in_kept_memory((stage, param), total) for param, total in enumerate(sums)]
+                sums = [self.loans.in_loop_memory((stage, param), total) for param, total in enumerate(sums)]
             self._open[stage] = OpenStage(sums)
         return self._open[stage]
 
@@ -75,7 +75,7 @@ class BufferedSums:
             return
         self._buffer.put(stage, opened.gradients)
         for param, total in enumerate(opened.gradients if self.loans.tensors else ()):
-            mine = None if total is None else self.loans.kept((stage, param), total)
+            mine = None if total is None else self.loans.loop_tensor((stage, param), total)
             if mine is not None and total is not None and mine.data_ptr() == total.data_ptr():
                 # The loop still has the tensor, and may change it.
                 self.note_lent((stage, param), mine)
@@ -130,7 +130,7 @@ class BufferedSums:
                 lent = {index: total for index, total in enumerate(held) if (stage, index) in present}
             for index, total in lent.items():
                 if total is not None and (stage, index) not in self._lent:
-                    mine = self.loans.kept((stage, index), total)
+                    mine = self.loans.loop_tensor((stage, index), total)
                     self.note_lent((stage, index), total.detach() if mine is None else filled(mine, total))
         return self._lent[key]
 
@@ -165,7 +165,7 @@ class BufferedSums:
             mine = self.loans.last(key)
             if mine is not None or is_used_elsewhere(held[param]):
                 alias = _alias(held[param])
-                # The loan continues until the copy is made, because memory may be missing for it.
+                # The loan continues until the copy is made: if memory for it is missing, nothing changes.
                 self._lent[key] = alias if mine is None else mine
                 held[param] = _copy(held[param])
                 # `loans.end` looks for references, so drop these: then only the loop's own ones are left.
@@ -174,7 +174,11 @@ class BufferedSums:
         self._returned.discard(key)
 
     def _return_lent(self, stage: int) -> None:
-        """Write lent tensors back to the buffer. A buffer in memory has lent its own memory, not copies."""
+        """Bring the loop's changes of a stage's lent tensors into the buffer.
+
+        On disk, the tensors are written back and their loans end. In memory, the sums use the memory that the
+        loop's tensors have now.
+        """
         if not self._lent:
             return
         keys = [(stage, param) for param in range(len(self._stages[stage].params))]
@@ -247,7 +251,7 @@ class BufferedSums:
 
 
 def _alias(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None, "a sum that was lent is there"
+    assert gradient is not None, "a lent sum is present"
     return gradient.detach()
 
 

@@ -23,8 +23,8 @@ Runs = list[tuple[ParamKey, int, int]]
 class Exchange:
     """Adds up the gradient sums of several hosts. The leaders of all hosts make the same calls.
 
-    Values are sent in the wire dtype, in pieces, and are added up in fp32 in the order of the hosts. So the
-    bits are the same in every run.
+    Values are sent in pieces, in the dtype in which autograd makes gradients (`ParamSpec.gradient_dtype`).
+    They are added up in fp32 or wider, in the order of the hosts, so the bits are the same in every run.
 
     Args:
         link: the connection of the leaders.
@@ -47,7 +47,7 @@ class Exchange:
         parts = self._pieces(runs, self._made_dtypes)
         started = [self._start_reducing(part) for part in parts[:1]]
         for part, following in itertools.zip_longest(parts, parts[1:]):
-            if following is not None:  # it is sent while this one is summed
+            if following is not None:  # the next piece is sent while this one is summed
                 started.append(self._start_reducing(following))
             self._add_up(part[self._link.host], started.pop(0)())
 

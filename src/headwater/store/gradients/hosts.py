@@ -121,7 +121,7 @@ class HostGradients(GradientSink):
             self._fabric.neighbours.barrier("a gradient of all hosts")
         return self._ranks.borrow(key)
 
-    def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
+    def loop_tensor(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
         return None
 
     def multiply(self, key: ParamKey, factor: Callable[[], torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from headwater.store.gradients.storage import GradientStorage
 class LastingSums:
     """The gradient sums of ranks in a user's loop. A sum that was read is replaced by a copy.
 
-    Each sum lasts, over steps, until it is given up.
+    Each sum lasts, over steps, until `give_up` marks it as empty.
 
     Reading a sum makes a copy of it, which replaces the sum from then on. All ranks must make the same
     changes to their copies. Before more is added to the sum, the first rank of the host puts its copy back.
@@ -59,7 +59,7 @@ class LastingSums:
 
     def _put_back(self, key: ParamKey, copy: torch.Tensor, generation: int) -> None:
         self.shared.storage.write(key, copy)
-        # This follows the write, because the next rank then adds to this value.
+        # This follows the write: as soon as the sum counts as written, the next rank adds to it.
         self.shared.note_written(key, generation)
 
     def find(self) -> set[ParamKey]:

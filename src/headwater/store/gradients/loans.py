@@ -22,10 +22,11 @@ class Loans:
 
     def __init__(self) -> None:
         self.tensors: dict[ParamKey, weakref.ref[torch.Tensor]] = {}
-        self._shared: dict[int, dict[int, torch.Tensor]] = {}  # by stage and parameter
+        # By stage and parameter, a tensor with memory that the loop may still reach after a loan has ended.
+        self._shared: dict[int, dict[int, torch.Tensor]] = {}
 
     def note(self, key: ParamKey, lent: torch.Tensor) -> None:
-        """Record the tensor that the loop gets of a gradient."""
+        """Record the tensor that the loop gets as a gradient."""
         self.forget(key)
         self.tensors[key] = weakref.ref(lent)
 
@@ -44,7 +45,7 @@ class Loans:
             del shared[param]
 
     def forget(self, key: ParamKey) -> None:
-        """Forget which tensor the loop got of a gradient."""
+        """Forget which tensor the loop got as the gradient of a parameter."""
         self.tensors.pop(key, None)
         self._shared.get(key[0], {}).pop(key[1], None)
 
@@ -54,7 +55,7 @@ class Loans:
         self._shared.clear()
 
     def last(self, key: ParamKey) -> torch.Tensor | None:
-        """Return the last tensor that the loop got of a gradient, if the loop can still reach its memory."""
+        """Return the last tensor that the loop got as a gradient, if the loop can still reach its memory."""
         loan = self.tensors.get(key)
         tensor = None if loan is None else loan()
         shared = self._shared.get(key[0])
@@ -64,35 +65,35 @@ class Loans:
             del shared[param]
         return shared.get(key[1])
 
-    def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the same tensor, if it is dense and has the dtype and shape of `like`."""
+    def loop_tensor(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor of `last` if it is dense, with the dtype and shape of `like`; else `None`."""
         mine = self.last(key)
         if mine is None or (mine.layout, mine.dtype, mine.shape) != (like.layout, like.dtype, like.shape):
             return None
         return None if mine.is_sparse else mine
 
-    def in_kept_memory(self, key: ParamKey, total: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a sum in the memory of the tensor that the loop has of it, or else the sum itself."""
-        mine = None if total is None else self.kept(key, total)
+    def in_loop_memory(self, key: ParamKey, total: torch.Tensor | None) -> torch.Tensor | None:
+        """Copy a sum into the tensor that the loop keeps for it, and return that; else return the sum."""
+        mine = None if total is None else self.loop_tensor(key, total)
         return total if total is None or mine is None else filled(mine, total).detach()
 
 
 def filled(mine: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of the loop with the values of a sum."""
+    """Copy a sum into the loop's tensor `mine`, unless they share memory, and return `mine`."""
     if mine.data_ptr() != total.data_ptr():
         mine.detach().copy_(total)
     return mine
 
 
 def _unused(aliases: Mapping[int, torch.Tensor]) -> list[int]:
-    """Return the keys of the tensors whose memory no tensor but these has."""
+    """Return the keys of the aliases whose memory no tensor outside of `aliases` uses."""
     memory = {key: alias.untyped_storage()._cdata for key, alias in aliases.items()}
     own = Counter(memory.values())
     return [key for key, alias in aliases.items() if _references(alias) < _OWN_REFERENCES + own[memory[key]]]
 
 
 def is_used_elsewhere(gradient: torch.Tensor | None) -> bool:
-    """True if another tensor, such as a view that the loop keeps, has the memory of a dense gradient."""
+    """True if another tensor, such as a view that the loop keeps, uses the memory of a dense gradient."""
     if gradient is None or gradient.layout is not torch.strided:
         return False
     return _references(gradient) > _OWN_REFERENCES
@@ -104,4 +105,4 @@ def _references(tensor: torch.Tensor) -> int:
 
 
 _OWN_REFERENCES = _references(torch.empty(0))
-"""References to the memory of a tensor that no other tensor shares."""
+"""Number of references to a storage that only one tensor uses."""

@@ -43,7 +43,7 @@ class LocalGradients(EditableGradients):
     def add(
         self, key: ParamKey, gradient: torch.Tensor, *, last: bool, norm: torch.Tensor | None = None
     ) -> bool:
-        # Plain PyTorch would add it to a gradient that the step has used up.
+        # The gradient is dropped: see `GradientStatus.consumed`.
         if key in self.status.consumed:
             return False
         stage, param = key
@@ -150,8 +150,8 @@ class LocalGradients(EditableGradients):
         self.status.arrive(key, is_sparse=gradient.is_sparse)
         self.status.drop_consumed(key)
 
-    def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
-        return self._sums.loans.kept(key, like)
+    def loop_tensor(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
+        return self._sums.loans.loop_tensor(key, like)
 
     def remember(self, keys: Collection[ParamKey] | None = None) -> None:
         self._sums.settle_all()
@@ -192,5 +192,5 @@ def _recorded(
     """Return the sum of a gradient that has a graph and of the gradients before, with its graph."""
     if total is None:
         return gradient.to(dtype)
-    before = sums.loans.kept(key, total)
+    before = sums.loans.loop_tensor(key, total)
     return add(total if before is None else before, gradient, in_place=False)

@@ -114,7 +114,7 @@ class LoopGradients(EditableGradients):
         self.status.present.add(key)
         self.status.drop_consumed(key)
 
-    def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
+    def loop_tensor(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
         return None
 
     def remember(self, keys: Collection[ParamKey] | None = None) -> None:
@@ -130,7 +130,7 @@ class LoopGradients(EditableGradients):
         if self._sums.shared.turns.has_begun:
             self.end_micro_batch()
         self.status.present = self._sums.find()
-        # This gives up all sums: one that was added since `remember` must not stay valid in its generation.
+        # All sums are given up, so that none that was added since `remember` stays valid.
         self._sums.give_up_all()
         # Sums of other commits stay: another thread may be about to take them for an earlier update.
         for key in undone:

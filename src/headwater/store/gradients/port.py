@@ -101,10 +101,10 @@ class GradientSink(abc.ABC):
         """
 
     @abc.abstractmethod
-    def kept(self, key: ParamKey, like: Tensor) -> Tensor | None:
-        """Return the tensor that the loop got of a gradient and still keeps; `None` if it is not like `like`.
+    def loop_tensor(self, key: ParamKey, like: Tensor) -> Tensor | None:
+        """Return the tensor that the loop got as a gradient and still keeps, or `None`.
 
-        With several ranks it is not known.
+        The result is `None` too if its dtype, shape or layout is not that of `like`, or with several ranks.
         """
 
     @abc.abstractmethod
@@ -145,7 +145,7 @@ class EditableGradients(GradientSink):
         """Bring back the sums that `remember` has saved, and discard all later ones.
 
         Args:
-            taken: sums that commits since then have taken, where the commits stay.
+            taken: sums that commits since `remember` have taken, if these commits are not undone.
             waiting: sums that belong to updates that have still to be applied.
             undone: sums that belong to updates that are undone.
         """

@@ -39,7 +39,7 @@ class RankGradients(GradientSink):
         self._stages = stages
         self._fabric = fabric
         self._committed: set[ParamKey] = set()
-        self._dropped: set[ParamKey] = set()  # in this step
+        self._dropped: set[ParamKey] = set()  # sums that were dropped in this step
 
     def add(
         self, key: ParamKey, gradient: torch.Tensor, *, last: bool, norm: torch.Tensor | None = None
@@ -117,7 +117,7 @@ class RankGradients(GradientSink):
     def borrow(self, key: ParamKey) -> torch.Tensor | None:
         return self.sums.whole(key).clone() if key in self.status.present else None
 
-    def kept(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
+    def loop_tensor(self, key: ParamKey, like: torch.Tensor) -> torch.Tensor | None:
         return None
 
     def multiply(self, key: ParamKey, factor: Callable[[], torch.Tensor]) -> None:

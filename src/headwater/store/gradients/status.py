@@ -21,10 +21,11 @@ class GradientStatus:
     Attributes:
         present: parameters with a sum that no commit has taken.
         consumed: parameters whose sum an optimizer has used, and whose sum was not dropped since, each with
-            the number of the `consume` call. A gradient that is added to a consumed sum is lost, because
-            plain PyTorch would add it to the used one.
-        overwritten: parameters whose consumed sum the loop has overwritten by new values, with the same
-            number. As in plain PyTorch, the tensor that the loop got after the step is still the gradient.
+            the number of the `consume` call. A gradient that arrives for a consumed sum is dropped: plain
+            PyTorch would add it to the old gradient, whose values the store no longer has.
+        overwritten: parameters whose consumed sum the loop has overwritten by new values, each with the
+            number that it had in `consumed`. As in plain PyTorch, the tensor that the loop got after the step
+            is still the gradient.
         is_stepping: true while torch's optimizer runs after a commit has taken its gradients. It must find no
             gradients, so consumed ones look as if they were dropped.
         sparse: parameters whose newest sum is or was a sparse tensor.

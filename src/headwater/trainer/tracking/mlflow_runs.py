@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_VALUE = 1000, 100, 6000
-"""Limits of a request of MLflow."""
+"""Maximum metrics, params and characters of a value in one request to MLflow."""
 _STATUS = {"complete": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _FOLDER = "mlruns"
 
@@ -76,7 +76,7 @@ class MLflowRun:
         return str(self._client.create_run(number, tags=dict(config.tags), run_name=name).info.run_id)
 
     def _log_params(self, params: dict[str, Any]) -> None:
-        """Log the params that the run does not have yet: MLflow refuses another value for one."""
+        """Log the params that the run does not have yet. MLflow raises an error if a value changes."""
         from mlflow.entities import Param
 
         known = self._client.get_run(self._run_id).data.params
@@ -91,7 +91,7 @@ class MLflowRun:
 
 def _client(uri: str) -> MlflowClient:
     if "://" not in uri or uri.startswith("file:"):
-        # Newer versions refuse folders without this. A database is no way out: mlflow-skinny cannot use one.
+        # Newer versions of MLflow need this to store runs in a folder. mlflow-skinny cannot use a database.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow.tracking import MlflowClient
 

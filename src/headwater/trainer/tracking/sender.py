@@ -23,7 +23,7 @@ _MOST_RECORDS = 10_000
 
 @final
 class Sender:
-    """Sends records to one run of a service. Failures are one warning; the sender tries again later.
+    """Sends records to one run of a service. Only the first failure is logged; the sender tries again later.
 
     Args:
         name: name of the logger in the warning.
@@ -43,13 +43,14 @@ class Sender:
         self._thread = threading.Thread(target=self._work, name=f"headwater-{name}", daemon=True)
 
     def start(self) -> None:
-        """Open the run. After 30 s without an answer the caller no longer waits.
+        """Open the run, and wait at most 30 s for an answer of the service.
 
         Raises:
             ConfigError: if the service refuses the settings.
         """
         self._thread.start()
-        # Wait for wrong settings, which are an error before the first step, but not for a slow service.
+        # The wait is limited: wrong settings are reported before the first step, but a slow service must not
+        # delay the run.
         self._tried.wait(_OPEN_S)
         if self._refusal is not None:
             raise self._refusal
@@ -80,7 +81,7 @@ class Sender:
             if summary is not None or self._refusal is not None:
                 return
             summary = self._collect(records)
-            # While the service is away, the oldest numbers make room for the newest.
+            # While the service does not answer, only the newest records are kept.
             del records[:-_MOST_RECORDS]
 
     def _try_to_send(self, records: list[Record], summary: Summary | None) -> list[Record]:
@@ -93,7 +94,7 @@ class Sender:
                 self._run.finish(summary)
         except ConfigError as error:
             self._refusal = error
-            if self._tried.is_set():  # the caller of `start` has not waited for it
+            if self._tried.is_set():  # `start` has returned and cannot raise the error
                 self._warn(str(error))
         except Exception as error:  # noqa: BLE001 - each package raises other errors
             self._warn(reason(error))

@@ -76,7 +76,7 @@ class ServiceRun(Protocol):
 
 
 OpenRun = Callable[[Opening], ServiceRun]
-"""Opens a run. It raises a `ConfigError` for a fault of the settings, and anything else for other faults."""
+"""Opens a run. It raises a `ConfigError` if settings are wrong, and other exceptions for other errors."""
 
 
 def flat(params: Mapping[str, Any]) -> dict[str, Any]:

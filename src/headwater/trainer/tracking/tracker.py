@@ -20,7 +20,7 @@ from headwater.trainer.run_dir import RunDir
 from headwater.trainer.scalars import step_scalars, task_scalars, validation_scalars
 from headwater.trainer.tracking.sender import Sender
 from headwater.trainer.tracking.service import Opening, OpenRun, Record, ServiceRun, Status, Summary
-from headwater.trainer.waits import said_if_long
+from headwater.trainer.waits import log_if_long
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Tracker(Callback):
         self._began = time.monotonic()
         opening = Opening(self._run_dir.path, logged_params(self._run_dir), self._continued())
         self._sender = Sender(self._service.name, lambda: self._open(opening))
-        with said_if_long(f"{self._service.name}: connecting"):
+        with log_if_long(f"{self._service.name}: connecting"):
             self._sender.start()
 
     def on_step_end(self, event: StepEnd) -> None:
@@ -102,7 +102,7 @@ class Tracker(Callback):
         finished = self._last["step"] >= self._end_step
         status: Status = "failed" if self._failed else "complete" if finished else "stopped"
         values = {**self._last, "seconds": time.monotonic() - self._began, "tokens": self._tokens}
-        with said_if_long(f"{self._service.name}: sending the last numbers"):
+        with log_if_long(f"{self._service.name}: sending the last numbers"):
             self._sender.finish(Summary(status, {f"final/{name}": value for name, value in values.items()}))
 
     def _send(self, step: int, values: Mapping[str, float]) -> None:

@@ -53,7 +53,7 @@ class Parts:
         own = iter(batches)
         while True:
             batch = next(own, _END)
-            # A rank at its end gathers too: the other ranks learn of it, and none waits for its next batch.
+            # A rank without further batches gathers too; otherwise the others would wait for its next batch.
             marks = fabric.gather(_NO_BATCH if batch is _END else float(fingerprint(batch)))
             if _NO_BATCH in marks:
                 _check_end(marks)
@@ -62,7 +62,7 @@ class Parts:
             if num_samples(part):
                 yield part
 
-    def look_at(self, batch: Any) -> None:
+    def compare_first(self, batch: Any) -> None:
         """Find out, from a first batch on each rank, whether ranks load different batches."""
         self._note(current().gather(float(fingerprint(batch))))
 
@@ -76,7 +76,7 @@ class Parts:
         if self._are_shares:
             note_part(batch)
             return batch
-        _check_alike(marks)
+        _check_same_batch(marks)
         return take_part(batch, equal=self._equal)
 
 
@@ -89,7 +89,7 @@ def _check_end(marks: Sequence[float]) -> None:
         )
 
 
-def _check_alike(marks: Sequence[float]) -> None:
+def _check_same_batch(marks: Sequence[float]) -> None:
     other = next((rank for rank, mark in enumerate(marks) if mark != marks[0]), None)
     if other is not None:
         raise DataError(

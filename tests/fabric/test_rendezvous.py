@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from headwater.core.errors import RankError
-from headwater.fabric import meeting
+from headwater.fabric import rendezvous
 
-OWN = meeting.Process("here", os.getpid(), 0)
+OWN = rendezvous.Process("here", os.getpid(), 0)
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def rank(monkeypatch, unused_port):
         for name, value in told.items():
             monkeypatch.setenv(name, str(value))
 
-    monkeypatch.setattr(meeting, "_SAY_AFTER_S", 0.1)
-    monkeypatch.setattr(meeting, "_SHORT_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(rendezvous, "_SHORT_S", 0.5)
     return begin
 
 
@@ -65,10 +65,10 @@ def test_a_waiting_rank_prints_the_reason_and_times_out(
     rank, unused_port, capfd, monkeypatch, number, environment, told
 ):
     rank(number, **environment)
-    monkeypatch.setattr(meeting, "time", Clock())
+    monkeypatch.setattr(rendezvous, "time", Clock())
     told = told.format(port=unused_port)
     with pytest.raises(RankError, match=r"rendezvous failed: timed out after \d s; ") as caught:
-        meeting.meet(OWN, 0.5)
+        rendezvous.meet(OWN, 0.5)
     assert told in caught.value.what and "MASTER_ADDR" in str(caught.value)
     said = capfd.readouterr().err
     assert f"rank {number} is waiting (" in said and told in said
@@ -92,14 +92,14 @@ class Interrupting(Clock):
 
 def test_a_waiting_rank_can_be_interrupted(rank, hears_interrupts, monkeypatch):
     rank(0)
-    monkeypatch.setattr(meeting, "time", Interrupting())
+    monkeypatch.setattr(rendezvous, "time", Interrupting())
     with pytest.raises(KeyboardInterrupt):
-        meeting.meet(OWN, 100)
+        rendezvous.meet(OWN, 100)
 
 
 def test_a_rank_without_the_address_of_rank_0_is_refused(rank, monkeypatch):
     rank(1)
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(RankError, match="MASTER_PORT is not set") as caught:
-        meeting.meet(OWN, 1)
+        rendezvous.meet(OWN, 1)
     assert caught.value.remedy is not None and "torchrun" in caught.value.remedy

@@ -11,16 +11,16 @@ _FLAGS = ("structure", "trains_more", "first_training", "retrained", "precision"
 
 
 @dataclasses.dataclass(frozen=True)
-class CallNews:
+class CallChanges:
     """The differences between a call of a model and the calls before it.
 
     Attributes:
         size: number of elements in the arguments of the call.
         structure: true if the structure of the model has changed since it was planned.
-        trains_more: true if parameters require gradients that the plan does not train.
-        first_training: true if the model is in training mode, and no dry run was made in this mode.
+        trains_more: true if a parameter requires a gradient, but the plan does not train it.
+        first_training: true if the model is in training mode, and no dry run was made in this mode yet.
         retrained: true if the set of parameters that require gradients differs from that of the last call.
-        precision: true if weights are streamed in bf16 or fp16, and the call is not under autocast to it.
+        precision: true if weights are streamed in bf16 or fp16, but autocast does not use that dtype here.
     """
 
     size: int
@@ -33,10 +33,10 @@ class CallNews:
     def of_any_rank(self, fabric: Fabric) -> Self:
         """Combine the differences of all ranks: the largest size, and each flag that is true on any rank.
 
-        All ranks must call this. All plan if one of them must: a rank that planned alone would wait for the
-        others.
+        All ranks must call this. If one rank needs a new plan, all ranks make one, because planning waits for
+        all ranks.
         """
-        # One number, because ranks exchange a number at every forward, and objects are slower.
+        # Size and flags are packed into one number: exchanging objects at every forward would be slower.
         flags = sum(getattr(self, name) << bit for bit, name in enumerate(_FLAGS))
         seen = [int(each) for each in fabric.gather(self.size << len(_FLAGS) | flags)]
         merged = {name: any(each >> bit & 1 for each in seen) for bit, name in enumerate(_FLAGS)}

@@ -15,18 +15,19 @@ from headwater.fabric.fabric import Fabric
 _PACKAGE = Path(__file__).parents[1]
 
 
-def check_alike(fabric: Fabric, told: Mapping[str, str]) -> None:
+def check_consistency(fabric: Fabric, started_with: Mapping[str, str]) -> None:
     """Raise if the ranks were started with different versions, arguments or files.
 
     Args:
         fabric: the ranks.
-        told: name -> text, for everything that this rank was started with. Ranks compare these texts.
+        started_with: name -> text, for everything that this rank was started with and that must be equal on
+            all ranks.
 
     Raises:
         ConfigError: if a text differs between rank 0 and another rank.
     """
     # Every rank compares the texts of all ranks. So all ranks raise the error, and no rank waits for another.
-    first, *others = fabric.gather_objects(dict(told), dict[str, str])
+    first, *others = fabric.gather_objects(dict(started_with), dict[str, str])
     for rank, other in enumerate(others, start=1):
         for name in sorted({*first, *other}):
             if first.get(name) != other.get(name):

@@ -18,12 +18,12 @@ class RefusedCall(Exception):
     """A call of an operator that works on shapes alone, but would fail on real tensors."""
 
 
-def misfit(error: Exception, model: nn.Module, locator: Locator) -> ModelError | None:
+def error_with_place(error: Exception, model: nn.Module, locator: Locator) -> ModelError | None:
     """Return the error of a dry run of `model` with its place; `None` if the user's code did not cause it."""
     frames = list(traceback.walk_tb(error.__traceback__))
     place = locator.find(reversed(frames))
-    story = first_sentence(error)
-    what = story if isinstance(error, RefusedCall) else f"{type(error).__name__}: {story}"
+    reason = first_sentence(error)
+    what = reason if isinstance(error, RefusedCall) else f"{type(error).__name__}: {reason}"
     # An error in backward has no place, because backward runs no code of the user. Any other error without a
     # place is a fault of this package.
     if place is None and all(frame.f_code is not _BACKWARD for frame, _ in frames):
@@ -36,14 +36,14 @@ def misfit(error: Exception, model: nn.Module, locator: Locator) -> ModelError |
         params = model.get_submodule(place.module).named_parameters(recurse=False)
         tensors += [f"{name} {tensor_text(param)}" for name, param in params]
     where = f"{place}; {', '.join(tensors)}" if tensors else str(place)
-    return ModelError(what, where=where, remedy=_remedy(story, place))
+    return ModelError(what, where=where, remedy=_remedy(reason, place))
 
 
-def _remedy(story: str, place: Place) -> str:
-    if ".numpy()" in story:
+def _remedy(reason: str, place: Place) -> str:
+    if ".numpy()" in reason:
         return "write this with torch operators: a dry run has shapes, but no values"
     user = "the loss function" if place.module is None else module_text(place.module)
-    return f"give {user} tensors of the shape and dtype that it takes, or change it"
+    return f"pass {user} tensors of the shape and dtype that it expects, or change its code"
 
 
 def check_loss(loss: Any) -> None:
@@ -55,13 +55,13 @@ def check_loss(loss: Any) -> None:
     where = "the loss"
     if not isinstance(loss, torch.Tensor):
         raise ModelError(
-            f"the loss is a {type(loss).__name__}, not a tensor",
+            f"expected a tensor as the loss, got a {type(loss).__name__}",
             where=where,
             remedy="pass loss_function, which returns the loss of a batch as a tensor",
         )
     if loss.numel() != 1:
         raise ModelError(
-            f"the loss is {tensor_text(loss)}, not one number",
+            f"expected one number as the loss, got {tensor_text(loss)}",
             where=where,
             remedy="return one number, for example the mean of the losses",
         )
