@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,9 @@ from benchmarks.gpu.shapes import Load
 from benchmarks.gpu.streaming_peers import PEERS, check_presence, require
 from benchmarks.systems.deepspeed_ import set_environment
 from benchmarks.systems.headwater_ import batch_of, traces
+from headwater.core.busy import busy_times, fetch_bound
 from headwater.core.precision import Precision
+from headwater.core.recorder import RECORDER
 from headwater.core.stage import ParamSpec
 from headwater.models.registry import build_model
 from headwater.optim.spec import OptimizerSpec
@@ -75,8 +78,12 @@ def headwater(
     def step(index: int) -> float:
         micro = load.tokens(index).split(plan.micro_batch_size)
         batches = [batch_of(tokens) for tokens in micro]
+        begin = time.perf_counter_ns()
         report = engine.train_step(batches, Update(index, {"lr": load.learning_rate}, None))
-        remarks["last_step"] = dataclasses.asdict(report.times)
+        end = time.perf_counter_ns()
+        thread, bound = RECORDER.lane().thread, fetch_bound(plan.device)
+        times = busy_times(RECORDER.events(begin, end), begin, end, thread, bound)
+        remarks["last_step"] = dataclasses.asdict(times)
         return report.loss
 
     return Ready(step, _predicted(plan), remarks)

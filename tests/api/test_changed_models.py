@@ -362,3 +362,65 @@ def test_backward_of_a_forward_before_the_change_and_after_another_forward(tmp_p
     with pytest.raises(StreamError, match="structure was changed"):
         loss.backward()
     cstorch.release(model)
+
+
+def kept_gradients(model):
+    """Gradients that the loop keeps after a step and sets to zero itself."""
+    grads = []
+
+    def zero():
+        for grad in grads:
+            grad.zero_()
+
+    def keep():
+        grads[:] = [param.grad for param in model.parameters()]
+
+    return zero, keep
+
+
+@some_plan
+def test_a_gradient_kept_after_a_step_is_still_that_of_a_model_that_has_changed(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        zero, keep = kept_gradients(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for number in range(4):
+            zero()
+            loss = model(inputs(number)).square().mean()
+            loss.backward()
+            optimizer.step()
+            keep()
+            losses.append(loss.item())
+            if number == 1:
+                model.append(nn.Identity())
+                evaluate(model)
+        return losses, model
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
+def test_a_sparse_gradient_is_zeroed_after_the_model_has_changed(plan, tmp_path):
+    def script(place):
+        model = place.compile(nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 6)))
+        optimizers = [
+            torch.optim.SparseAdam([model[0].weight], lr=0.1),
+            torch.optim.SGD(model[1].parameters(), lr=0.1),
+        ]
+        losses = []
+        for number in range(4):
+            loss = model(torch.tensor([1, 2, 2])).square().mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            if number == 1:
+                model.append(nn.Identity())
+                with torch.no_grad():
+                    model(torch.tensor([3]))
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=False)
+            losses.append(loss.item())
+        return losses, model
+
+    check(script, plan, tmp_path)

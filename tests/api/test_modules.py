@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from headwater.core.errors import StreamError
+from headwater.stream.parameters import ParameterAtRest
 
 
 def train(model, call, *, steps=4):
@@ -456,6 +458,22 @@ def test_disabled_hooks_for_saved_tensors_are_refused(plan, is_inside, tmp_path)
         model(randn(3, 6, seed=0))
     if not is_inside:
         model(randn(3, 6, seed=0)).sum().backward()
+
+
+def test_a_refused_forward_has_ended_so_that_changes_and_other_threads_are_noticed(tmp_path):
+    def script(place):
+        model = place.compile(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))
+        model(randn(3, 6, seed=0)).sum().backward()
+        if place.plan is not None:
+            with pytest.raises(StreamError), disable_saved_tensors_hooks("outside"):
+                model(randn(3, 6, seed=1))
+        model[2] = nn.Linear(6, 6)
+        with ThreadPoolExecutor(1) as thread:
+            output = thread.submit(model, randn(3, 6, seed=2)).result()
+        assert place.plan is None or isinstance(model[2].weight, ParameterAtRest)
+        return output.detach(), model
+
+    check(script, "slabs", tmp_path)
 
 
 def test_errors_of_the_forward_beside_disabled_hooks_are_raised_as_they_are(tmp_path):

@@ -9,7 +9,7 @@ from any_loop import adamw, check, randn
 from torch import nn
 
 import headwater as hw
-from headwater.core.errors import StoreError
+from headwater.core.errors import StreamError
 
 COUNTS = [0]
 LOSSES = []
@@ -199,5 +199,5 @@ def test_a_data_worker_that_reads_a_weight_on_disk_gets_an_error(tmp_path):
     loader = torch.utils.data.DataLoader(
         ReadsWeight(model[0].linear.weight), num_workers=1, multiprocessing_context="fork"
     )
-    with pytest.raises((RuntimeError, StoreError), match="fork of the process"):
+    with pytest.raises((RuntimeError, StreamError), match="fork of the process"):
         list(loader)

@@ -223,6 +223,26 @@ def test_clipping_by_the_step_of_this_package_equals_plain(plan, tmp_path):
     check(script, plan, tmp_path)
 
 
+@warns
+@odd_plans
+def test_a_step_that_moves_to_the_loop_is_clipped_and_unscaled(plan, tmp_path):
+    def script(place):
+        model = place.compile(net())
+        optimizer = KeepsArgument(model.parameters())
+        scaler = cstorch.amp.GradScaler(loss_scale=1024.0)
+        losses = []
+        for number in range(4):
+            optimizer.zero_grad()
+            if number == 2:
+                optimizer.scale = 0.2
+            loss = loss_of(model, number)
+            cstorch.amp.optimizer_step(loss, optimizer, scaler, max_gradient_norm=0.01)
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
 def test_a_warning_names_the_reason(tmp_path):
     def script(place):
         model = place.compile(net())

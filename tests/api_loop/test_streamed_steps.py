@@ -75,3 +75,27 @@ def test_a_step_that_fails_leaves_no_trace(fails, failing_step):
     assert noted == expected_losses, "of the step that failed no closure ran"
     mine, plain = model.state_dict(), expected.state_dict()
     assert all(torch.equal(mine[name], plain[name]) for name in plain)
+
+
+def test_updates_before_a_second_forward_stay_if_the_step_fails(caplog):
+    model, optimizer = make(streamed=True)
+    expected, plain_optimizer = make(streamed=False)
+
+    def update(model, optimizer, batch):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    @trace
+    def step(batch):
+        update(model, optimizer, batch)
+        update(model, optimizer, batch)
+        raise Interrupted
+
+    (batch,) = batches(1)
+    with pytest.raises(Interrupted):
+        step(batch)
+    assert "the updates before that call stay; later updates are undone" in caplog.text
+    update(expected, plain_optimizer, batch)
+    mine, plain = dict(model.named_parameters()), dict(expected.named_parameters())
+    assert all(torch.equal(mine[name], plain[name]) for name in plain)

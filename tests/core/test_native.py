@@ -18,7 +18,8 @@ from headwater.core import native
 from headwater.core.attention import attention_kernel_available
 from headwater.core.errors import RunError
 from headwater.core.native import SWITCH, finding, load, native_library, processor_flags, store_finding
-from headwater.core.threads import openmp_library, single_core_pool
+from headwater.core.threads import openmp_library
+from headwater.core.worker_pools import single_core_pool
 from read_only import another_user
 
 SOURCE = """

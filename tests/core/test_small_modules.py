@@ -1,5 +1,6 @@
 """Small modules of core: cleanup, copies, pickles, scores, signals, threads, uncompiled."""
 
+import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,13 @@ import torch
 
 from headwater.core.cleanup import on_failure
 from headwater.core.copies import copied_arguments
-from headwater.core.errors import CheckpointError
+from headwater.core.errors import CheckpointError, StreamError
 from headwater.core.pickles import load_pickled
 from headwater.core.scores import f_beta, intersection_over_union
 from headwater.core.signals import handled
-from headwater.core.threads import one_core, single_core_pool, update_pool
+from headwater.core.threads import one_core
 from headwater.core.uncompiled import uncompiled
+from headwater.core.worker_pools import WorkerPool, single_core_pool, update_pool
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -116,6 +118,21 @@ def test_a_context_uses_one_core_in_its_thread_alone():
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_pool_refuses_work_in_a_fork_of_the_process():
+    pool = WorkerPool(1, "test")
+    assert pool.submit(max, 1, 2).result() == 2
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.submit(max, 1, 2)
+        except StreamError as error:
+            os._exit(0 if "in a fork of the process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert pool.submit(max, 3, 2).result() == 3
+    pool.shutdown()
 
 
 def test_an_uncompiled_function_returns_and_raises_as_before():

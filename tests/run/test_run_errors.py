@@ -259,3 +259,15 @@ def test_nothing_to_evaluate(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(Classifier, get_train_dataloader, get_eval_dataloader, argv=words)
     assert "there is no checkpoint to evaluate" in capsys.readouterr().err
+
+
+class ComplexBuffer(Classifier):
+    def __init__(self, params, device=None):
+        super().__init__(params, device)
+        self.model.register_buffer("frequencies", torch.ones(3, dtype=torch.complex128))
+
+
+def test_a_buffer_that_no_checkpoint_can_hold_is_refused_before_training(refused, tmp_path):
+    err = refused(model=ComplexBuffer)
+    assert "torch.complex128, which no checkpoint can hold" in err
+    assert "frequencies" in err and "persistent=False" in err

@@ -11,7 +11,7 @@ from harness import Setting, make_engine
 
 import headwater
 
-MOST_FUNCTIONS, MOST_FILES = 205, 46
+MOST_FUNCTIONS, MOST_FILES = 195, 45
 """Lower them when the step gets shorter. A reader of the step has to know each of these functions."""
 
 _SOURCES = f"{Path(headwater.__file__).parent}/"

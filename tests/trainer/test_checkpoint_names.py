@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.core.errors import CorruptError
+from headwater.core.errors import CorruptError, DataError
 from headwater.trainer.checkpoint_names import folder_of, is_checkpoint, set_aside_names, step_of, surplus
 from headwater.trainer.checkpoint_state import STATE_FILE, STATE_TENSORS_FILE, pack_state, unpack_state
 
@@ -73,6 +73,13 @@ def test_tensors_in_a_tree_keep_their_bits():
     for read, written in pairs:
         assert read.dtype == written.dtype
         assert torch.equal(read.nan_to_num(7.0), written.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse()])
+def test_a_tensor_that_no_file_can_hold_is_an_error_that_names_its_place(tensor):
+    with pytest.raises(DataError, match="expected the state of the run to have dense tensors") as caught:
+        pack_state({"loader": [1, tensor]})
+    assert caught.value.where == "state/loader/1"
 
 
 @pytest.mark.parametrize("tree", [b"", b"[1]", b"{", b'{"a": {"__tensor__": "b"}}', b"\xff"])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_tb
 from typing import Any
@@ -139,22 +138,32 @@ def is_lazy(model: nn.Module) -> bool:
     return lazy
 
 
-_forwards = itertools.count()
-
-
 @contextmanager
 def own_randomness(rank: int) -> Iterator[None]:
     """Enter a context in which each rank draws different random numbers; outside all ranks draw the same.
 
+    The numbers depend only on the rank and on the state of torch's generator, which a script can save and
+    restore. If numbers are drawn in the context, the state changes, so that the next context has others.
+
     Args:
         rank: this rank.
     """
-    # The new seed depends on the generator's state, not on its seed: the script may have drawn numbers since.
+    # Not the seed of the generator: the script may have drawn numbers since it was set.
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    with torch.random.fork_rng(devices=drawing_devices()):
-        # `fork_rng` restores the state. Without the count, every forward would draw the same numbers.
-        seed_generators(derive_seed(state, next(_forwards), rank))
+    devices = drawing_devices()
+    with torch.random.fork_rng(devices=devices):
+        seed_generators(derive_seed(state, rank))
+        before = _generator_states(devices)
         yield
+        have_drawn = _generator_states(devices) != before
+    # Only then: otherwise numbers that the script draws next would not be those of a run on one rank.
+    if have_drawn:
+        torch.rand(())
+
+
+def _generator_states(devices: Sequence[int]) -> list[bytes]:
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    return [state.numpy().tobytes() for state in states]
 
 
 def autocast_precision(device: str) -> Precision:

@@ -46,6 +46,8 @@ class Amendment(Protocol):
         ...
 
 
+NO_ARGUMENTS: Mapping[str, Any] = {}
+
 _AMENDMENT = "_headwater_amendment"
 
 
@@ -105,7 +107,8 @@ def step(
     stores = {id(home.store) for home in _homes(optimizer)}
     has_plain = any(not isinstance(param, ParameterAtRest) for param in params_of(optimizer))
     # Clipping needs the norm of all gradients. A store knows only the norm of the gradients that it holds.
-    if len(stores) == 1 and not has_plain and not runs_in_loop(optimizer):
+    in_store = len(stores) == 1 and not has_plain and not runs_in_loop(optimizer)
+    if in_store and not _has_left_store(optimizer):
         with _options.replaced(asked):
             optimizer.step()
         return asked.applied
@@ -217,9 +220,7 @@ def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     _amend(optimizer)  # before the return: masks apply to plain parameters too
     if next(_homes(optimizer), None) is None or runs_in_loop(optimizer):
         return
-    if leaves_store(optimizer, args, kwargs):
-        for model in {model_of(home.store) for home in _homes(optimizer)}:
-            model.optimizers.give_up(optimizer)
+    if _has_left_store(optimizer, args, kwargs):
         return
     check_ranks(optimizer, _options.value.arguments())
     adopt(optimizer)  # before any store is read: it may replace stores
@@ -230,6 +231,23 @@ def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     for model, parts in _parts(optimizer).items():
         _commit_to(model, optimizer, parts)
+
+
+def _has_left_store(
+    optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = NO_ARGUMENTS
+) -> bool:
+    """True if the optimizer steps in the user's loop from now on; then its state has left the store.
+
+    Args:
+        optimizer: an optimizer whose steps a store has run so far.
+        args: the arguments of its `step`, without the optimizer itself.
+        kwargs: its keyword arguments.
+    """
+    if not leaves_store(optimizer, args, kwargs):
+        return False
+    for model in {model_of(home.store) for home in _homes(optimizer)}:
+        model.optimizers.give_up(optimizer)
+    return True
 
 
 def _amend(optimizer: Optimizer) -> None:

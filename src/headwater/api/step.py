@@ -52,7 +52,8 @@ def driven_by(loop: Loop) -> Iterator[None]:
 def trace(step: Callable[P, R]) -> Callable[P, R]:
     """Decorate a training or evaluation step.
 
-    The step is a transaction: an exception in it undoes all changes to streamed models and their optimizers.
+    The step is a transaction: an error in it undoes all changes to streamed models and their optimizers,
+    except that updates stay if the step has called the model again after them. A warning says so.
     Tensors in its result, in any nesting, are detached from their graph. Closures read their values. Code
     outside of closures can read a value too; this waits for the device and warns once per process.
 

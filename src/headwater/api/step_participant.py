@@ -49,7 +49,10 @@ class StreamedSteps:
             return
         engine.executor.reset()
         if not engine.store.roll_back():
-            logger.warning("the step stays applied, because a forward has used its weights already")
+            logger.warning(
+                "the step is not undone completely: it has updated weights and called the model again, so "
+                "the updates before that call stay; later updates are undone, and buffers are as before"
+            )
         self._undo_buffers()
         self.end_step()
 

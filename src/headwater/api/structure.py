@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwater.core.errors import CheckpointError
 from headwater.core.lazy import StoredTensor
-from headwater.core.safetensors import DTYPE_CODES
+from headwater.core.safetensors import can_hold
 
 KeyPath = tuple[object, ...]
 """The keys and indices that lead to a value in a nested state."""
@@ -127,7 +127,7 @@ def _identity(tensor: Tensor) -> object:
 def _checked(tensor: Tensor, path: KeyPath) -> Tensor:
     if tensor.is_meta:
         raise _refusal(path, "is on the meta device: it has no values", "give it values first")
-    if tensor.layout != torch.strided or tensor.dtype not in DTYPE_CODES:
+    if not can_hold(tensor):
         kind = f"is a tensor of {tensor.layout} and {tensor.dtype}"
         raise _refusal(path, kind, "save it as a dense tensor of a common dtype")
     return tensor

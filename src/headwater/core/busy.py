@@ -56,9 +56,6 @@ class BusyTimes:
     moved_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-NOTHING_BUSY = BusyTimes()
-
-
 def fetch_bound(device: str) -> Bound:
     """Return the part of the machine that limits a fetch (a copy of weights to a slab) on this device."""
     return "memory" if device == "cpu" else "link"

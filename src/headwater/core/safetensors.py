@@ -63,10 +63,18 @@ class TensorPlace:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def can_hold(tensor: torch.Tensor) -> bool:
+    """True if a safetensors file can hold a tensor of this dtype and layout."""
+    return tensor.layout is torch.strided and tensor.dtype in DTYPE_CODES
+
+
 def lay_out(
     tensors: Layout, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorPlace]]:
-    """Return the first bytes of a file for `tensors` and `metadata`, and the place of each tensor."""
+    """Return the first bytes of a file for `tensors` and `metadata`, and the place of each tensor.
+
+    Every dtype must be a key of `DTYPE_CODES`.
+    """
     # Wide dtypes first: then every tensor is aligned without gaps. The format forbids gaps.
     by_alignment = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)
     places, position = {}, 0

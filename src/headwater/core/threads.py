@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -13,27 +12,6 @@ import torch
 
 _LEFT = 8
 """Beside a GPU, updates leave every eighth core free. With fewer than eight cores they use all."""
-
-
-def single_core_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool of threads whose torch operators use one core each.
-
-    Operators that divide their work among cores meet at a barrier. If other work uses the same cores, most of
-    the time is spent at that barrier. Without a known OpenMP library operators still divide their work.
-    """
-    return ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_use_one_core)
-
-
-def update_pool(name: str, *, on_cpu: bool) -> ThreadPoolExecutor:
-    """Return a pool of one thread that updates weights beside the computation.
-
-    If the CPU computes, the torch operators of this thread use one core; see `single_core_pool`. Beside a GPU
-    they leave some cores to the threads that start kernels. On a machine with an H200 and 16 cores, updates
-    on all cores made the thread of the forward two to three times slower, and the GPU waited for it. Memory
-    limits updates, which need a few cores less.
-    """
-    cores = _use_one_core if on_cpu else _leave_cores
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=cores)
 
 
 @contextmanager
@@ -44,21 +22,22 @@ def one_core() -> Iterator[None]:
     cores, and the operators would wait for them at the barrier of each block. See `single_core_pool`.
     """
     before = torch.get_num_threads()
-    _use_one_core()
+    use_one_core()
     try:
         yield
     finally:
         _use_cores(before)
 
 
-def _use_one_core() -> None:
+def use_one_core() -> None:
     """Make torch operators in the calling thread use one core. Other threads are not changed."""
     torch.get_num_threads()  # at a thread's first use torch sets its own number, so this call comes first
     _use_cores(1)
 
 
-def _leave_cores() -> None:
-    cores = torch.get_num_threads()  # see `_use_one_core`
+def leave_cores() -> None:
+    """Make torch operators in the calling thread leave every eighth core free."""
+    cores = torch.get_num_threads()  # see `use_one_core`
     _use_cores(cores - cores // _LEFT)
 
 

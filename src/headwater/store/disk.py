@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import queue
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import final
 
 import torch
 
 from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_up
-from headwater.core.errors import StoreError
 from headwater.core.files import disk_errors
 from headwater.core.recorder import RECORDER, WAIT
+from headwater.core.worker_pools import WorkerPool
 from headwater.store.files import open_files
 from headwater.store.layout import Group, StageLayout
 from headwater.store.tier import WHOLE, Pages, Tier, all_pages, no_pages
@@ -74,8 +73,7 @@ class DiskTier(Tier):
             layout.wire_bytes - (groups[0].offset if groups else 0)
             for layout, groups in zip(layouts, kept, strict=True)
         ]
-        self._threads = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="headwater-disk")
-        self._process = os.getpid()
+        self._threads = WorkerPool(_IO_THREADS, "headwater-disk")
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(_STAGING_BUFFERS):
             self._staging.put(aligned_empty(largest_group_bytes(layouts)))
@@ -206,15 +204,9 @@ class DiskTier(Tier):
         """Block until all writes to a stage have ended. Raises the error of a write, each time.
 
         Raises:
-            StoreError: in a fork of the process, which lacks the threads that read and write.
+            StreamError: in a fork of the process, which lacks the threads that read and write.
         """
-        if os.getpid() != self._process:
-            raise StoreError(
-                "a fork of the process cannot read weights that are on disk, because it lacks the threads of "
-                "the weight store",
-                where=self.layouts[stage].stage.name,
-                remedy="read them before the fork: give a data worker parameter.detach().clone()",
-            )
+        self._threads.check_process()  # a write that began before the fork would never end
         writes = self._writes[stage]
         while writes:
             writing = writes.popleft()

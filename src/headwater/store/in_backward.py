@@ -14,7 +14,7 @@ import torch
 
 from headwater.core.errors import ConfigError, HeadwaterError, StoreError, StreamError
 from headwater.core.stage import ParamKey, StageSpec
-from headwater.core.threads import update_pool
+from headwater.core.worker_pools import update_pool
 from headwater.store.gradients.status import NO_NORMS
 from headwater.store.layout import MOST_UNFINISHED
 from headwater.store.locks import RESUME

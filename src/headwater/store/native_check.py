@@ -22,7 +22,7 @@ import torch
 from headwater.core.native import Library, finding, native_library, source_digest, store_finding
 from headwater.core.process_lock import ProcessLock
 from headwater.core.stage import ParamSpec, StageSpec
-from headwater.core.threads import single_core_pool
+from headwater.core.worker_pools import single_core_pool
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.layout import Scalars, StageLayout
 from headwater.store.masters import Workspaces, write_master

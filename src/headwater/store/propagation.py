@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import final
 
 import torch
 
 from headwater.core.buffers import aligned_empty
+from headwater.core.worker_pools import WorkerPool
 from headwater.fabric.fabric import Board, Fabric
 from headwater.store.ownership import Ownership
 from headwater.store.tier import Tier
@@ -40,7 +41,7 @@ class Propagation:
         self._link = fabric.connect("weights")
         self._buffer: torch.Tensor | None = None  # for a wire image on its way between disk and other hosts
         self._closing = False
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="headwater-broadcast")
+        self._sender = WorkerPool(1, "headwater-broadcast")
         self._failure: BaseException | None = None  # the error of the sending thread
 
     def committed(self, stages: Iterable[int], number: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, final
 
@@ -13,6 +12,7 @@ from headwater.core.buffers import aligned_empty
 from headwater.core.errors import DeviceFullError
 from headwater.core.modes import apart_from_modes
 from headwater.core.streams import IMMEDIATE, REACHED, Event, Stream
+from headwater.core.worker_pools import WorkerPool
 from headwater.fabric.fabric import Fabric
 from headwater.store.ledger import Ledger, Undone
 from headwater.store.locks import StageLocks
@@ -85,7 +85,7 @@ class StageAccess:
         self.before_update: Callable[[int, int], None] = lambda stage, number: None
         self._versions = [0] * len(tier.layouts)
         self._copies = ImageCopies(fabric)
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="headwater-update")
+        self._ahead = WorkerPool(1, "headwater-update")
 
     def version(self, stage: int) -> int:
         """Return a counter. It grows whenever the wire image changes that `fetch` copies."""

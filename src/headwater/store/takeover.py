@@ -44,5 +44,4 @@ def _take_over_param(store: WeightStore, key: ParamKey, before: WeightStore, the
     gradient = before.borrow_gradient(there)
     if gradient is not None:
         store.set_gradient(key, gradient)
-    if there in before.gradients.status.consumed:
-        store.gradients.status.consume([key])
+    store.gradients.status.take_over(key, before.gradients.status, there)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import abc
 import copy
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -138,7 +137,7 @@ class PartAtRest(AtRest, NotTraced):
             # These operations are frequent, and need no read of the store.
             if is_metadata(func):
                 return func(*args, **(kwargs or {}))
-            if func is torch.Tensor.detach and becomes_parameter(sys._getframe(1)):
+            if func is torch.Tensor.detach and becomes_parameter():
                 return new_parameter(args[0], args[0].source.param)
             if func == DATA.__set__ and plain_view(args[0]) is args[0]:
                 raise moved(args[0].home, "tensor.data.data = …")

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from headwater.core.arithmetic import exact_arithmetic, fast_arithmetic
-from headwater.core.busy import fetch_bound
 from headwater.core.errors import ConfigError, StreamError
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.stage import ParamKey, StageSpec
@@ -124,8 +123,7 @@ class Engine:
                 seed=seed,
                 matmul=_arithmetic(plan.device, fast=options.fast_matmul),
             )
-            bound = fetch_bound(plan.device)
-            self._step = TrainStep(self.store, self.executor, self.buffers, batches, fabric, bound)
+            self._step = TrainStep(self.store, self.executor, self.buffers, batches, fabric)
             self.is_detached = False
             made.pop_all()
         return_free_memory()  # initial values took more memory than a step is allowed to take

@@ -93,7 +93,11 @@ class Forwards:
         elif lane.work is None:
             lane.switch(OTHER_COMPUTE)
         if self._packing is not None:
-            self._packing.begin_module(stages)
+            try:
+                self._packing.begin_module(stages)
+            except BaseException:
+                self._end_module()
+                raise
         for count, stage in enumerate(stages, start=1):
             self._depth[stage] += 1
             # Several nested modules may use a stage; the outermost binds it.
@@ -129,13 +133,16 @@ class Forwards:
                     self._unbind(stage)
         finally:
             # This is in `finally`: a stage that refuses a changed weight must not leave the forward open.
-            self._nesting -= 1
-            self._resume()
             if self._packing is not None:
                 self._packing.end_module()
-            # A recomputed forward ends inside a backward, which still needs the bound weights.
-            if not self._nesting and not self._backward.is_running:
-                self._closed()
+            self._end_module()
+
+    def _end_module(self) -> None:
+        self._nesting -= 1
+        self._resume()
+        # A recomputed forward ends inside a backward, which still needs the bound weights.
+        if not self._nesting and not self._backward.is_running:
+            self._closed()
 
     def _resume(self) -> None:
         """Record that the work from before the call continues."""

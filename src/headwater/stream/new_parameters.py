@@ -9,7 +9,7 @@ same class, and sets `_is_param`; at that moment the copy becomes a plain parame
 
 from __future__ import annotations
 
-from types import FrameType
+import sys
 from typing import Any, cast
 
 import torch
@@ -33,11 +33,13 @@ def new_parameter(value: Any, source: torch.Tensor) -> torch.Tensor:
         value: a parameter at rest, or a view of one.
         source: that parameter.
     """
-    new: Any = torch.Tensor._make_subclass(type(value), value.selection(value.home.read()))
+    new: Any = value.selection(value.home.read()).detach()
+    new.__class__ = type(value)
     new.taken_from = source
     return cast(torch.Tensor, new)
 
 
-def becomes_parameter(caller: FrameType) -> bool:
-    """True if `caller` is the frame of `nn.Parameter(tensor)`."""
-    return caller.f_code is nn.Parameter.__new__.__code__
+def becomes_parameter() -> bool:
+    """True if the caller, a `__torch_function__`, runs the `detach` of `nn.Parameter(tensor)`."""
+    # The frames are those of the caller, of the wrapper that `uncompiled` has made, and of `nn.Parameter`.
+    return sys._getframe(3).f_code is nn.Parameter.__new__.__code__

@@ -11,7 +11,6 @@ import itertools
 import threading
 import weakref
 from concurrent.futures import Future
-from concurrent.futures import ThreadPoolExecutor as ThreadPool
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from headwater.core.buffers import aligned_empty, round_up
 from headwater.core.cleanup import on_failure
 from headwater.core.files import disk_errors
 from headwater.core.streams import Event
-from headwater.core.threads import single_core_pool
+from headwater.core.worker_pools import WorkerPool, single_core_pool
 from headwater.plan.memory.activations import OFFLOAD_BLOCK_BYTES, OFFLOAD_WINDOW_BYTES, OFFLOAD_WRITERS
 from headwater.plan.types import Plan
 from headwater.plan.writes import changed_in_place
@@ -235,6 +234,7 @@ class DiskOffload(Offload):
         self._back: weakref.WeakSet[_OnDisk] = weakref.WeakSet()
 
     def move(self, tensor: torch.Tensor) -> Moved:
+        self._writers.check_process()  # before the bytes are counted: they would never leave the window
         num_bytes = tensor.untyped_storage().nbytes()
         # This blocks before the write is queued: an unlimited queue would keep all activations in memory.
         self._leaving.enter(num_bytes)
@@ -295,7 +295,7 @@ class _OnDisk(Moved):
         was_used: true after backward has used the bytes.
     """
 
-    def __init__(self, owner: DiskOffload, tensor: torch.Tensor, path: Path, writers: ThreadPool) -> None:
+    def __init__(self, owner: DiskOffload, tensor: torch.Tensor, path: Path, writers: WorkerPool) -> None:
         super().__init__()
         self._owner = owner
         self._path = path

@@ -70,20 +70,20 @@ class Packing:
         checkpoint that recomputes a divided block: if the checkpoint kept weights, all parts of the block
         would stay in slabs until the end of the block's backward.
         """
-        around = ExitStack()
-        if stages:
-            around.callback(setattr, self, "_stage", self._stage)
-            self._stage = stages[-1]
-        # torch.func does not allow saved-tensor hooks. For moving weights see `refuse_moving_weights`.
-        if torch.is_grad_enabled() and not in_derivative():
-            if not self._is_done_around(stages):
-                hooks = without_weights(self._handle_of, self._resolve, self._move_out, self.mark)
-                around.enter_context(hooks)
-            # A module without a stage is left out: the recipes there could need weights of several stages.
-            is_selective = self._policies[self._stage] is Activations.SELECTIVE
-            if self._selection is not None and stages and is_selective:
-                around.enter_context(self._selection.watching())
-        self._around_modules.append(around)
+        with ExitStack() as around:
+            if stages:
+                around.callback(setattr, self, "_stage", self._stage)
+                self._stage = stages[-1]
+            # torch.func does not allow saved-tensor hooks. For moving weights see `refuse_moving_weights`.
+            if torch.is_grad_enabled() and not in_derivative():
+                if not self._is_done_around(stages):
+                    hooks = without_weights(self._handle_of, self._resolve, self._move_out, self.mark)
+                    around.enter_context(hooks)
+                # A module without a stage is left out: recipes could need weights of several stages there.
+                is_selective = self._policies[self._stage] is Activations.SELECTIVE
+                if self._selection is not None and stages and is_selective:
+                    around.enter_context(self._selection.watching())
+            self._around_modules.append(around.pop_all())  # not reached if the user has disabled such hooks
 
     def _is_done_around(self, stages: Sequence[int]) -> bool:
         """True if the hooks of an enclosing module already replace what a module with these stages saves."""

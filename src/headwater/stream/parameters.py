@@ -118,7 +118,7 @@ class ParameterAtRest(AtRest, NotTraced, nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             like = torch.empty((), dtype=self.home.spec.dtype, device=self.device)
             consumed = stand_in(ConsumedGradient, self.shape, like)
-        consumed.home = self.home
+        consumed.param, consumed.home_at_step = self, self.home
         consumed.number = self.home.store.gradients.status.consumed[self.home.key]
         return consumed
 
@@ -150,7 +150,7 @@ class ParameterAtRest(AtRest, NotTraced, nn.Parameter):
                 return func(*args, **kwargs)
             if func in LIKE_ANOTHER and args[0] is args[-1]:
                 return view_like_itself(func, args[0])
-            if func is torch.Tensor.detach and becomes_parameter(sys._getframe(1)):
+            if func is torch.Tensor.detach and becomes_parameter():
                 return new_parameter(args[0], args[0])
             if func is torch.Tensor.detach:
                 return DetachedAtRest.of(args[0])
@@ -269,12 +269,19 @@ class ConsumedGradient(WithoutValues):
     It can be dropped, overwritten, or converted to the dtype, device and layout that it has.
 
     Attributes:
-        home: the place of the parameter in the store.
+        param: the parameter.
+        home_at_step: the place of the parameter in the store when the step had consumed the gradient.
         number: tells it from gradients of the same parameter that other steps have consumed.
     """
 
-    home: Home
+    param: ParameterAtRest
+    home_at_step: Home
     number: int
+
+    @property
+    def home(self) -> Home:
+        """The place of the parameter in its present store, or in its last store after its release."""
+        return getattr(self.param, "home", self.home_at_step)
 
     @property
     def is_present(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, final
@@ -10,11 +9,10 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from headwater.core.buffers import aligned_empty
-from headwater.core.errors import StreamError
 from headwater.core.recorder import FETCH, RECORDER
 from headwater.core.stage import StageSpec
 from headwater.core.streams import REACHED, Event
-from headwater.core.threads import update_pool
+from headwater.core.worker_pools import update_pool
 from headwater.stream.device import Device
 from headwater.stream.slabs import SlabDirectory, SlabPool, Want, reason
 
@@ -53,10 +51,8 @@ class SlabLoader:
         self._unlock = device.page_lock([] if self._staging is None else [self._staging])
         self._stream = device.new_stream()
         self._last_copy: Event = REACHED
-        self._thread = update_pool(
-            "headwater-fetch", on_cpu=device.reads_host
-        )  # this thread updates stages too
-        self._process = os.getpid()
+        # This thread updates stages too.
+        self._thread = update_pool("headwater-fetch", on_cpu=device.reads_host)
         self._thread.submit(device.enter_thread)
 
     def start(self, index: int, want: Want) -> Future[Event]:
@@ -70,14 +66,8 @@ class SlabLoader:
             when the stage is in the slab.
 
         Raises:
-            StreamError: in a fork of the process. It lacks the thread, so the future would never be done.
+            StreamError: in a fork of the process, which lacks the thread.
         """
-        if os.getpid() != self._process:
-            raise StreamError(
-                "expected a call of the model in the process that made its plan, got one in a fork of it, "
-                "which lacks the threads that fetch weights",
-                remedy="call the model in the first process, or give the fork a plain model with its values",
-            )
         # The number is read here, on the compute thread: later commits must not be applied by this load.
         up_to = self._store.ledger.num_commits
         return self._thread.submit(self._load, index, want, up_to, self._device.compute.record())

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from headwater.core.busy import NOTHING_BUSY, Bound, BusyTimes, busy_times
 from headwater.core.errors import HeadwaterError, NonFiniteError
 from headwater.core.recorder import COMPUTE, GRADIENT, RECORDER
 from headwater.fabric.fabric import Fabric
@@ -32,16 +30,12 @@ class StepReport:
         gradient_norm: global 2-norm before clipping.
         applied: false if the step was skipped because its gradient was not finite.
         statistics: counts of the data that the step moved.
-        step_s: duration in seconds.
-        times: seconds of the step by kind of work.
     """
 
     loss: float
     gradient_norm: float
     applied: bool
     statistics: StreamStatistics
-    step_s: float
-    times: BusyTimes = NOTHING_BUSY
 
 
 class TrainStep:
@@ -53,7 +47,6 @@ class TrainStep:
         buffers: the model's buffers; a failed step leaves them unchanged.
         micro_batches: computes the losses.
         fabric: the ranks.
-        fetches: the resource that limits a fetch; see `busy_times`.
     """
 
     def __init__(
@@ -63,14 +56,12 @@ class TrainStep:
         buffers: Buffers,
         micro_batches: MicroBatches,
         fabric: Fabric,
-        fetches: Bound = "memory",
     ) -> None:
         self._store = store
         self._executor = executor
         self._buffers = buffers
         self._micro_batches = micro_batches
         self._fabric = fabric
-        self._fetches = fetches
 
     def run(
         self,
@@ -80,23 +71,8 @@ class TrainStep:
         loss_weights: Sequence[float] | None,
     ) -> StepReport:
         """Run one step, after `WeightStore.begin_step`; see `Engine.train_step`."""
-        begin = time.perf_counter_ns()
-        with RECORDER.span(COMPUTE):
-            report = self._run(batches, update, before_commit, loss_weights)
-        end = time.perf_counter_ns()
-        thread = RECORDER.lane().thread
-        times = busy_times(RECORDER.events(begin, end), begin, end, thread, self._fetches)
-        return dataclasses.replace(report, step_s=1e-9 * (end - begin), times=times)
-
-    def _run(
-        self,
-        batches: Sequence[Any],
-        update: Update,
-        before_commit: Callable[[Update], None],
-        loss_weights: Sequence[float] | None,
-    ) -> StepReport:
-        statistics = self._executor.begin(len(batches))
-        with ExitStack() as unless_applied:
+        with RECORDER.span(COMPUTE), ExitStack() as unless_applied:
+            statistics = self._executor.begin(len(batches))
             # The forward may put values into BatchNorm statistics that are not finite.
             unless_applied.callback(self._buffers.remember())
             loss, refusal = self._accumulate(batches, update, loss_weights)
@@ -112,7 +88,6 @@ class TrainStep:
             gradient_norm=committed.gradient_norm,
             applied=committed.applied,
             statistics=statistics,
-            step_s=0.0,
         )
 
     def _accumulate(

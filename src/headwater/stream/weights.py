@@ -310,12 +310,14 @@ class SlabWeights(WeightsInSlabs):
         if slab.stage is not None:
             # The former stage must be gone before the loader overwrites its bytes.
             self._resident.pop(slab.stage, None)
-        slab.stage, slab.version = stage, self._store.version(stage)
+        version = self._store.version(stage)
+        slab.stage, slab.version = stage, NO_VERSION  # until the copy begins, which a fork refuses
         self._resident[stage] = slab
         # Other ranks must not find the former stage while its bytes are overwritten.
         self._directory.withdraw(slab.index)
         self.statistics.bytes_in += self._stages[stage].slab_bytes
-        slab.ready = self._loader.start(slab.index, Want(stage, slab.version))
+        slab.ready = self._loader.start(slab.index, Want(stage, version))
+        slab.version = version
 
     def _serve(self) -> None:
         """Start to fetch the stages that other ranks request. Runs on the thread of the server."""

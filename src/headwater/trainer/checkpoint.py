@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwater.core.errors import ConfigError, CorruptError, HeadwaterError, StoreError
+from headwater.core.errors import ConfigError, CorruptError, HeadwaterError, ModelError, StoreError
 from headwater.core.files import disk_errors, is_damage
+from headwater.core.safetensors import can_hold
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.store.checkpoint_files import write_first
 from headwater.store.checkpoint_folder import retire
@@ -213,6 +214,22 @@ class CheckpointManager:
         later = [path for path in complete_checkpoints(self.model_dir) if step_of(path) >= step]
         with disk_errors(self.model_dir):
             return [path.rename(_unused_name(path)) for path in later if path.resolve() != kept]
+
+
+def check_tensors(model: nn.Module) -> None:
+    """Check that checkpoints can hold the parameters and persistent buffers of a model.
+
+    Raises:
+        ModelError: if one of them has a dtype or a layout that the files of a checkpoint cannot have.
+    """
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model).items()):
+        if not can_hold(tensor):
+            raise ModelError(
+                f"expected dense tensors of common dtypes, found one of {tensor.layout} and {tensor.dtype}, "
+                "which no checkpoint can hold",
+                where=f"{type(model).__name__}.{name}",
+                remedy="use another dtype; register a buffer that need not be saved with persistent=False",
+            )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from headwater.core.checked_files import OTHER_COPY
 from headwater.core.errors import CorruptError, DataError
 from headwater.core.files import why_unreadable
+from headwater.core.safetensors import can_hold
 
 STATE_FILE = "trainer.json"
 STATE_TENSORS_FILE = "trainer.safetensors"
@@ -37,6 +38,9 @@ def _split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Return `value` with its tensors replaced by their names, and move the tensors to `tensors`."""
     match value:
         case torch.Tensor():
+            if not can_hold(value):
+                kind = f"a tensor of {value.layout} and {value.dtype}"
+                raise _unsaveable("dense tensors of common dtypes", kind, name)
             # safetensors refuses tensors that share memory or are not contiguous.
             tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             return {_TENSOR_KEY: name}

@@ -24,7 +24,7 @@ from headwater.plan.report import render_plan
 from headwater.plan.types import Plan
 from headwater.sparsity.sparsifier import Sparsifier
 from headwater.trainer.callback import ValidateEnd
-from headwater.trainer.checkpoint import CheckpointManager
+from headwater.trainer.checkpoint import CheckpointManager, check_tensors
 from headwater.trainer.checkpoint_inspection import complete_checkpoints
 from headwater.trainer.datasets import errors_of, open_data
 from headwater.trainer.engines import open_engine, open_loaded, trained_model
@@ -124,6 +124,7 @@ def fit_job(
     with lock:
         if leads:
             run_dir.check()
+            check_tensors(job.trainable.model)
             import_packages(init)
         checkpoints = CheckpointManager(init.model_dir, init.keep_checkpoints)
 

@@ -6,10 +6,11 @@ import abc
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import final
 
 from headwater.core.recorder import GRADIENT, RECORDER
+from headwater.core.worker_pools import WorkerPool
 
 
 class Additions(abc.ABC):
@@ -95,7 +96,7 @@ class AdditionThread(Additions):
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwater-reduce")
+        self._thread = WorkerPool(1, "headwater-reduce")
         self._waiting: deque[tuple[Future[None], int]] = deque()  # additions, with the bytes of each gradient
         self._waiting_bytes = 0
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import final
 
 import torch
 
 from headwater.core.stage import ParamKey, StageSpec
+from headwater.core.worker_pools import WorkerPool
 from headwater.fabric.fabric import Board, Fabric
 from headwater.store.gradients.exchange import Exchange, Runs
 from headwater.store.gradients.norms import gradient_norm
@@ -50,7 +51,7 @@ class StageExchange:
         self._exchanged = Board(fabric, len(stages))  # by stage, the step whose sums are those of all hosts
         # Squares of the norms of the elements that this host updates.
         self._squares = torch.zeros(len(sums.keys), dtype=torch.float64)
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="headwater-exchange")
+        self._sender = WorkerPool(1, "headwater-exchange")
         self._sending: list[Future[None]] = []
 
     def start(self, step: int, micro_batch: int) -> None:

@@ -89,6 +89,24 @@ class GradientStatus:
         for key in keys:
             self.consumed[key] = self.overwritten.pop(key, self._num_consumed)
 
+    def take_over(self, key: ParamKey, before: GradientStatus, there: ParamKey) -> None:
+        """Copy what is known of the last sum of a parameter from the status of another store.
+
+        Consumed sums keep their numbers: tensors that the loop got after the step still refer to them.
+
+        Args:
+            key: the parameter in the store of this status.
+            before: the status of the other store.
+            there: the same parameter in the other store.
+        """
+        self._num_consumed = max(self._num_consumed, before._num_consumed)
+        if there in before.consumed:
+            self.consumed[key] = before.consumed[there]
+        if there in before.overwritten:
+            self.overwritten[key] = before.overwritten[there]
+        if there in before.sparse:
+            self.sparse.add(key)
+
     def overwrite_consumed(self, key: ParamKey, number: int) -> None:
         """Record that the loop has written new values into a consumed sum, which is present again."""
         self.overwritten[key] = number
