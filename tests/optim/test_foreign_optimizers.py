@@ -256,6 +256,104 @@ class TakesAnyOption(torch.optim.Optimizer):
                     param.sub_(total, alpha=group["lr"] * self.scale)
 
 
+BUILT = []
+NORMS = []
+CONSTANTS = {}
+COUNT = 0
+
+
+class CountsGlobally(Plain):
+    """Counts its steps in a variable of the Python module, and divides by the count."""
+
+    def step(self):
+        global COUNT
+        COUNT += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.div_(COUNT)
+        super().step()
+
+
+class CountsOnClass(Plain):
+    """Counts its steps in an attribute of its class, without an effect on the results."""
+
+    steps = 0
+
+    def step(self):
+        type(self).steps += 1
+        super().step()
+
+
+class Logs(Plain):
+    """Writes the norms of gradients to a list, in a method that `step` calls."""
+
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.log(param.grad)
+        super().step()
+
+    def log(self, gradient):
+        NORMS.append(gradient.norm().item())
+
+
+class CachesConstants(Plain):
+    """Computes a constant for each shape once."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    size = CONSTANTS.setdefault(param.shape, param.numel() ** 0.5)
+                    param.sub_(param.grad, alpha=group["lr"] / size)
+
+
+class Listed(Plain):
+    """Adds an entry to a list for each object."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        BUILT.append(type(self))
+
+
+def test_a_trial_undoes_what_a_step_changes_outside_of_the_optimizer():
+    for make in (CountsGlobally, CountsOnClass, Logs):
+        optimizer = make(params())
+        with pytest.raises(ConfigError):
+            OptimizerSpec.of(optimizer)
+    assert COUNT == CountsOnClass.steps == 0
+    assert not NORMS
+
+
+def test_a_trial_undoes_what_a_constructor_changes():
+    OptimizerSpec.of(Listed(params()))
+    assert len(BUILT) == 1
+
+
+def test_a_step_may_fill_a_cache_of_constants():
+    OptimizerSpec.of(CachesConstants(params()))
+    assert not CONSTANTS
+
+
+def test_a_step_may_call_a_function_that_torch_has_compiled():
+    @torch.compile(backend="eager")
+    def scaled(value):
+        return value * 0.5
+
+    class Compiled(Plain):
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.sub_(scaled(param.grad), alpha=group["lr"])
+
+    OptimizerSpec.of(Compiled(params()))
+
+
 def test_an_optimizer_that_takes_any_option_is_built_again_with_its_options():
     spec = OptimizerSpec.of(TakesAnyOption(params(), momentum=0.9))
     assert spec.kwargs == {"lr": 0.1, "momentum": 0.9}
@@ -272,6 +370,9 @@ def test_an_optimizer_that_takes_any_option_is_built_again_with_its_options():
         (CountsInGroup, "depends on other parameters, or on data outside `optimizer.state`"),
         (CountsAlone, "depends on other parameters, or on data outside `optimizer.state`"),
         (NumbersGroups, "depends on other parameters, or on data outside `optimizer.state`"),
+        (CountsGlobally, "depends on other parameters, or on data outside `optimizer.state`"),
+        (CountsOnClass, "its step changes variables or objects outside of `optimizer.state`"),
+        (Logs, "its step changes variables or objects outside of `optimizer.state`"),
         (ScalesByAttribute, "its step reads the attribute 'lr_scale' of parameters"),
         (Draws, "its step draws random numbers"),
         (lambda p: KeepsArgument(p, clip=0.5), "its attribute 'clip' is not determined by its defaults"),

@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 from collections import UserDict, UserList
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -181,6 +181,14 @@ def effects_undone(model: nn.Module, arguments: Sequence[Any] = ()) -> Iterator[
         StreamError: if an iterator has advanced that cannot go back.
     """
     before = PythonState.of(model, arguments)
+    with undone(before):
+        yield
+    before.refuse_advanced_iterators()
+
+
+@contextmanager
+def undone(before: PythonState) -> Iterator[None]:
+    """Enter a context. At its end, restore a state that was recorded immediately before it."""
     # Not by their versions: a dry run counts changes by fake tensors, which change no values.
     values = copies_of([tensor for tensor in before.large_tensors if tensor.nbytes <= _LARGEST_COPIED_ONCE])
     try:
@@ -189,7 +197,25 @@ def effects_undone(model: nn.Module, arguments: Sequence[Any] = ()) -> Iterator[
         before.put_back()
         before.clear_grown_caches()
         put_back(values)
-    before.refuse_advanced_iterators()
+
+
+def reached_from_class(cls: type, others: Iterable[Any] = ()) -> PythonState:
+    """Record the state of all objects that the methods of a class, or other objects, reach.
+
+    Args:
+        cls: the class. Methods of torch's and Python's classes among its bases are left out.
+        others: objects that the methods use, such as arguments of the constructor.
+    """
+    state = PythonState()
+    state.visit(cls, _DEEPEST)
+    for base in cls.__mro__:
+        for attribute in vars(base).values():
+            method = getattr(attribute, "fget", getattr(attribute, "__func__", attribute))
+            if isinstance(method, FunctionType):
+                state.visit(method, _DEEPEST)
+    for value in others:
+        state.visit(value, _DEEPEST)
+    return state
 
 
 def refuse_changed_tensors(versions: list[tuple[torch.Tensor, int]]) -> None:

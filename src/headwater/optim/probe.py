@@ -4,17 +4,19 @@
 The weight store runs a step with an object that was built from the arguments of the user's optimizer. It has
 one parameter group, and bare tensors instead of the user's parameters. So a step may depend on the gradient,
 the state and the options of one parameter, and on nothing else. The trial also refuses what does not change
-the results of a few steps: attributes of parameters, random numbers, counts on the object and in its groups.
+the results of a few steps: attributes of parameters, random numbers, counts on the object and in its groups,
+and changes of variables and objects outside of the optimizer. What the trial changes there is undone.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from headwater.core.effects import PythonState, reached_from_class, undone
 from headwater.core.errors import ConfigError
 from headwater.core.random_states import DEFAULTS, set_state, state_of
 from headwater.optim.attributes import copied, is_same, own_attributes
@@ -34,7 +36,9 @@ STATE_REMEDY = (
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-def check_streamable(name: str, build: Build) -> None:
+def check_streamable(
+    name: str, build: Build, cls: type[torch.optim.Optimizer], arguments: Iterable[Any] = ()
+) -> None:
     """Raise unless the optimizer's results stay bit-identical when it updates one parameter at a time.
 
     Small parameters are trained in two ways. First together, by one optimizer. Then one at a time, as the
@@ -44,10 +48,27 @@ def check_streamable(name: str, build: Build) -> None:
     Args:
         name: name of the optimizer, for errors.
         build: constructs the optimizer for a list of parameters.
+        cls: the class of the optimizer.
+        arguments: the values of the constructor's arguments.
 
     Raises:
-        ConfigError: if the results differ, the update fails, its state cannot be saved, or the step uses
-            anything else.
+        ConfigError: if the results differ, the update fails, its state cannot be saved, or the step uses or
+            changes anything else.
+    """
+    with undone(reached_from_class(cls, arguments)):
+        _try_out(name, build, lambda: reached_from_class(cls, arguments))
+
+
+def _try_out(name: str, build: Build, reached: Callable[[], PythonState]) -> None:
+    """Do the work of `check_streamable`.
+
+    Args:
+        name: name of the optimizer, for errors.
+        build: constructs the optimizer for a list of parameters.
+        reached: returns the present state of the objects that the optimizer's methods reach.
+
+    Raises:
+        ConfigError: see `check_streamable`.
     """
     generators = (torch.default_generator, *DEFAULTS)
     random_states = [state_of(generator) for generator in generators]
@@ -57,6 +78,7 @@ def check_streamable(name: str, build: Build) -> None:
         _divide_group(joint)
         fixed = _fixed_values(joint)
         _train_jointly(joint, watched)
+        outside = reached()  # only now: the first steps may fill caches and create constants
         values, states, shapes = _train_singly(single)
     except Exception as error:  # the user's class can raise any exception
         if isinstance(error, ConfigError):
@@ -77,6 +99,8 @@ def check_streamable(name: str, build: Build) -> None:
     if not all(map(torch.equal, watched, values)) or not is_same(_fixed_values(joint), fixed):
         why = "the update of a parameter depends on other parameters, or on data outside `optimizer.state`"
         raise refusal(name, why)
+    if not outside.is_present():
+        raise refusal(name, "its step changes variables or objects outside of `optimizer.state`")
     asked = sorted({name for param in watched for name in getattr(param, "asked_for", ())})
     if asked:
         raise refusal(name, f"its step reads the attribute {asked[0]!r} of parameters")
@@ -123,16 +147,26 @@ def _fixed_values(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     return copied(own_attributes(optimizer)), copied(groups)
 
 
-def check_closure(name: str, build: Build) -> None:
+def check_closure(
+    name: str, build: Build, cls: type[torch.optim.Optimizer], arguments: Iterable[Any] = ()
+) -> None:
     """Raise unless a step with a closure equals the call of the closure, followed by a step without it.
 
     Args:
         name: name of the optimizer, for errors.
         build: constructs the optimizer, which `check_streamable` has accepted, for a list of parameters.
+        cls: the class of the optimizer.
+        arguments: the values of the constructor's arguments.
 
     Raises:
         ConfigError: if the step calls the closure several times, or uses old gradients or the loss.
     """
+    with undone(reached_from_class(cls, arguments)):
+        _try_out_with_closure(name, build)
+
+
+def _try_out_with_closure(name: str, build: Build) -> None:
+    """Do the work of `check_closure`."""
     one, other = ([torch.nn.Parameter(value) for value in _values()] for _ in range(2))
     with_closure, without = build(one), build(other)
     calls = []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from headwater.core.effects import reached_from_class, undone
 from headwater.core.errors import ConfigError
 from headwater.core.modes import apart_from_modes
 from headwater.optim.attributes import is_same, own_attributes
@@ -72,7 +74,7 @@ class OptimizerSpec:
         if self.foreign_class is None:
             find_optimizer(self.name)
         else:
-            check_streamable(self.name, self.build)
+            check_streamable(self.name, self.build, self.foreign_class, self.kwargs.values())
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, device: str = "cpu") -> OptimizerSpec:
@@ -106,7 +108,7 @@ class OptimizerSpec:
     def check_closure(self) -> None:
         """Raise `ConfigError` if a step with a closure needs more than the gradients that it computes."""
         if self.foreign_class is not None:
-            check_closure(self.name, self.build)
+            check_closure(self.name, self.build, self.foreign_class, self.kwargs.values())
 
     def with_numbers(self) -> OptimizerSpec:
         """Return the spec with numbers instead of tensors, which cannot be compared during a dry run."""
@@ -188,7 +190,10 @@ class OptimizerSpec:
         """Raise if an optimizer from `build` would not have the defaults and attributes of `optimizer`."""
         wanted = _formula_options(optimizer.defaults)
         # A matrix: Muon refuses parameters of other dimensions.
-        trial = self.build([torch.nn.Parameter(torch.zeros(2, 2))], to_compile=False)
+        matrix = torch.nn.Parameter(torch.zeros(2, 2))
+        foreign = self.foreign_class
+        with undone(reached_from_class(foreign, self.kwargs.values())) if foreign else nullcontext():
+            trial = self.build([matrix], to_compile=False)
         rebuilt = _formula_options(trial.defaults)
         for key, value in wanted.items():
             if rebuilt.get(key) != value:
