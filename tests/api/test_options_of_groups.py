@@ -3,6 +3,7 @@
 import io
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from any_loop import Place, assert_equal, check
@@ -295,3 +296,80 @@ def test_validate_only_accepts_a_tensor_learning_rate():
     optimizers = [torch.optim.Adam(model.parameters(), lr=lr) for lr in (0.01, torch.tensor(0.01))]
     reports = [cstorch.validate_only(model, inputs(0), optimizer=each) for each in optimizers]
     assert reports[0].state_bytes == reports[1].state_bytes > 0
+
+
+class Settings:
+    """An object with settings, which the loop changes."""
+
+    def __init__(self):
+        self.scales = {"scale": 1.0}
+
+
+SHARED = Settings()
+
+
+class Scaled(torch.optim.Optimizer):
+    """Multiplies the learning rate by the factors in its options and attributes."""
+
+    def __init__(self, params, lr=0.05, kind="dictionary"):
+        options = {
+            "dictionary": {"scale": 1.0},
+            "list in a dictionary": {"scales": [1.0]},
+            "array": numpy.ones(2),
+            "object": Settings(),
+            "attribute": None,
+        }
+        super().__init__(params, {"lr": lr, "kind": kind, "factor": options[kind]})
+        self.settings = SHARED
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    factor = factor_in(group["kind"], group["factor"], self.settings)
+                    param.sub_(param.grad, alpha=group["lr"] * factor)
+
+
+def factor_in(kind, option, settings):
+    if kind == "attribute":
+        return settings.scales["scale"]
+    if kind == "object":
+        return option.scales["scale"]
+    if kind == "array":
+        return float(option[0])
+    return option["scale"] if kind == "dictionary" else option["scales"][0]
+
+
+def halve(kind, option):
+    if kind in ("attribute", "object"):
+        (SHARED if kind == "attribute" else option).scales["scale"] *= 0.5
+    elif kind == "array":
+        option *= 0.5
+    elif kind == "dictionary":
+        option["scale"] *= 0.5
+    else:
+        option["scales"][0] *= 0.5
+
+
+@pytest.mark.filterwarnings("ignore::headwater.api.loop_steps.LoopStepWarning")
+@pytest.mark.parametrize("plan", ["memory", "disk"])
+@pytest.mark.parametrize("kind", ["dictionary", "list in a dictionary", "array", "object", "attribute"])
+def test_containers_and_objects_have_their_values_of_the_step(kind, plan, tmp_path):
+    def script(place):
+        SHARED.scales["scale"] = 1.0
+        model = place.compile(stack(SMALL))
+        optimizer = Scaled(model.parameters(), kind=kind)
+        losses = []
+        for number in range(3):
+            losses.append(one_step(model, optimizer, number))
+            halve(kind, optimizer.param_groups[0]["factor"])
+        return losses, model
+
+    check(script, plan, tmp_path)
+
+
+def test_an_optimizer_with_an_object_as_option_runs_in_the_store(recwarn):
+    model = cstorch.compile(stack(SMALL), cstorch.backend("CSX"))
+    one_step(model, Scaled(model.parameters(), kind="object"), 0)
+    assert not [each for each in recwarn if "steps in your loop" in str(each.message)]

@@ -540,6 +540,11 @@ def _is_foreign(value: Any) -> bool:
     return _is_of_foreign(getattr(getattr(value, "__func__", value), "__module__", None))
 
 
+def keeps_state(value: object) -> bool:
+    """True for an object of a user's class, or of a class of Python that only holds attributes."""
+    return isinstance(value, _HOLDERS) or not (isinstance(value, type) or _is_foreign(type(value)))
+
+
 def _is_followed(function: FunctionType) -> bool:
     """True for a function that is not of an installed library, but of the user."""
     return not _is_of_library(function.__module__)

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from headwater.core.effects import keeps_state
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+_WITH_PARAMETERS = (torch.nn.Module, torch.optim.Optimizer, LRScheduler)
+"""Classes of objects that are not copied, because they refer to the parameters of the user."""
+
+_DEEPEST = 4
+"""Number of references that a copy follows: to a list, an object in it, its dictionary, a list in it."""
+
+_LARGEST = 1000
+"""Larger containers are not copied."""
 
 _SET_BY_TORCH = frozenset({"step", "found_inf", "grad_scale", "_opt_called", "_step_supports_amp_scaling"})
 """Attributes that schedulers and `GradScaler` set on any optimizer."""
@@ -29,27 +43,95 @@ def _of_torch() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """True if two attributes are one object, or equal values of plain types. Other objects may change."""
+def is_same(one: Any, other: Any, depth: int = 3 * _DEEPEST) -> bool:
+    """True if two attributes are one object or have equal content.
+
+    Args:
+        one: an attribute.
+        other: another one, or a copy.
+        depth: number of references to follow. An object may refer to itself.
+    """
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, np.ndarray | np.generic):
+        return bool(one.dtype == other.dtype and np.array_equal(one, other))
+    if isinstance(one, _PLAIN):
+        return bool(one == other)
+    if depth == 0:
+        return False
+    if isinstance(one, list | tuple | deque):
+        same_items = len(one) == len(other) and all(
+            is_same(*pair, depth - 1) for pair in zip(one, other, strict=True)
+        )
+        return same_items and _has_same_attributes(one, other, depth)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
-    return isinstance(one, _PLAIN) and bool(one == other)
+        same_items = one.keys() == other.keys() and all(
+            is_same(value, other[key], depth - 1) for key, value in one.items()
+        )
+        return same_items and _has_same_attributes(one, other, depth)
+    if isinstance(one, set):
+        return bool(one == other)
+    return _is_copied(one) and _has_same_attributes(one, other, depth)
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of an attribute that does not change if its tensors or containers change later."""
+def _has_same_attributes(one: Any, other: Any, depth: int) -> bool:
+    return is_same(getattr(one, "__dict__", None), getattr(other, "__dict__", None), depth)
+
+
+def copied(value: Any, depth: int = _DEEPEST, made: dict[int, Any] | None = None) -> Any:
+    """Return a copy of an attribute or an option, which later changes of the original leave as it is.
+
+    Tensors, arrays, containers and objects of a user's classes are copied, and what they contain. Other
+    objects are returned themselves: functions, modules, parameters, containers of more than 1,000 items.
+
+    Args:
+        value: the attribute.
+        depth: number of references to follow.
+        made: the copies that this call has made, by the identity of the original.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    made = {} if made is None else made
+    if id(value) not in made:
+        made[id(value)] = value  # an object may refer to itself through others that are not copied
+        made[id(value)] = _copy_of(value, depth, made)
+    return made[id(value)]
+
+
+def _copy_of(value: Any, depth: int, made: dict[int, Any]) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
-    if type(value) is dict:
-        return {key: copied(item) for key, item in value.items()}
-    return copy.copy(value) if isinstance(value, dict | list | set) else value
+        return value if isinstance(value, torch.nn.Parameter) else value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if depth == 0 or not _is_copied(value):
+        return value
+    if type(value) is tuple:
+        return tuple(copied(item, depth - 1, made) for item in value)
+    try:
+        copy_ = copy.copy(value)
+    except Exception:  # noqa: BLE001 - the user's class can raise any exception
+        return value
+    if copy_ is value:  # such as the member of an enumeration
+        return value
+    made[id(value)] = copy_
+    if isinstance(copy_, list | deque):
+        for index, item in enumerate(value):
+            copy_[index] = copied(item, depth - 1, made)
+    elif isinstance(copy_, dict):
+        for key, item in value.items():
+            dict.__setitem__(copy_, key, copied(item, depth - 1, made))
+    attributes = getattr(copy_, "__dict__", {})
+    for name, item in list(attributes.items()):
+        attributes[name] = copied(item, depth - 1, made)
+    return copy_
+
+
+def _is_copied(value: Any) -> bool:
+    """True if an object may be copied: it is a container of a usual size, or of a user's class."""
+    if isinstance(value, list | tuple | deque | dict | set):
+        return len(value) <= _LARGEST
+    return keeps_state(value) and not isinstance(value, _WITH_PARAMETERS)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from headwater.core.effects import reached_from_class, undone
 from headwater.core.errors import ConfigError
 from headwater.core.modes import apart_from_modes
-from headwater.optim.attributes import is_same, own_attributes
+from headwater.optim.attributes import copied, is_same, own_attributes
 from headwater.optim.catalog import (
     FUSED,
     OptimizerClass,
@@ -59,6 +59,8 @@ class OptimizerSpec:
         no_decay: true for the parameters, by name and shape, that get no weight decay.
         lr_scale: returns the factor on the learning rate of a parameter, by name (muP).
         foreign_class: the class, if it is neither torch's nor Headwater's.
+        shared: attributes of the user's optimizer that every object of the class has, as they were when the
+            spec was made. They may change before an update runs.
 
     Raises:
         ConfigError: if the optimizer is unknown, or cannot update one parameter at a time.
@@ -69,6 +71,7 @@ class OptimizerSpec:
     no_decay: Callable[[str, tuple[int, ...]], bool] | None = None
     lr_scale: Callable[[str], float] | None = None
     foreign_class: OptimizerClass | None = None
+    shared: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.foreign_class is None:
@@ -180,11 +183,13 @@ class OptimizerSpec:
             listed = [_with_list(entry) for entry in params]
             if self.is_fused_on(_device(listed)):
                 kwargs["fused"] = True
-            return make(listed, **kwargs)
+            optimizer = make(listed, **kwargs)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.name} cannot be built: {error}", remedy="correct the optimizer's arguments"
             ) from error
+        vars(optimizer).update({name: copied(value) for name, value in self.shared.items()})
+        return optimizer
 
     def _check_same_object(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer from `build` would not have the defaults and attributes of `optimizer`."""
@@ -196,7 +201,7 @@ class OptimizerSpec:
             trial = self.build([matrix], to_compile=False)
         rebuilt = _formula_options(trial.defaults)
         for key, value in wanted.items():
-            if rebuilt.get(key) != value:
+            if not is_same(rebuilt.get(key), value):
                 why = f"its option {key!r} is not an argument of its constructor, so it cannot be built again"
                 raise refusal(self.name, why)
         if self.foreign_class is None:
@@ -206,6 +211,8 @@ class OptimizerSpec:
             if key not in built or not is_same(value, built[key]):
                 why = f"its attribute {key!r} is not determined by its defaults, so it cannot be built again"
                 raise refusal(self.name, why)
+            if built[key] is value and (now := copied(value)) is not value:
+                self.shared[key] = now
 
 
 NO_UPDATES = OptimizerSpec("SGD", {"lr": 0.0})
@@ -216,8 +223,8 @@ def group_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     """Return the options of an optimizer's parameter group, as `UpdateRule.apply` expects them.
 
     Entries that the optimizer does not read (tags, names, factors) are dropped. A user's class may read any
-    entry. Tensors are copied, because a scheduler changes them in place. They stay tensors, because
-    optimizers compute with them in their dtype.
+    entry. Tensors, containers and objects of a user's class are copied, because they may change before the
+    update runs. Tensors stay tensors, because optimizers compute with them in their dtype.
     """
     if is_known(type(optimizer)):
         return _formula_options({key: group[key] for key in optimizer.defaults if key in group})
@@ -257,7 +264,7 @@ def _formula_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
-    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
+    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else copied(value)
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
