@@ -73,3 +73,41 @@ def test_in_place_changes_with_gradients_enabled_are_refused(options):
         model_of(None)[0].weight.add_(1)
     with pytest.raises(StreamError, match="changed in place"):
         model_of(options)[0].weight.add_(1)
+
+
+def fused_adamw(model, weights_of=list):
+    """Run a step of torch's fused kernel, which does not count its changes in the version of a tensor."""
+    weights = weights_of(model.parameters())
+    gradients = [torch.full(weight.shape, 0.5) for weight in weights]
+    averages, squares = ([torch.zeros(weight.shape) for weight in weights] for _ in range(2))
+    steps = [torch.tensor(1.0) for _ in weights]
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+    with torch.no_grad():
+        torch._fused_adamw_(
+            weights, gradients, averages, squares, [], steps, amsgrad=False, maximize=False, **numbers
+        )
+
+
+@pytest.mark.parametrize("options", PLANS, ids=["memory", "slabs"])
+def test_fused_kernels_of_torch_write_to_a_parameter(options):
+    assert_same_after(fused_adamw, options)
+    assert_same_after(lambda m: fused_adamw(m, lambda ps: [p.detach() for p in ps]), options)
+    assert_same_after(lambda m: fused_adamw(m, lambda ps: [p[:2] for p in ps]), options)
+
+
+def test_an_operation_that_declares_its_change_writes_to_a_parameter():
+    library = torch.library.Library("declared_changes", "DEF")
+    library.define("halve_(Tensor(a!) values) -> ()")
+
+    def halve_(values):
+        values.numpy()[:] *= 0.5
+
+    library.impl("halve_", halve_, "CPU")
+
+    def change(model):
+        for operator in (torch.ops.declared_changes.halve_, torch.ops.declared_changes.halve_.default):
+            operator(model[0].weight.detach())
+            operator(values=model[2].weight.data[1])
+
+    for options in PLANS:
+        assert_same_after(change, options)

@@ -29,6 +29,7 @@ from headwater.core.uncompiled import uncompiled
 from headwater.plan.alive import has_storage
 from headwater.stream.addresses import address_of
 from headwater.stream.autocast_blocks import note_read_of_master
+from headwater.stream.declared_writes import declared_writes
 from headwater.stream.home import Home
 from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
 from headwater.stream.parameter_memory import KeptHome
@@ -340,7 +341,10 @@ class _Operation:
         versions_of_views = [view._version for view in self._views]
         result = self._call(values)
         results, structure = tree_flatten(result)
-        changed = {key for key, value in values.items() if value._version != versions[key]}
+        declared = declared_writes(self._func, partial(tree_unflatten, self._leaves, self._structure))
+        pairs = zip(self._views, versions_of_views, strict=True)
+        versions_of_views = [-1 if id(view) in declared else version for view, version in pairs]
+        changed = {key for key, value in values.items() if key in declared or value._version != versions[key]}
         self._write_back(changed, values)
         self._write_views(versions_of_views)
         # An in-place operation with a tensor that requires a gradient makes the value part of a graph. Such a
