@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from any_loop import Net, adamw, batches, check, extreme_plans, loss_of, some_plan
+from any_loop import Net, adamw, batches, check, extreme_plans, loss_of, randn, some_plan
 from torch import nn
 
 
@@ -176,3 +176,80 @@ def test_layers_unfrozen_between_forward_and_backward_get_no_gradient(plan, tmp_
         return losses, model, optimizer
 
     check(script, plan, tmp_path)
+
+
+class Adapted(nn.Module):
+    """A frozen base, and a layer after it that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).requires_grad_(False)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(self.base(x))
+
+
+def adapted_steps(call, optimizer, numbers):
+    losses = []
+    for number in numbers:
+        loss = call(randn(4, 6, seed=number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@some_plan
+@pytest.mark.parametrize("looks_at_gradients", [False, True])
+def test_a_part_that_was_frozen_may_be_trained_alone(looks_at_gradients, plan, tmp_path):
+    def script(place):
+        model = place.compile(Adapted())
+        losses = adapted_steps(model, adamw(model.head.parameters()), range(2))
+        model.base.requires_grad_(True)
+        optimizer = adamw(model.base.parameters())
+        if looks_at_gradients:
+            model.base(randn(4, 6, seed=5)).sum().backward()
+            losses += [param.grad.clone() for param in model.base.parameters()]
+        losses += adapted_steps(model.base, optimizer, range(2, 4))
+        optimizer.add_param_group({"params": list(model.head.parameters())})
+        losses += adapted_steps(model, optimizer, range(4, 6))
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_frozen_parameter_may_get_a_gradient(momentum, plan, tmp_path):
+    def script(place):
+        model = place.compile(Adapted())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        losses = []
+        for number in range(3):
+            loss = model(randn(4, 6, seed=number)).square().mean()
+            loss.backward()
+            for param in model.base.parameters():
+                param.grad = randn(*param.shape, seed=number)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model, optimizer, [param.requires_grad for param in model.parameters()]
+
+    check(script, plan, tmp_path)
+
+
+def test_a_gradient_of_another_kind_is_refused_as_in_plain_pytorch(tmp_path):
+    def script(place):
+        model = place.compile(Adapted())
+        model(randn(4, 6, seed=0)).sum().backward()
+        errors = []
+        weight = model.head.weight
+        for value in (torch.zeros(3), torch.zeros(2, 6, dtype=torch.float64), 3.0, weight.to("meta")):
+            with pytest.raises((TypeError, RuntimeError)) as caught:
+                weight.grad = value
+            errors.append(str(caught.value))
+        return errors, weight.grad
+
+    check(script, "memory", tmp_path)

@@ -25,6 +25,7 @@ from headwater.core.precision import Precision
 from headwater.fabric.membership import current
 from headwater.plan.writes import refuse_assignments_after_use
 from headwater.stream.detached import values_of
+from headwater.stream.left_gradients import is_trained
 
 if TYPE_CHECKING:
     from headwater.api.planner import Planner
@@ -189,8 +190,8 @@ def _dtypes(trace: Trace) -> dict[str, tuple[torch.dtype, torch.dtype]]:
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that require a gradient."""
-    return frozenset(name for name, param in model.named_parameters() if param.requires_grad)
+    """Return the names of the parameters that require a gradient, or got one while they were frozen."""
+    return frozenset(name for name, param in model.named_parameters() if is_trained(param))
 
 
 def _warn_of_fp32() -> None:

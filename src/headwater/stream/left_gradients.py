@@ -1,4 +1,11 @@
-"""Gradients that autograd has accumulated in a parameter at rest, and that must be moved to the store."""
+"""Gradients that autograd has accumulated in a parameter at rest, and that must be moved to the store.
+
+[Note: gradients of frozen parameters]
+A plan has no memory for the gradient and the optimizer state of a parameter that was frozen when the plan was
+made. Such a parameter can still get a gradient: the loop assigns one, or unfreezes the parameter and calls
+only a part of the model, which makes no new plan. Then it becomes a plain parameter, and the next call of the
+model makes a plan that trains it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,7 @@ import torch
 
 from headwater.core.recorder import RECORDER
 
-_GRAD: Any = torch.Tensor.grad
+GRAD: Any = torch.Tensor.grad
 """The attribute of torch; `param.grad` of a parameter at rest reads the store."""
 
 
@@ -19,13 +26,31 @@ def take_accumulated(param: torch.Tensor) -> torch.Tensor | None:
     the hooks.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = _GRAD.__get__(param)
-        _GRAD.__set__(param, None)
+        gradient: torch.Tensor | None = GRAD.__get__(param)
+        GRAD.__set__(param, None)
     return gradient
 
 
+def give_to_frozen(param: Any, gradient: torch.Tensor) -> None:
+    """Turn a parameter that the plan does not train into a plain one with this gradient.
+
+    See [Note: gradients of frozen parameters].
+    """
+    param._headwater_trained = True
+    param.home.leave(param.device)
+    GRAD.__set__(param, gradient)
+
+
+def is_trained(param: torch.Tensor) -> bool:
+    """True if a plan must have memory for the gradient of a parameter."""
+    return param.requires_grad or hasattr(param, "_headwater_trained")
+
+
 def collect_left(param: Any) -> None:
-    """Move a gradient that Ctrl-C has left in a parameter to the store.
+    """Move a gradient that autograd has left in a parameter to the store.
+
+    Ctrl-C leaves one there, and so does a plan that does not train the parameter; see [Note: gradients of
+    frozen parameters], after which the parameter is a plain one.
 
     Autograd first adds a gradient to the parameter, and then calls the hook that moves it to the store. If
     Ctrl-C was pressed meanwhile, the exception is raised before the first line of the hook.
@@ -34,10 +59,15 @@ def collect_left(param: Any) -> None:
         param: a parameter at rest.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        if _GRAD.__get__(param) is None:
+        if GRAD.__get__(param) is None:
             return
     if param.home.store.in_backward is not None:  # the interrupted step is lost
         take_accumulated(param)
+        return
+    if not param.home.spec.requires_grad:
+        gradient = take_accumulated(param)
+        assert gradient is not None
+        give_to_frozen(param, gradient)
         return
     lane = RECORDER.lane()
     before = lane.work

@@ -35,7 +35,7 @@ from headwater.stream.detached import DetachedAtRest, home_of, whole_memory
 from headwater.stream.exposed_gradients import exposed_on
 from headwater.stream.home import Home
 from headwater.stream.leaving import HOST
-from headwater.stream.left_gradients import collect_left, take_accumulated
+from headwater.stream.left_gradients import GRAD, collect_left, give_to_frozen, take_accumulated
 from headwater.stream.new_parameters import becomes_parameter, becomes_parameter_when_marked, new_parameter
 from headwater.stream.parameter_memory import Memory, leave_memory, present_memory, return_to_memory
 from headwater.stream.placeholders import BY_IDENTITY, DATA, LAYOUT, NotTraced, is_metadata, stand_in
@@ -107,6 +107,10 @@ class ParameterAtRest(AtRest, NotTraced, nn.Parameter):
         dropped.
         """
         collect_left(self)
+        param: Any = self
+        if not isinstance(param, ParameterAtRest):  # it has become a plain parameter
+            found: torch.Tensor | None = GRAD.__get__(self)
+            return found
         status, is_consumed = self.home.store.gradients.status, self.home.gradient_is_consumed
         is_used = is_consumed or self.home.key not in status.present
         if status.is_stepping and is_used and _is_optimizer_running():
@@ -126,6 +130,11 @@ class ParameterAtRest(AtRest, NotTraced, nn.Parameter):
     @uncompiled
     def grad(self, value: torch.Tensor | None) -> None:
         take_accumulated(self)  # left by Ctrl-C
+        if value is not None:
+            _refuse_other_kind(self, value)
+            if not self.home.spec.requires_grad:
+                give_to_frozen(self, value)
+                return
         self.home.set_gradient(value)
 
     @grad.deleter
@@ -195,6 +204,18 @@ class ParameterAtRest(AtRest, NotTraced, nn.Parameter):
             where=self.home.spec.name,
             remedy="save its state_dict(), or pickle copy.deepcopy(module), which is a plain module",
         )
+
+
+def _refuse_other_kind(param: ParameterAtRest, gradient: Any) -> None:
+    """Raise torch's error if a parameter cannot have a gradient of this type, shape or dtype."""
+    spec = param.home.spec
+    if (
+        not isinstance(gradient, torch.Tensor)
+        or tuple(gradient.shape) != spec.shape
+        or gradient.dtype not in (spec.dtype, spec.gradient_dtype)
+        or gradient.is_meta
+    ):
+        GRAD.__set__(torch.empty(spec.shape, dtype=spec.dtype, device=param.device), gradient)
 
 
 def _in_dtypes_of_masters(gradients: Any, inputs: Any) -> tuple[torch.Tensor | None, ...]:
