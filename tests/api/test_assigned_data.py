@@ -34,6 +34,28 @@ def test_dtype_converted_after_an_evaluation(plan, dtype, tmp_path):
 
 
 @some_plan
+@pytest.mark.filterwarnings("ignore::headwater.api.loop_steps.LoopStepWarning")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_state_keeps_its_dtype_when_the_model_is_converted(kind, dtype, plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        optimizer = kind(model.parameters(), lr=0.01, momentum=0.9)
+        losses = []
+        for number in range(5):
+            loss = model(inputs(number).to(next(model.parameters()).dtype)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if number == 1:
+                model.to(dtype)
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+@some_plan
 def test_data_of_the_same_and_of_another_shape(plan, tmp_path):
     def script(place):
         model = place.compile(stack())

@@ -27,7 +27,10 @@ class LoopStepWarning(UserWarning):
 
 
 _attributes: weakref.WeakKeyDictionary[Optimizer, Mapping[str, Any] | None] = weakref.WeakKeyDictionary()
-"""Optimizer of a user's class -> its attributes when its class was tested; `None` if it steps in the loop."""
+"""Optimizer -> its attributes when its class was tested; `None` if it steps in the loop.
+
+It has no entry for an optimizer of torch that runs in a store.
+"""
 _takes_closures: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers of a user's class that a store can run although their step gets a closure."""
 
@@ -38,15 +41,16 @@ def runs_in_loop(optimizer: Optimizer) -> bool:
     Raises:
         ConfigError: if the step must run in the loop, but there are several ranks.
     """
+    if optimizer in _attributes:
+        return _attributes[optimizer] is None
     if is_known(type(optimizer)):
         return False
-    if optimizer not in _attributes:
-        try:
-            OptimizerSpec.of(optimizer)
-        except ConfigError as error:
-            _run_in_loop(optimizer, error)
-        else:
-            _attributes[optimizer] = copied(own_attributes(optimizer))
+    try:
+        OptimizerSpec.of(optimizer)
+    except ConfigError as error:
+        run_in_loop(optimizer, error)
+    else:
+        _attributes[optimizer] = copied(own_attributes(optimizer))
     return _attributes[optimizer] is None
 
 
@@ -67,7 +71,7 @@ def leaves_store(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[st
         _check_attributes(optimizer)
         _check_arguments(optimizer, {**dict(zip(("closure",), args, strict=False)), **kwargs}, len(args))
     except ConfigError as error:
-        _run_in_loop(optimizer, error)
+        run_in_loop(optimizer, error)
     return _attributes[optimizer] is None
 
 
@@ -87,7 +91,12 @@ def _check_arguments(optimizer: Optimizer, given: Mapping[str, Any], count: int)
         _takes_closures.add(optimizer)
 
 
-def _run_in_loop(optimizer: Optimizer, reason: ConfigError) -> None:
+def run_in_loop(optimizer: Optimizer, reason: ConfigError) -> None:
+    """Record that the steps of an optimizer run in the loop from now on, and warn.
+
+    Raises:
+        ConfigError: `reason`, if there are several ranks.
+    """
     if current().size > 1:
         raise reason
     _attributes[optimizer] = None

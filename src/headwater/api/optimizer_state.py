@@ -24,7 +24,14 @@ from headwater.api.dictionary import Dictionary
 from headwater.api.moments import drop_stored, is_stored_state
 from headwater.api.param_state import ParamState
 from headwater.api.registry import installed_states, is_state_replaced
-from headwater.api.stored_state import Optimizer, params_of, set_scalars, store_state, stored_scalars
+from headwater.api.stored_state import (
+    Optimizer,
+    check_dtypes,
+    params_of,
+    set_scalars,
+    store_state,
+    stored_scalars,
+)
 from headwater.store.layout import Scalars
 from headwater.stream.parameters import ParameterAtRest
 
@@ -133,11 +140,8 @@ class OptimizerState(Dictionary):
         for param in [] if optimizer is None else params_of(optimizer):
             # `setdefault` keeps the order, because torch lists states in the order of the first steps.
             self._stepped.setdefault(id(param), param)
-        for param in [key for key in self._own if isinstance(key, ParameterAtRest)]:
-            if not param.home.spec.requires_grad:
-                continue  # a store keeps the states of trained parameters only
-            state = self._own[param]
-            own = state.own() if isinstance(state, ParamState) else dict(state)
+        for param in self._trained():
+            state, own = self._own[param], _held(self._own[param])
             if own:
                 store_state(param.home, own)
                 # After the store has accepted the state: a state that is refused stays here.
@@ -146,6 +150,16 @@ class OptimizerState(Dictionary):
                 state.put({})
             elif not isinstance(state, ParamState):
                 self._own.pop(param, None)
+
+    def check_dtypes(self) -> None:
+        """Raise `ConfigError` if a state has other dtypes than its store would give it."""
+        for param in self._trained():
+            check_dtypes(param.home, _held(self._own[param]))
+
+    def _trained(self) -> list[ParameterAtRest]:
+        """Return the parameters whose state is here, without those that are frozen: no store keeps these."""
+        streamed = [key for key in self._own if isinstance(key, ParameterAtRest)]
+        return [param for param in streamed if param.home.spec.requires_grad]
 
     def receive(self, param: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """Hold the state of a parameter that leaves the store."""
@@ -175,6 +189,11 @@ class OptimizerState(Dictionary):
     def __reduce__(self) -> Any:
         # The class of torch's own state: a pickle must load in a program without this package.
         return defaultdict, (dict, dict(self.items()))
+
+
+def _held(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a parameter's state that are in no store."""
+    return state.own() if isinstance(state, ParamState) else dict(state)
 
 
 def install(optimizer: Optimizer) -> OptimizerState:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from headwater.api.gradients import are_finite, gradients_of, unscale
-from headwater.api.loop_steps import leaves_store, runs_in_loop
+from headwater.api.loop_steps import leaves_store, run_in_loop, runs_in_loop
 from headwater.api.optimizer_files import add_stored_state, take_stored_state
 from headwater.api.optimizer_state import install, reinstall
 from headwater.api.references import warn_of_kept_views
@@ -22,6 +22,7 @@ from headwater.api.registry import find_model, model_of
 from headwater.api.step_checks import check_between_forwards, check_kinds, check_not_consumed, check_ranks
 from headwater.api.stored_state import Optimizer, params_of
 from headwater.api.transaction import is_open
+from headwater.core.errors import ConfigError
 from headwater.core.interrupts import uninterrupted
 from headwater.core.modes import present_autocast
 from headwater.core.process_value import ProcessValue
@@ -45,8 +46,6 @@ class Amendment(Protocol):
         """Change the gradients that `optimizer` is about to use; called before each of its steps."""
         ...
 
-
-NO_ARGUMENTS: Mapping[str, Any] = {}
 
 _AMENDMENT = "_headwater_amendment"
 
@@ -107,8 +106,7 @@ def step(
     stores = {id(home.store) for home in _homes(optimizer)}
     has_plain = any(not isinstance(param, ParameterAtRest) for param in params_of(optimizer))
     # Clipping needs the norm of all gradients. A store knows only the norm of the gradients that it holds.
-    in_store = len(stores) == 1 and not has_plain and not runs_in_loop(optimizer)
-    if in_store and not _has_left_store(optimizer):
+    if len(stores) == 1 and not has_plain and not runs_in_loop(optimizer):
         with _options.replaced(asked):
             optimizer.step()
         return asked.applied
@@ -220,10 +218,14 @@ def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     _amend(optimizer)  # before the return: masks apply to plain parameters too
     if next(_homes(optimizer), None) is None or runs_in_loop(optimizer):
         return
-    if _has_left_store(optimizer, args, kwargs):
+    if leaves_store(optimizer, args, kwargs):
+        _move_to_loop(optimizer)
         return
     check_ranks(optimizer, _options.value.arguments())
     adopt(optimizer)  # before any store is read: it may replace stores
+    if runs_in_loop(optimizer):
+        _move_to_loop(optimizer)
+        return
     check_not_consumed(_homes(optimizer))
     if _scaler_found_overflow(optimizer):
         for home in _homes(optimizer):
@@ -233,21 +235,17 @@ def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         _commit_to(model, optimizer, parts)
 
 
-def _has_left_store(
-    optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = NO_ARGUMENTS
-) -> bool:
-    """True if the optimizer steps in the user's loop from now on; then its state has left the store.
+def _move_to_loop(optimizer: Optimizer) -> None:
+    """Move the state of an optimizer, whose steps run in the loop from now on, to host memory.
 
-    Args:
-        optimizer: an optimizer whose steps a store has run so far.
-        args: the arguments of its `step`, without the optimizer itself.
-        kwargs: its keyword arguments.
+    If this step clips or unscales gradients, the store would have done so. So it is done here.
     """
-    if not leaves_store(optimizer, args, kwargs):
-        return False
     for model in {model_of(home.store) for home in _homes(optimizer)}:
         model.optimizers.give_up(optimizer)
-    return True
+    if not _prepare_gradients(optimizer, _options.value):
+        _options.value.applied = False
+        for param in params_of(optimizer):
+            param.grad = None
 
 
 def _amend(optimizer: Optimizer) -> None:
@@ -369,7 +367,13 @@ def adopt(optimizer: Optimizer) -> None:
     for model in {model_of(home.store) for home in _homes(optimizer)}:
         model.optimizers.update_with(optimizer)
     # After `update_with`, which may replace the stores.
-    install(optimizer).store()
+    states = install(optimizer)
+    try:
+        states.check_dtypes()
+    except ConfigError as error:
+        run_in_loop(optimizer, error)
+    else:
+        states.store()
 
 
 register_optimizer_step_pre_hook(_place_hooks)

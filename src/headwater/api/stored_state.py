@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 
 from headwater.api.registry import find_model, model_of
-from headwater.core.errors import CheckpointError
+from headwater.core.errors import CheckpointError, ConfigError
 from headwater.store.layout import Scalars, StateLayout
 from headwater.stream.home import Home
 from headwater.stream.parameters import ParameterAtRest
@@ -83,6 +83,21 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
     for name, value in tensors.items():
         home.store.parameters.write_param(home.key, value.detach(), name)
     set_scalars(home, {k: v for k, v in state.items() if k not in tensors})
+
+
+def check_dtypes(home: Home, state: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if a state has other dtypes than the store would give it.
+
+    Plain PyTorch keeps the dtypes of a state when the parameter gets another one, and computes with both.
+    """
+    for name, layout in layouts_of(home).items():
+        value = state.get(name)
+        if isinstance(value, torch.Tensor) and value.dtype != layout.dtype:
+            raise ConfigError(
+                f"the optimizer cannot be used here: its state {name!r} is {value.dtype}, and the parameter "
+                f"{home.spec.name} has become {home.spec.dtype}",
+                remedy="convert the model before the first step, or make a new optimizer after it",
+            )
 
 
 def set_scalars(home: Home, value: Scalars | None) -> None:
