@@ -152,7 +152,7 @@ class OptimizerState(Dictionary):
                 self._own.pop(param, None)
 
     def check_dtypes(self) -> None:
-        """Raise `ConfigError` if a state has other dtypes than its store would give it."""
+        """Raise `ConfigError` if a state has a dtype that differs from that of its place in a store."""
         for param in self._trained():
             check_dtypes(param.home, _held(self._own[param]))
 

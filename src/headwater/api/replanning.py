@@ -17,7 +17,12 @@ from headwater.api.references import warn_of_references
 from headwater.api.retracing import restoring_state, traces_of
 from headwater.api.same_model import check_same_model
 from headwater.api.updaters import Updaters, live_optimizers
-from headwater.api.watcher import Structure, refuse_inference_parameters, refuse_shared_memory
+from headwater.api.watcher import (
+    Structure,
+    refuse_inference_parameters,
+    refuse_shared_memory,
+    refuse_tensor_classes,
+)
 from headwater.core.copies import copied_arguments
 from headwater.core.empty import settle_lazy_parameters
 from headwater.core.interrupts import interruptible
@@ -110,6 +115,7 @@ class Replanning:
     def _prepare(self) -> None:
         """Raise for parameters that cannot be streamed. Read lazy parameters whose values are in a store."""
         now, model = self._current, self._current.model
+        refuse_tensor_classes(model)
         refuse_shared_memory(model)
         refuse_inference_parameters(model)
         # These parameters are read now, because the store may not have their values later.

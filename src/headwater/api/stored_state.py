@@ -86,7 +86,7 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
 
 
 def check_dtypes(home: Home, state: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a state has other dtypes than the store would give it.
+    """Raise `ConfigError` if a state has a dtype that differs from that of its place in the store.
 
     Plain PyTorch keeps the dtypes of a state when the parameter gets another one, and computes with both.
     """

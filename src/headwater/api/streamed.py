@@ -24,6 +24,7 @@ from headwater.api.watcher import (
     has_replaced_parameters,
     refuse_inference_parameters,
     refuse_shared_memory,
+    refuse_tensor_classes,
 )
 from headwater.core.empty import initial_values
 from headwater.core.errors import HeadwaterError, StreamError
@@ -58,6 +59,7 @@ class StreamedModel:
     """
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
+        refuse_tensor_classes(model)
         refuse_shared_memory(model)
         refuse_inference_parameters(model)
         planner = Planner(backend)

@@ -23,6 +23,13 @@ _FUNCTIONAL_CALL = getattr(getattr(stateless, "_functional_call", None), "__code
 
 _FORWARD = "forward"
 
+_OF_TENSORS: frozenset[Any] = frozenset({
+    torch.Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
+    torch._C._disabled_torch_function_impl,
+    torch._C._disabled_torch_dispatch_impl,
+})  # fmt: skip
+"""The functions by which torch's own tensors intercept operations. They change no results."""
+
 _Registry = dict[str, Any]
 
 
@@ -176,6 +183,30 @@ def refuse_inference_parameters(model: nn.Module) -> None:
             where=type(model).__name__,
             remedy="build the model outside of it; for the first call of a lazy layer use torch.no_grad()",
         )
+
+
+def refuse_tensor_classes(model: nn.Module) -> None:
+    """Raise if a parameter has a class that intercepts operations.
+
+    Raises:
+        StreamError: if there is one. Between forwards its operations would be torch's own, and a parameter
+            that wraps other tensors has no memory that a store could keep.
+    """
+    for name, param in model.named_parameters():
+        kind = type(param)
+        if kind.__module__.partition(".")[0] in ("torch", "headwater"):
+            continue
+        functions = [kind.__torch_dispatch__]
+        # Classes of parameters, such as those of libraries for quantization, are for use in forwards only.
+        if nn.Parameter not in kind.__mro__:
+            functions.append(kind.__torch_function__)
+        if not {getattr(each, "__func__", each) for each in functions} <= _OF_TENSORS:
+            raise StreamError(
+                f"parameter {name} has the class {kind.__qualname__}, which intercepts torch's operations",
+                where=type(model).__name__,
+                remedy="use a plain nn.Parameter, and convert it in the forward of its module; or compile a "
+                "model without this layer",
+            )
 
 
 def _copied_parameter(params: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:

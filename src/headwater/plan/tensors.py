@@ -120,7 +120,7 @@ class RealTensors:
                 value = value.clone()
             else:
                 self._shared[memory_key(value)] = spec.name
-            return _trained(value, spec)
+            return _trained(_of_class(params[spec.name], value), spec)
 
         return _state(model, partition, own, _host_copy)
 
@@ -187,6 +187,13 @@ def _trained(param: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     if spec.full_gradient:
         param.grad_dtype = spec.gradient_dtype
     return param.requires_grad_(spec.requires_grad)
+
+
+def _of_class(param: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """Return a value with the class of a parameter, whose methods a forward may call."""
+    kind = param.home.kind if hasattr(param, "home") else type(param)
+    is_own = kind is not torch.nn.Parameter and torch.nn.Parameter in kind.__mro__
+    return value.as_subclass(kind) if is_own else value
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

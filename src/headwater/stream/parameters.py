@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import types
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Self
@@ -204,6 +206,24 @@ class ParameterAtRest(AtRest, NotTraced, nn.Parameter):
             where=self.home.spec.name,
             remedy="save its state_dict(), or pickle copy.deepcopy(module), which is a plain module",
         )
+
+
+@functools.cache
+def class_at_rest(kind: type[nn.Parameter]) -> type[ParameterAtRest]:
+    """Return the class that a parameter has at rest. It has the methods of the user's class `kind` too.
+
+    Args:
+        kind: the class of the parameter while it is bound.
+    """
+    # `nn.Parameter` of a tensor of another class has this class, which is not derived from `nn.Parameter`.
+    if kind is nn.Parameter or nn.Parameter not in kind.__mro__:
+        return ParameterAtRest
+    made: type[ParameterAtRest] = types.new_class(
+        f"{kind.__name__}AtRest",
+        (ParameterAtRest, kind),
+        exec_body=lambda space: space.update(__module__=__name__),
+    )
+    return made
 
 
 def _refuse_other_kind(param: ParameterAtRest, gradient: Any) -> None:

@@ -18,7 +18,7 @@ from headwater.plan.writes import changed_in_place
 from headwater.stream.addresses import forget_address
 from headwater.stream.home import Home, MakePlain
 from headwater.stream.parameter_memory import enter_store, leave_memory
-from headwater.stream.parameters import ParameterAtRest
+from headwater.stream.parameters import ParameterAtRest, class_at_rest
 from headwater.stream.saved_tensors import WeightHandle
 from headwater.stream.transforms import in_transform
 
@@ -122,7 +122,7 @@ class StageParameters:
                 self._store, self._spec.index, index, kind, self._device, weakref.WeakMethod(make_plain)
             )
             param.home = home  # type: ignore[attr-defined]
-            param.__class__ = ParameterAtRest
+            param.__class__ = class_at_rest(kind)
 
     def _adopt(self, index: int, param: nn.Parameter) -> None:
         """Replace a parameter's values by its placeholder, and move its gradient to the store."""
@@ -274,8 +274,8 @@ class StageParameters:
         before, self._versions = self._versions, None
         if before is None:
             return
-        for param in self.params:
-            param.__class__ = ParameterAtRest
+        for param, kind in zip(self.params, self._classes, strict=True):
+            param.__class__ = class_at_rest(kind)
         changed = set(values)
         if self.is_watched:
             pairs = enumerate(zip(self._present_versions(), before, strict=True))
