@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,10 @@ _SETS_OR_DISABLES_HOOKS = {
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call of the model."""
+
+
+_WHOLE_GRAPH = re.compile("headwater|_higher_order_ops")
+"""Text in errors of torch's compiler if it met this package, or an operator such as `torch.cond`."""
 
 
 def guard_call(
@@ -77,6 +82,8 @@ def guard_call(
                 clean_up()
             if isinstance(raised, RuntimeError) and _NO_HOOKS in str(raised):
                 raise _no_transforms(model) from raised
+            if type(raised).__module__ == "torch._dynamo.exc" and _WHOLE_GRAPH.search(str(raised)):
+                raise _no_whole_graph(model) from raised
             if isinstance(raised, RuntimeError) and _are_hooks_disabled(raised):
                 raise _hooks_disabled(model) from raised
             raise
@@ -91,6 +98,17 @@ def guard_call(
         )
 
     return surround(model, guarded, outermost=True, if_compiled=note_compiler)
+
+
+def _no_whole_graph(model: nn.Module) -> StreamError:
+    """Return the error for a function in a forward that torch must compile as a whole."""
+    return StreamError(
+        "the forward calls a function that torch compiles as a whole (torch.cond, torch.while_loop, or "
+        "torch.compile with fullgraph=True), and this function uses streamed weights",
+        where=type(model).__name__,
+        remedy="write it in Python, for example `if` and `for` instead of torch.cond and torch.while_loop; "
+        "or compile without fullgraph=True",
+    )
 
 
 def _no_transforms(model: nn.Module) -> StreamError:

@@ -47,6 +47,7 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
             remedy="compile a model once; to compile it again, first call headwater.release(model)",
         )
     if backend.kind == "CSX":
+        _refuse_compiled_by_torch(model)
         refuse_compiled_parts(model)
         setattr(model, ATTRIBUTE, StreamedModel(model, backend))
     else:
@@ -55,6 +56,17 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
         model.to(backend.torch_device)
         setattr(model, ATTRIBUTE, None)
     return model
+
+
+def _refuse_compiled_by_torch(model: nn.Module) -> None:
+    # Not by the class itself, whose import takes a second.
+    if type(model).__module__.startswith("torch._dynamo.") and hasattr(model, "_orig_mod"):
+        raise StreamError(
+            "expected a module, got the result of torch.compile(model), which runs the whole model at once",
+            where="compile",
+            remedy="call headwater.compile(model) with the original model; to compile its parts, call "
+            "block.compile() for each block",
+        )
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -100,6 +100,7 @@ class StreamedModel:
         """
         if self._replanning.is_running:  # this is the dry run
             return None
+        _refuse_traces(self.model)
         if self.engine is None and is_lazy(self.model):
             # This call creates the parameters, and the next one is streamed. Backward of this call needs
             # gradients in fp32 if it is outside of autocast.
@@ -226,6 +227,22 @@ class StreamedModel:
         registry.unregister(self)
         self._unguard()
         self.current.release()
+
+
+def _refuse_traces(model: nn.Module) -> None:
+    """Raise if torch records a call of the model: the record would refer to slabs.
+
+    Raises:
+        StreamError: if it does.
+    """
+    is_traced = torch._C._get_tracing_state() is not None
+    name = "torch.jit.trace" if is_traced else "torch.export.export"
+    if is_traced or torch.compiler.is_exporting():
+        raise StreamError(
+            f"{name} cannot record a model whose weights are streamed",
+            where=type(model).__name__,
+            remedy=f"record a copy: {name}(copy.deepcopy(model), ...)",
+        )
 
 
 def refuse_compiled_parts(model: nn.Module) -> None:

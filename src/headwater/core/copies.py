@@ -28,7 +28,7 @@ def _copied(leaf: Any) -> Any:
         return leaf
     try:
         return copy.deepcopy(leaf)
-    except TypeError:
+    except Exception:  # noqa: BLE001 - the user's class can raise any exception
         return leaf
 
 

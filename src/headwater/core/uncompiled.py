@@ -22,6 +22,13 @@ _NOT_ITSELF = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_f
 _NOT_AT_ALL = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 
+_MESSAGE = (
+    "the weights of this model are streamed by headwater; record a copy of it, for example "
+    "torch.export.export(copy.deepcopy(model), ...)"
+)
+"""The reason that torch's compiler gives if it must trace such a function, as `torch.export` does."""
+
+
 class CompilerOffWarning(UserWarning):
     """A `torch.compile` of the user has no effect on a part of a streamed model."""
 
@@ -48,6 +55,7 @@ def uncompiled(function: Callable[P, R], *, if_compiled: Callable[P, None] | Non
             eval_frame.set_eval_frame(compiler)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined] # is not traced within its caller
+    run._torchdynamo_disable_msg = _MESSAGE  # type: ignore[attr-defined]
     code: CodeType = run.__code__  # type: ignore[attr-defined] # a function, though `wraps` does not say so
     eval_frame.set_code_exec_strategy(code, _NOT_ITSELF)
     return run

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -60,6 +61,8 @@ Observer = Callable[[OperatorCall], None]
 @final
 class Recorder(TorchDispatchMode):
     """A dispatch mode that records module calls and operators; `trace` returns the result."""
+
+    supports_higher_order_operators = True  # they are refused below, with an error of this package
 
     def __init__(
         self,
@@ -226,6 +229,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise _higher_order(func)
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # not an operator, and very frequent
         out = self._computes_on.call(func, args, kwargs)
@@ -382,3 +387,12 @@ def _check_output(output: object, where: str) -> None:
             where=where,
             remedy="return a list, or make the generator outside of the model from calls of its parts",
         )
+
+
+def _higher_order(operator: HigherOrderOperator) -> StreamError:
+    """Return the error for an operator that calls functions, such as `torch.cond`."""
+    return StreamError(
+        f"the forward calls torch's operator {operator.name()!r}, which calls functions of the forward. The "
+        "dry run cannot see which weights these read",
+        remedy="write it in Python, for example `if` and `for` instead of torch.cond and torch.while_loop",
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor, StoredTensor
 from headwater.core.uncompiled import uncompiled
 from headwater.stream.at_rest import AtRest, PartAtRest, all_of, moved, on_values, plain_view
@@ -31,6 +32,15 @@ class DetachedAtRest(AtRest, StoredTensor):
         found = cls(Values(param), param.home.spec.shape, param.home.spec.dtype, param.home.device)
         found.source, found.owner = found.read_pieces.memory, param  # type: ignore[attr-defined]
         return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # torch has made this object from another one, and copied no attributes
+            raise StreamError(
+                "torch has made a tensor without values from one whose values are in the weight store, as "
+                "torch.FloatTensor(tensor) does",
+                remedy="pass a copy to torch's constructor: tensor.clone()",
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def home(self) -> Home:  # type: ignore[override]
