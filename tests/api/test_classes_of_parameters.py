@@ -1,4 +1,4 @@
-"""Parameters of the user's own classes."""
+"""Parameters whose classes the user has written."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from headwater.core.errors import StreamError
 
 
 class Scaled(nn.Parameter):
-    """A parameter with a rate of its own, and a norm."""
+    """A parameter with a rate and a norm."""
 
     rate = 0.5
 
