@@ -295,3 +295,42 @@ def test_an_optimizer_that_needs_a_tensor_as_learning_rate(plan, tmp_path):
         return losses, model
 
     check(script, plan, tmp_path)
+
+
+class SlowWeights(torch.optim.Optimizer):
+    """Lookahead (arXiv:1907.08610) that shares groups and state with the optimizer that it calls."""
+
+    def __init__(self, base):
+        self.base = base
+        super().__init__([torch.zeros(1)], base.defaults)
+        self.param_groups, self.state, self.count = base.param_groups, base.state, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        self.count += 1
+        for group in self.param_groups if self.count % 2 == 0 else []:
+            for param in group["params"]:
+                state = self.base.state[param]
+                slow = state.setdefault("slow", param.clone())
+                slow.lerp_(param, 0.5)
+                param.copy_(slow)
+
+
+@warns
+@odd_plans
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_may_keep_tensors_in_the_state_of_another_one(kind, plan, tmp_path):
+    def script(place):
+        model = place.compile(net())
+        optimizer = SlowWeights(kind(model.parameters(), lr=0.05))
+        losses = []
+        for number in range(6):
+            loss = loss_of(model, number)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model
+
+    check(script, plan, tmp_path)

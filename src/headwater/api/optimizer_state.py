@@ -26,7 +26,7 @@ from headwater.api.param_state import ParamState
 from headwater.api.registry import installed_states, is_state_replaced
 from headwater.api.stored_state import (
     Optimizer,
-    check_dtypes,
+    check_storable,
     params_of,
     set_scalars,
     store_state,
@@ -151,10 +151,10 @@ class OptimizerState(Dictionary):
             elif not isinstance(state, ParamState):
                 self._own.pop(param, None)
 
-    def check_dtypes(self) -> None:
-        """Raise `ConfigError` if a state has a dtype that differs from that of its place in a store."""
+    def check_storable(self) -> None:
+        """Raise `ConfigError` if a state is right, but differs from that of its place in a store."""
         for param in self._trained():
-            check_dtypes(param.home, _held(self._own[param]))
+            check_storable(param.home, _held(self._own[param]))
 
     def _trained(self) -> list[ParameterAtRest]:
         """Return the parameters whose state is here, without those that are frozen: no store keeps these."""

@@ -369,7 +369,7 @@ def adopt(optimizer: Optimizer) -> None:
     # After `update_with`, which may replace the stores.
     states = install(optimizer)
     try:
-        states.check_dtypes()
+        states.check_storable()
     except ConfigError as error:
         run_in_loop(optimizer, error)
     else:

@@ -85,17 +85,32 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
     set_scalars(home, {k: v for k, v in state.items() if k not in tensors})
 
 
-def check_dtypes(home: Home, state: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a state has a dtype that differs from that of its place in the store.
+def check_storable(home: Home, state: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if a state is right, but differs from that of its place in the store.
 
-    Plain PyTorch keeps the dtypes of a state when the parameter gets another one, and computes with both.
+    It may have other dtypes: plain PyTorch keeps the dtypes of a state when the parameter gets another one,
+    and computes with both. It may have more tensors: an optimizer that calls another one, such as Lookahead,
+    keeps its own tensors there.
     """
-    for name, layout in layouts_of(home).items():
-        value = state.get(name)
-        if isinstance(value, torch.Tensor) and value.dtype != layout.dtype:
+    layouts = layouts_of(home)
+    tensors = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and (value.dim() > 0 or name in layouts)
+    }
+    added = sorted(tensors.keys() - layouts.keys())
+    if added and tensors.keys() > layouts.keys():
+        raise ConfigError(
+            f"the optimizer cannot be used here: the state of a parameter has the tensor {added[0]!r}, which "
+            "the optimizer itself does not create",
+            where=home.spec.name,
+            remedy="keep this tensor outside of optimizer.state",
+        )
+    for name in layouts.keys() & tensors.keys():
+        if tensors[name].dtype != layouts[name].dtype:
             raise ConfigError(
-                f"the optimizer cannot be used here: its state {name!r} is {value.dtype}, and the parameter "
-                f"{home.spec.name} has become {home.spec.dtype}",
+                f"the optimizer cannot be used here: its state {name!r} is {tensors[name].dtype}, and the "
+                f"parameter {home.spec.name} has become {home.spec.dtype}",
                 remedy="convert the model before the first step, or make a new optimizer after it",
             )
 
