@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import io
 import os
-import queue
 import sys
-import threading
-from collections import UserDict, UserList
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,7 +18,6 @@ from types import (
     MethodType,
     MethodWrapperType,
     ModuleType,
-    SimpleNamespace,
 )
 from typing import Any, final
 
@@ -36,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from headwater.core.containers import CONTAINERS, Items, has_items
 from headwater.core.errors import StreamError
+from headwater.core.foreign import HOLDERS, is_foreign, is_of_foreign
 from headwater.core.python_records import (
     ITERATORS,
     OfArray,
@@ -78,9 +74,6 @@ _LARGEST_COPIED_ONCE = 1 << 26
 _WITHOUT_PARTS = (torch.Tensor, np.ndarray, io.BytesIO, io.StringIO, type(os.environ), *GENERATORS)
 """Classes of objects that are recorded as a whole."""
 
-_HOLDERS = (SimpleNamespace, argparse.Namespace, UserDict, UserList, queue.Queue, threading.local)
-"""Python's own classes whose objects have their state in attributes."""
-
 _CACHED: tuple[type, ...] = (type(functools.lru_cache(len)),)
 """The class of functions whose results `functools` caches."""
 
@@ -105,8 +98,6 @@ _WITHOUT_STATE = frozenset({int, float, bool, str, bytes, complex, type(None), t
 _LIBRARIES = frozenset({"site-packages", "dist-packages"})
 """The names of folders of installed libraries."""
 
-_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "headwater", "builtins"}
-
 
 def functions_of(model: nn.Module) -> list[Any]:
     """Return the hooks and forwards of a model and its parts that are not torch's or this package's.
@@ -125,7 +116,7 @@ def functions_of(model: nn.Module) -> list[Any]:
             found[id(forward)] = forward
         kind: Any = type(module)
         found.update((id(method), method) for method in _methods_of(kind))
-    return [function for function in found.values() if not _is_foreign(function)]
+    return [function for function in found.values() if not is_foreign(function)]
 
 
 def functions_in(call: object) -> list[Any]:
@@ -153,7 +144,7 @@ def _methods_of(cls: type[nn.Module]) -> list[Any]:
             if isinstance(called, FunctionType) and _is_followed(called) and id(called) not in found:
                 found[id(called)] = called
                 todo.append(called)
-    return [method for method in found.values() if not _is_foreign(method)]
+    return [method for method in found.values() if not is_foreign(method)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -303,7 +294,7 @@ class PythonState:
             for part in (value.func, *value.args, *value.keywords.values()):
                 self.visit(part, depth - 1)
         elif isinstance(value, FunctionType):
-            if not _is_foreign(value):
+            if not is_foreign(value):
                 self._visit_function(value, depth)
         elif isinstance(value, _CACHED):
             self._visit_cached(value, depth)
@@ -317,9 +308,9 @@ class PythonState:
             self._visit_module(value, depth)
             for part in (*value.buffers(recurse=False), *value.children()):  # one object with the module
                 self.visit(part, depth)
-        elif isinstance(value, _HOLDERS):
+        elif isinstance(value, HOLDERS):
             self._visit_object(value, depth + 1)  # the attributes are one object with their holder
-        elif not _is_foreign(type(value)):
+        elif not is_foreign(type(value)):
             self._visit_object(value, depth)
 
     def _visit_function(self, function: FunctionType, depth: int) -> None:
@@ -347,12 +338,12 @@ class PythonState:
             if isinstance(value, ModuleType) and value is not os:
                 if depth > 0:  # `tanh` in `torch.tanh`, which a context may replace
                     self._visit_variables(vars(value), names, depth - 1)
-            elif _is_of_foreign(space.get("__name__")):
+            elif is_of_foreign(space.get("__name__")):
                 continue
             # The code of a library's functions would lead through all of the library.
             elif not isinstance(value, FunctionType) or _is_followed(value):
                 self._visit_shared(value, depth - 1)
-            elif not _is_foreign(value):
+            elif not is_foreign(value):
                 self._visit_attributes(value, depth - 1)
 
     def _visit_shared(self, value: Any, depth: int) -> None:
@@ -379,7 +370,7 @@ class PythonState:
         for base in cls.__mro__:
             if base is not cls and id(base) in self._seen:
                 continue
-            if _is_of_foreign(base.__module__):
+            if is_of_foreign(base.__module__):
                 if issubclass(base, nn.Module):  # a context may replace the forward of all `nn.Linear`
                     self._seen[id(base)] = base
                     self._records.append(OfClass(base, "forward"))
@@ -520,7 +511,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _slots_of(cls: type) -> list[MemberDescriptorType]:
     """Return the descriptors of the attributes that a class and its bases keep in `__slots__`."""
-    bases = [base for base in cls.__mro__ if "__slots__" in vars(base) and not _is_foreign(base)]
+    bases = [base for base in cls.__mro__ if "__slots__" in vars(base) and not is_foreign(base)]
     return [slot for base in bases for slot in vars(base).values() if isinstance(slot, MemberDescriptorType)]
 
 
@@ -529,20 +520,8 @@ def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in attributes.items()
-        if name not in _OF_TORCH and not (name == "forward" and _is_foreign(value))
+        if name not in _OF_TORCH and not (name == "forward" and is_foreign(value))
     }
-
-
-def _is_foreign(value: Any) -> bool:
-    """True if a function or class is not the user's: it belongs to Python, torch, numpy or this package."""
-    while isinstance(value, functools.partial):
-        value = value.func  # a partial itself is of functools, whatever it calls
-    return _is_of_foreign(getattr(getattr(value, "__func__", value), "__module__", None))
-
-
-def keeps_state(value: object) -> bool:
-    """True for an object of a user's class, or of a class of Python that only holds attributes."""
-    return isinstance(value, _HOLDERS) or not (isinstance(value, type) or _is_foreign(type(value)))
 
 
 def _is_followed(function: FunctionType) -> bool:
@@ -553,8 +532,4 @@ def _is_followed(function: FunctionType) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _is_of_library(module: str | None) -> bool:
     path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
-    return _is_of_foreign(module) or not _LIBRARIES.isdisjoint(Path(path).parts)
-
-
-def _is_of_foreign(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _FOREIGN
+    return is_of_foreign(module) or not _LIBRARIES.isdisjoint(Path(path).parts)

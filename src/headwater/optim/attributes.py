@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from headwater.core.effects import keeps_state
+from headwater.core.foreign import keeps_state
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 

@@ -1,0 +1,34 @@
+"""Classes and functions that belong to Python, torch, numpy or this package, and not to the user."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import queue
+import sys
+import threading
+from collections import UserDict, UserList
+from types import SimpleNamespace
+from typing import Any
+
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "headwater", "builtins"}
+
+HOLDERS = (SimpleNamespace, argparse.Namespace, UserDict, UserList, queue.Queue, threading.local)
+"""Python's own classes whose objects have their state in attributes."""
+
+
+def is_foreign(value: Any) -> bool:
+    """True if a function or class is not the user's: it belongs to Python, torch, numpy or this package."""
+    while isinstance(value, functools.partial):
+        value = value.func  # a partial itself is of functools, whatever it calls
+    return is_of_foreign(getattr(getattr(value, "__func__", value), "__module__", None))
+
+
+def is_of_foreign(module: str | None) -> bool:
+    """True if a Python module, by its name, is not the user's."""
+    return (module or "").partition(".")[0] in _FOREIGN
+
+
+def keeps_state(value: object) -> bool:
+    """True for an object of a user's class, or of a class of Python that only holds attributes."""
+    return isinstance(value, HOLDERS) or not (isinstance(value, type) or is_foreign(type(value)))
