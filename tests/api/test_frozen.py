@@ -253,3 +253,41 @@ def test_a_gradient_of_another_kind_is_refused_as_in_plain_pytorch(tmp_path):
         return errors, weight.grad
 
     check(script, "memory", tmp_path)
+
+
+def square_sums(model, hidden):
+    sum(param.square().sum() for param in model.blocks.parameters()).backward()
+
+
+def call_of_a_part(model, hidden):
+    model.blocks[1](hidden).square().mean().backward()
+
+
+def assigned(model, hidden):
+    for param in model.blocks[1].parameters():
+        param.grad = torch.ones_like(param)
+
+
+@extreme_plans
+@pytest.mark.parametrize("make_gradients", [square_sums, call_of_a_part, assigned])
+@pytest.mark.parametrize("calls_model", [False, True])
+def test_unfrozen_layers_get_gradients_before_the_next_call(plan, make_gradients, calls_model, tmp_path):
+    def script(place):
+        model = Net()
+        model.blocks.requires_grad_(False)
+        model = place.compile(model)
+        losses = train(model, adamw([p for p in model.parameters() if p.requires_grad]), batches(2))
+        model.blocks.requires_grad_(True)
+        seen = []
+        for param in model.blocks.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.norm().item()))
+        optimizer = adamw(model.blocks.parameters())
+        for inputs, targets in batches(2):
+            make_gradients(model, torch.ones(2, 3, 12))
+            if calls_model:
+                loss_of(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, seen, model, optimizer
+
+    check(script, plan, tmp_path)

@@ -56,10 +56,19 @@ class OptimizerBook:
             self._settle()
             # Before `_update_by`: the states still belong to the former optimizers.
             self._current.give_states_back(fresh)
-            has_changed = updaters.specs != self._current.updaters.specs
-            has_states = self._current.has_states_for(updaters, fresh)
-            self._update_by(updaters, fresh, rebuild=has_changed or not has_states)
+            self._update_by(updaters, fresh, rebuild=self._needs_another_store(updaters, fresh))
         self._follow_options(optimizer, names)
+
+    def _needs_another_store(self, updaters: Updaters, fresh: Collection[str]) -> bool:
+        """True if the present store cannot update its trained parameters by `updaters`.
+
+        The store does not update frozen parameters, or those that have left it since the plan was made.
+        """
+        engine, before, after = self._current.present, self._current.updaters.specs, updaters.specs
+        specs = {engine.store.spec(key) for key, _ in engine.parameters() if key not in engine.departed}
+        names = {spec.name for spec in specs if spec.requires_grad}
+        has_changed = any(before.get(name) != after.get(name) for name in names)
+        return has_changed or not self._current.has_states_for(updaters, names.intersection(fresh))
 
     def give_up(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the state of an optimizer, which steps in the loop from now on, to host memory."""
