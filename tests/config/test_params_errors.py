@@ -88,6 +88,14 @@ def test_bad_values(tmp_path, old, new, place, what, remedy):
     assert_place(error, path, place)
 
 
+def test_a_list_of_a_wrong_length(tmp_path):
+    path = write(tmp_path, NEWER)
+    schedule = "{MultiStepLR: {initial_learning_rate: 1.0, gamma: 0.5, milestones: []}}"
+    error = error_of(path, f"trainer.init.schedulers=[{schedule}]")
+    assert error.what == "expected milestones to be a list of at least 1 entry, got a list of 0 entries"
+    assert error.remedy == "write a list of at least 1 entry"
+
+
 OLDER_CASES = [
     ("max_steps: 100", "max_stpes: 100", "runconfig.max_stpes", "unknown key 'max_stpes'", "'max_steps'"),
     ("max_steps: 100", "max_steps: many", "runconfig.max_steps", "expected max_steps to be an integer", "an integer"),

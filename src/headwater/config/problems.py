@@ -147,6 +147,8 @@ def _wrong_value(name: str, found: list[ErrorDetails]) -> tuple[str, str]:
     expected = " or ".join(dict.fromkeys(_expected(details) for details in found))
     kind = _TYPE_NAMES.get(type(value))
     shown = kind or shorten(repr(value), 80)
+    if found[0]["type"] in _LENGTHS and isinstance(value, list | tuple):
+        shown = f"a list of {_entries(len(value))}"
     literals = [literal for details in found for literal in _literals(details)]
     close = nearest(value, literals) if isinstance(value, str) else None
     what = f"expected {name} to be {expected}, got {shown}"
@@ -187,10 +189,18 @@ def _expected(details: ErrorDetails) -> str:
     bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
     if kind in bounds:
         return f"a number {bounds[kind]} {next(iter(context.values()))}"
-    if kind in ("too_short", "too_long"):
-        return f"a list with {context.get('min_length', context.get('max_length'))} entries"
+    if kind in _LENGTHS:
+        bound, key = _LENGTHS[kind]
+        return f"a list of {bound} {_entries(context[key])}"
     return details["msg"]
 
+
+def _entries(count: int) -> str:
+    return f"{count} entry" if count == 1 else f"{count} entries"
+
+
+_LENGTHS = {"too_short": ("at least", "min_length"), "too_long": ("at most", "max_length")}
+"""pydantic's name of a problem with the length of a list -> the kind of bound, and its key in the context."""
 
 _NO_TAG = ("union_tag_invalid", "union_tag_not_found")
 """pydantic's names of the problem that the key which selects a branch of a union is missing or wrong."""
