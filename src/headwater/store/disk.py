@@ -16,11 +16,10 @@ from headwater.core.files import disk_errors
 from headwater.core.recorder import RECORDER, WAIT
 from headwater.core.worker_pools import WorkerPool
 from headwater.store.files import open_files
-from headwater.store.layout import Group, StageLayout
+from headwater.store.layout import STAGING_BUFFERS, Group, StageLayout
 from headwater.store.tier import WHOLE, Pages, Tier, all_pages, no_pages
 
 _READ_AHEAD = 2
-_STAGING_BUFFERS = 4  # for two readers at full speed
 _IO_THREADS = 3
 _WIRE_BLOCK_BYTES = 16 << 20
 
@@ -75,7 +74,7 @@ class DiskTier(Tier):
         ]
         self._threads = WorkerPool(_IO_THREADS, "headwater-disk")
         self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for _ in range(_STAGING_BUFFERS):
+        for _ in range(STAGING_BUFFERS):
             self._staging.put(aligned_empty(largest_group_bytes(layouts)))
         self._writes: list[deque[Future[None]]] = [deque() for _ in layouts]
         # Files are opened last, so that none stays open if memory for the buffers is missing.
@@ -254,4 +253,4 @@ def largest_group_bytes(layouts: Sequence[StageLayout]) -> int:
 
 def staging_bytes(layouts: Sequence[StageLayout]) -> int:
     """Return the bytes of host memory that a disk tier takes. They do not grow with the number of stages."""
-    return _STAGING_BUFFERS * largest_group_bytes(layouts)
+    return STAGING_BUFFERS * largest_group_bytes(layouts)

@@ -30,6 +30,9 @@ MOST_UNFINISHED = 1
 GROUP_BYTES = 16 << 20
 """Minimum size of a group. A disk reads and writes blocks of this size at full speed."""
 
+STAGING_BUFFERS = 4
+"""Buffers of a disk tier, each for a group: enough for two threads that read at full speed."""
+
 
 def tie_bytes(numel: int) -> int:
     """Return the number of bytes that hold the bits of `Encoding.EVEN` for elements of one piece."""

@@ -38,16 +38,21 @@ def is_metadata(func: Any) -> bool:
     return is_attribute and getattr(func.__self__, "__name__", "") not in _VALUE_ATTRIBUTES
 
 
+def without_values(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor in the memory of one element: NaN, or 0 if the dtype is an integer or bool."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
 def stand_in(kind: type[T], shape: Sequence[int], like: torch.Tensor) -> T:
-    """Return a placeholder of class `kind`: every element is NaN (integers: 0), in the memory of one element.
+    """Return a placeholder of class `kind`.
 
     Args:
         kind: the class.
         shape: the shape.
         like: a tensor with the dtype and the device.
     """
-    value = float("nan") if like.is_floating_point() else 0
-    found: Any = torch.full((), value, dtype=like.dtype, device=like.device).expand(tuple(shape))
+    found: Any = without_values(shape, like.dtype, like.device)
     found.__class__ = kind  # `as_subclass` would make torch call `__torch_dispatch__` for each operation
     placeholder: T = found
     return placeholder

@@ -19,6 +19,7 @@ from headwater.stream.addresses import forget_address
 from headwater.stream.home import Home, MakePlain
 from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest, class_at_rest
+from headwater.stream.placeholders import without_values
 from headwater.stream.saved_tensors import WeightHandle
 from headwater.stream.transforms import in_transform
 
@@ -27,11 +28,9 @@ if TYPE_CHECKING:
     from headwater.stream.unseen_writes import UnseenWrites
 
 
-def placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
-    """Return a placeholder for an unbound parameter: NaN in its shape, in the memory of one element."""
-    dtype = param.wire_dtype
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(param.shape)
+def _placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
+    """Return the tensor that an unbound parameter has in place of its values."""
+    return without_values(param.shape, param.wire_dtype, device)
 
 
 def _may_be_saved(param: nn.Parameter) -> bool:
@@ -89,7 +88,7 @@ class StageParameters:
         self.is_watched = watched
         self.unseen: UnseenWrites | None = None
         self._classes = [type(param) for param in params]
-        self._placeholders = [placeholder(param, device) for param in spec.params]
+        self._placeholders = [_placeholder(param, device) for param in spec.params]
         self._kept: dict[int, int] = {}  # versions of parameters whose placeholder is their former memory
         self._address: int | None = None  # address of the image to which the parameters point
         self._views: list[torch.Tensor] = []  # views of that image
@@ -161,7 +160,7 @@ class StageParameters:
             # With `stable` the parameters point to the image from now on, which has the same values.
             if self._stable or is_old or not _may_be_saved(self.params[index]):
                 del self._kept[index]
-                self._placeholders[index] = placeholder(self._spec.params[index], self._device)
+                self._placeholders[index] = _placeholder(self._spec.params[index], self._device)
         return had_any and not self._kept
 
     def make_plain(self, index: int) -> nn.Parameter:

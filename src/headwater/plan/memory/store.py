@@ -12,10 +12,7 @@ from headwater.plan.memory.stages import (
     largest_state_of_an_element,
 )
 from headwater.plan.types import Plan, StoreShare
-from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS
-
-_STAGING_BUFFERS = 4
-"""Buffers of a disk tier, each for a group; see `DiskTier`."""
+from headwater.store.layout import GROUP_BYTES, PIECE_ELEMENTS, STAGING_BUFFERS
 
 
 @final
@@ -70,4 +67,4 @@ def _group_buffers(stages: Sequence[StageBytes]) -> int:
     """
     piece = max(1, int(PIECE_ELEMENTS * largest_state_of_an_element(stages)))
     group = -(-GROUP_BYTES // piece) * piece
-    return _STAGING_BUFFERS * min(group, max(stage.state for stage in stages))
+    return STAGING_BUFFERS * min(group, max(stage.state for stage in stages))
