@@ -67,6 +67,7 @@ class Setting:
     on_device: tuple[int, ...] = ()
     most_stage_bytes: int | None = None  # larger stages are divided
     updates: Updates = "on_fetch"
+    user_loop: bool = False
 
     def __str__(self) -> str:
         where = "in_place" if self.in_place else f"{self.slabs}_slabs"
@@ -75,7 +76,8 @@ class Setting:
         memory += f"-{len(self.on_device)}_on_device" if self.on_device else ""
         divided = f"-{self.most_stage_bytes}_bytes" if self.most_stage_bytes else ""
         early = "-updates_in_backward" if self.updates == "in_backward" else ""
-        return f"{self.tier}{memory}-{where}-{self.activations}{gradients}{divided}{early}"
+        loop = "-user_loop" if self.user_loop else ""
+        return f"{self.tier}{memory}-{where}-{self.activations}{gradients}{divided}{early}{loop}"
 
 
 @dataclasses.dataclass
@@ -120,6 +122,7 @@ def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path, trace:
         in_memory=setting.in_memory,
         on_device=setting.on_device,
         updates=setting.updates,
+        user_loop=setting.user_loop,
     )
 
 

@@ -39,7 +39,7 @@ from headwater.store.locks import StageLocks
 from headwater.store.stages import ImageCopies
 from headwater.stream.engine import Engine
 from headwater.stream.host_arena import HostArena, InFlight
-from headwater.stream.options import DEFAULTS, EngineOptions
+from headwater.stream.options import DEFAULTS
 from headwater.stream.slab_loader import SlabLoader
 
 
@@ -267,7 +267,7 @@ def test_hooks_of_a_users_loop_read_gradients_that_are_on_their_way(double, tmp_
     plain = job.model()
     plain(job.make_batch(0, 0)).sum().backward()
     wanted = {name: param.grad for name, param in plain.named_parameters()}
-    with double, on_double(job, Setting(), tmp_path, EngineOptions(user_loop=True)) as engine:
+    with double, on_double(job, Setting(user_loop=True), tmp_path) as engine:
         params = dict(engine.model.named_parameters())
         last = params["6.weight"]
         params["2.weight"].register_post_accumulate_grad_hook(
@@ -323,7 +323,7 @@ def fail_twice(engine, gate):
 
 def test_closing_releases_all_memory_and_threads_if_a_gradient_cannot_be_added(double, tmp_path):
     job, gate = regression(layers, 8, 16, max_norm=None), threading.Event()
-    engine = on_double(job, Setting("disk", 2), tmp_path, EngineOptions(user_loop=True))
+    engine = on_double(job, Setting("disk", 2, user_loop=True), tmp_path)
     threads = set(threading.enumerate())
     with double:
         fail_twice(engine, gate)

@@ -17,7 +17,6 @@ from headwater.store.layout import StageLayout
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.store.updater import Updater
-from headwater.stream.options import EngineOptions
 
 ON_DEVICE = Setting(on_device=(0, 1, 2))
 
@@ -240,7 +239,7 @@ def test_a_commit_of_a_users_loop_without_memory_leaves_no_trace(double, tmp_pat
     job, at, failed, found = regression(three, 8, 16), 0, True, []
     while failed:
         at += 1
-        with double, on_double(job, ON_DEVICE, tmp_path, EngineOptions(user_loop=True)) as engine:
+        with double, on_double(job, dataclasses.replace(ON_DEVICE, user_loop=True), tmp_path) as engine:
             engine.model(job.make_batch(0, 0)).sum().backward()
             gradients = [param.grad for param in engine.model.parameters()]  # the loop keeps them
             full = Full(at)

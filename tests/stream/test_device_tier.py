@@ -21,7 +21,6 @@ from headwater.sparsity.sparsifier import Sparsifier, Sparsity
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.stream.engine import Engine
-from headwater.stream.options import EngineOptions
 from headwater.trainer.sparse import SparseTraining
 
 EVERY = tuple(range(8))
@@ -108,8 +107,7 @@ def test_gradients_that_wait_for_their_addition_have_no_more_bytes_than_the_larg
 
 def test_gradients_that_are_read_again_wait_for_nothing(double, monkeypatch, tmp_path):
     job = regression(layers, 8, 16, max_norm=None)
-    options = EngineOptions(user_loop=True)
-    with double, on_double(job, Setting(on_device=(0, 2)), tmp_path, options) as engine:
+    with double, on_double(job, Setting(on_device=(0, 2), user_loop=True), tmp_path) as engine:
         engine.model(job.make_batch(0, 0)).sum().backward()
         weight = dict(engine.model.named_parameters())["0.weight"]
         first = weight.grad.clone()
@@ -120,8 +118,7 @@ def test_gradients_that_are_read_again_wait_for_nothing(double, monkeypatch, tmp
 
 def test_an_update_by_another_thread_comes_after_changes_of_the_gradients(double, tmp_path):
     job = regression(layers, 8, 16, max_norm=None)
-    options = EngineOptions(user_loop=True)
-    with double, on_double(job, Setting(on_device=(0, 2)), tmp_path, options) as engine:
+    with double, on_double(job, Setting(on_device=(0, 2), user_loop=True), tmp_path) as engine:
         engine.model(job.make_batch(0, 0)).sum().backward()
         dict(engine.model.named_parameters())["0.weight"].grad.mul_(0.5)
         changed = double.compute.record()
@@ -249,7 +246,7 @@ def test_a_users_loop_reads_and_changes_gradients_and_weights_on_the_device(doub
     for on_device in ((), (0, 2)):
         with (
             double,
-            on_double(job, Setting(on_device=on_device), tmp_path, EngineOptions(user_loop=True)) as engine,
+            on_double(job, Setting(on_device=on_device, user_loop=True), tmp_path) as engine,
         ):
             for step in range(2):
                 params = dict(engine.model.named_parameters())
@@ -265,8 +262,7 @@ def test_a_users_loop_reads_and_changes_gradients_and_weights_on_the_device(doub
 
 def test_a_step_that_is_rolled_back_gives_back_gradients_and_weights(double, tmp_path):
     job = regression(layers, 8, 16, max_norm=None)
-    options = EngineOptions(user_loop=True)
-    with double, on_double(job, Setting(on_device=(0, 2)), tmp_path, options) as engine:
+    with double, on_double(job, Setting(on_device=(0, 2), user_loop=True), tmp_path) as engine:
         engine.model(job.make_batch(0, 0)).sum().backward()
         weight = dict(engine.model.named_parameters())["0.weight"]
         before, gradient = weight.detach().clone(), weight.grad.clone()

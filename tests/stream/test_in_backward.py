@@ -34,7 +34,6 @@ from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.store.store import WeightStore
 from headwater.stream.engine import Engine
-from headwater.stream.options import EngineOptions
 
 SETTINGS = [
     Setting(in_place=True, updates="in_backward"),
@@ -382,19 +381,15 @@ def test_steps_that_need_all_gradients_first_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fabric", "options", "text"),
-    [
-        (ALONE, EngineOptions(user_loop=True), "your own loop"),
-        (copy.copy(ALONE), EngineOptions(), "2 ranks"),
-    ],
+    ("fabric", "user_loop", "text"), [(ALONE, True, "your own loop"), (copy.copy(ALONE), False, "2 ranks")]
 )
-def test_engines_that_cannot_update_in_backward(fabric, options, text, tmp_path, monkeypatch):
+def test_engines_that_cannot_update_in_backward(fabric, user_loop, text, tmp_path, monkeypatch):
     job = job_of()
     if text == "2 ranks":
         monkeypatch.setattr(type(fabric), "size", 2)
+    setting = dataclasses.replace(SETTINGS[0], user_loop=user_loop)
     with pytest.raises(ConfigError, match=text):
-        plan = make_plan(job, job.model(), SETTINGS[0], tmp_path)
-        Engine(job.model(), plan, job.optimizer, fabric=fabric, options=options)
+        Engine(job.model(), make_plan(job, job.model(), setting, tmp_path), job.optimizer, fabric=fabric)
 
 
 class Alive:

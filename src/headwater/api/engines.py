@@ -86,7 +86,7 @@ def build_engine(
     # Before the engine allocates memory: the setting has no effect on memory that is allocated already.
     if plan.device == "cpu" and backend.allocator == "tuned":
         tune_allocator(keep=plan.memory_is_ample)
-    if steps is None and backend.compile == "auto":
+    if plan.user_loop and backend.compile == "auto":
         warn_once(
             logger,
             "compile: auto does not compile blocks in your own loop, because the number of steps is not "
@@ -94,7 +94,6 @@ def build_engine(
         )
     own = steps or EngineSteps()
     options = EngineOptions(
-        user_loop=steps is None,
         fast_matmul=backend.fast_products,
         compile_blocks=plan.blocks.compiled if backend.compile == "auto" else backend.compile,
         verify_disk=backend.verify_disk,

@@ -194,7 +194,8 @@ class Plan:
             when they are used next.
         ranges: True if tensors have their memory in ranges that grow: see `core/tensor_memory.py` for a CPU,
             and `core/device_memory.py` for a GPU.
-        user_loop: True if the user's own loop calls the model, and may read gradients.
+        user_loop: True if the user's own loop calls the model, and may read gradients. With several ranks,
+            each rank then computes the gradient of the loss of its part, and these gradients are averaged.
     """
 
     trace: Trace

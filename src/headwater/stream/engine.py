@@ -81,7 +81,7 @@ class Engine:
         options: EngineOptions = DEFAULTS,
     ) -> None:
         refuse_assignments_after_use(plan.trace.assigned_after_use)
-        _refuse_updates(plan, fabric, options)
+        _refuse_updates(plan, fabric)
         self.fabric, self.model, self.plan = fabric, model, plan
         self._device = make_device(plan.device if fabric.computes else "cpu")
         if initial is None:  # before a parameter gives its values to the store
@@ -101,7 +101,7 @@ class Engine:
             made.callback(self._restore_forwards)
             self._binder = _make_binder(model, plan, self.store, self._device, weights)
             self._adopt_all(initial)
-            factor = 1 / fabric.size if options.user_loop else 1.0  # `train_step` divides the loss itself
+            factor = 1 / fabric.size if plan.user_loop else 1.0  # `train_step` divides the loss itself
             self.executor = Executor(
                 model,
                 plan,
@@ -325,9 +325,9 @@ def _errors(device: str) -> AbstractContextManager[object]:
     return nullcontext() if device == "cpu" else device_errors()
 
 
-def _refuse_updates(plan: Plan, fabric: Fabric, options: EngineOptions) -> None:
+def _refuse_updates(plan: Plan, fabric: Fabric) -> None:
     """Raise `ConfigError` if updates cannot run during backward."""
-    found = "your own loop" if options.user_loop else f"{fabric.size} ranks" if fabric.size > 1 else None
+    found = "your own loop" if plan.user_loop else f"{fabric.size} ranks" if fabric.size > 1 else None
     if plan.updates == "in_backward" and found is not None:
         raise ConfigError(
             f"updates: in_backward needs a run of a params file with one rank, got {found}",

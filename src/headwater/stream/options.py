@@ -19,8 +19,6 @@ class EngineOptions:
     """The settings of an engine beside its model, its plan and its optimizer.
 
     Attributes:
-        user_loop: true if the user's loop trains instead of `Engine.train_step`. With several ranks, each
-            rank then computes the gradient of the loss of its part, and these gradients are averaged.
         fast_matmul: use faster fp32 matrix products, which differ from torch's by rounding (on a GPU: TF32).
             Without this option, `Engine.train_step` on a GPU uses deterministic kernels.
         compile_blocks: compile the forward of repeated stages with `torch.compile`.
@@ -28,7 +26,6 @@ class EngineOptions:
         first_mask: chooses the first masks of parameters with `ParamSpec.kept`; needed if the plan has some.
     """
 
-    user_loop: bool = False
     fast_matmul: bool = False
     compile_blocks: bool = False
     verify_disk: bool = False

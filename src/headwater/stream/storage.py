@@ -33,14 +33,15 @@ def make_store(
         device: the device of this rank.
         order: (stage, param) of every parameter in the model's order.
         fabric: the ranks that train together.
-        options: only `user_loop`, `verify_disk` and `first_mask` are used.
+        options: only `verify_disk` and `first_mask` are used.
     """
     folder = settings.folder if settings.gradients_on_disk else None
     if folder is not None:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
     # In a user's loop each host updates all stages; see `build_store`.
-    tiers = TierBuilder(settings, device, fabric.neighbours if options.user_loop else fabric, options)
+    ranks = fabric.neighbours if settings.user_loop else fabric
+    tiers = TierBuilder(settings, device, ranks, verify=options.verify_disk)
     store = build_store(
         settings.stages,
         rule,
@@ -53,7 +54,7 @@ def make_store(
             options.verify_disk,
             # Each rank copies the sums of stages in device memory to its device.
             page_lock=device.page_lock if settings.on_device else None,
-            user_loop=options.user_loop,
+            user_loop=settings.user_loop,
         ),
         order=order,
         fabric=fabric,

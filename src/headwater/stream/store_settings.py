@@ -25,6 +25,7 @@ class StoreSettings:
         gradients_on_disk: true if gradients are kept on disk until the update.
         sum_dtype: see `ParamSpec.sum_dtype`.
         shares_slabs: true if the ranks of a host share slabs.
+        user_loop: true if the user's own loop trains.
         backward_schedule: when and by which thread stages are updated in backward; `None` if stages are
             updated when they are fetched.
     """
@@ -37,6 +38,7 @@ class StoreSettings:
     gradients_on_disk: bool
     sum_dtype: torch.dtype | None
     shares_slabs: bool
+    user_loop: bool
     backward_schedule: BackwardSchedule | None
 
     @classmethod
@@ -52,6 +54,7 @@ class StoreSettings:
             gradients_on_disk=gradients_on_disk,
             sum_dtype=torch.float32 if plan.precision.mixed and not plan.holds_exact_gradients else None,
             shares_slabs=plan.shares_slabs,
+            user_loop=plan.user_loop,
             backward_schedule=_backward_schedule(plan) if plan.updates == "in_backward" else None,
         )
 

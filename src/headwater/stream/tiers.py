@@ -18,7 +18,6 @@ from headwater.store.mixed import MixedTier
 from headwater.store.ownership import Ownership
 from headwater.store.tier import ElsewhereTier, Tier
 from headwater.stream.device import Device
-from headwater.stream.options import EngineOptions
 from headwater.stream.store_settings import StoreSettings
 
 
@@ -31,13 +30,13 @@ class TierBuilder:
         settings: the settings of the store in the plan.
         device: the device of this rank.
         ranks: the ranks among which the updates of the stages are divided.
-        options: only `user_loop` and `verify_disk` are used.
+        verify: compare data that is read from disk with its checksums.
     """
 
     settings: StoreSettings
     device: Device
     ranks: Fabric
-    options: EngineOptions
+    verify: bool
 
     def build(self, ownership: Ownership) -> Tier:
         """Allocate memory and create files for all stages, and return their tier.
@@ -76,23 +75,23 @@ class TierBuilder:
         kept = [ownership.host_groups(stage) for stage in stages]
         sizes = file_sizes(layouts, folder, kept).values()
         checksums = None
-        if self.options.verify_disk:
+        if self.verify:
             checksums = [self.ranks.allocate(checksum_bytes(size)) for size in sizes]
         make = functools.partial(
             DiskTier,
             layouts,
             folder,
-            verify=self.options.verify_disk,
+            verify=self.verify,
             kept=kept,
             checksums=checksums,
-            write_behind=not self.options.user_loop or self.ranks.local_size == 1,
+            write_behind=not self.settings.user_loop or self.ranks.local_size == 1,
         )
         # The other ranks open the leader's files by the descriptors that it sends below.
         tier = make() if self.ranks.local_rank == 0 else None
         every = self.ranks.gather_objects([] if tier is None else tier.origins, list[Path])
         if tier is not None:
             return tier
-        reads = self.options.user_loop or (self.ranks.computes and not self.settings.shares_slabs)
+        reads = self.settings.user_loop or (self.ranks.computes and not self.settings.shares_slabs)
         if reads or any(ownership.updates(stage) for stage in stages):
             return make(origins=every[self.ranks.rank - self.ranks.local_rank])
         return ElsewhereTier(layouts)
