@@ -170,6 +170,21 @@ def test_a_token_beyond_the_vocabulary(headwater, params, tmp_path):
     )
 
 
+def test_a_batch_in_which_nothing_counts_is_trained_with_a_warning_beside_a_hidden_file(
+    headwater, params, tmp_path
+):
+    folder = tmp_path / "masked"
+    folder.mkdir()
+    with h5py.File(folder / "samples.h5", "w") as file:
+        file["data"] = np.stack([np.ones((16, 16)), np.zeros((16, 16)), np.ones((16, 16))], 1).astype(
+            np.int32
+        )
+    (folder / "._samples.h5").write_text("of another system")
+    code, _, err = headwater("fit", params, f"trainer.fit.train_dataloader.data_dir={folder}")
+    assert code == 0
+    assert err.count("no position of a batch counts in the loss") == 1
+
+
 def test_data_with_another_vocabulary(headwater, params, tmp_path):
     # The first token beyond the vocabulary is rarely the largest, so the remedy names the data's vocabulary.
     text = tmp_path / "more.txt"

@@ -289,7 +289,9 @@ def _hdf5_files(folder: Path) -> list[Path]:
         out = folder.parent if folder.name in ("train", "val") else "DIR"
         remedy = f"did you mean {near}?" if near else f"create it with: headwater data INPUT --out {out}"
         raise DataError("data_dir does not exist", where=f"data_dir: {folder}", remedy=remedy)
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".h5", ".hdf5"))
+    # Systems write hidden files beside others, such as `._name` on macOS.
+    visible = (path for path in folder.iterdir() if not path.name.startswith("."))
+    files = sorted(path for path in visible if path.suffix in (".h5", ".hdf5"))
     if not files:
         remedy = "name the folder that holds the .h5 files, for example DIR/train"
         if (folder / "train").is_dir():

@@ -16,6 +16,7 @@ from headwater.core.batches import num_samples
 from headwater.core.busy import BusyTimes, busy_times, fetch_bound
 from headwater.core.errors import HeadwaterError, NonFiniteError
 from headwater.core.recorder import INPUT, RECORDER
+from headwater.core.warn_once import warn_once
 from headwater.plan.machine import resident_bytes
 from headwater.plan.types import Plan
 from headwater.sparsity.sparsifier import Sparsifier
@@ -204,6 +205,12 @@ class Trainer:
     def _after_step(self, step: _Step, report: StepReport) -> None:
         """Update the state of the run after a step, and call the callbacks."""
         batch, update = step.batch, step.update
+        if report.loss == 0.0 and batch is not None and self._job.trainable.weight(batch) == 0:
+            warn_once(
+                logger,
+                "no position of a batch counts in the loss, so the step has trained on nothing; check the "
+                "attention_mask or the labels of the data",
+            )
         # A skipped step changes no weights, so averages must not move either.
         if report.applied:
             self._averages.after_update(update.step)
