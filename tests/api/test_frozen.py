@@ -5,6 +5,8 @@ import torch
 from any_loop import Net, adamw, batches, check, extreme_plans, loss_of, randn, some_plan
 from torch import nn
 
+import headwater as cstorch
+
 
 def train(model, optimizer, steps):
     losses = []
@@ -291,3 +293,36 @@ def test_unfrozen_layers_get_gradients_before_the_next_call(plan, make_gradients
         return losses, seen, model, optimizer
 
     check(script, plan, tmp_path)
+
+
+@some_plan
+@pytest.mark.parametrize("options", [{"loss_scale": 8.0}, {"max_norm": 0.01}])
+def test_gradients_of_layers_unfrozen_for_a_part_are_unscaled_and_clipped(options, plan, tmp_path):
+    def script(place):
+        model = place.compile(Adapted())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(randn(4, 6, seed=0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.base.requires_grad_(True)
+        (8 * model.base(randn(4, 6, seed=1)).sum()).backward()
+        cstorch.api.optimizers.step(optimizer, **options)
+        return model
+
+    check(script, plan, tmp_path)
+
+
+def test_a_gradient_under_autocast_of_a_part_that_was_frozen_is_kept(tmp_path):
+    def script(place):
+        model = place.compile(Adapted())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for call in (model, model.base):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = call(randn(4, 6, seed=0)).float().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.base.requires_grad_(True)
+        return [param.dtype for param in model.parameters()], model
+
+    check(script, "memory", tmp_path)

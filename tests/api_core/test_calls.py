@@ -121,28 +121,3 @@ def test_ranks_draw_different_numbers_inside_and_the_same_after():
         after.append(torch.rand(4))
     assert not torch.equal(*drawn)
     assert torch.equal(*after)
-
-
-def numbers_of_two_forwards():
-    drawn = []
-    for _ in range(2):
-        with own_randomness(1):
-            drawn.append(torch.rand(4))
-    return drawn
-
-
-def test_a_restored_generator_draws_the_same_numbers_again_and_others_in_each_forward():
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    first = numbers_of_two_forwards()
-    assert not torch.equal(*first)
-    torch.set_rng_state(state)
-    assert all(map(torch.equal, numbers_of_two_forwards(), first))
-
-
-def test_a_forward_that_draws_nothing_leaves_the_generator_as_it_was():
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    with own_randomness(1):
-        pass
-    assert torch.equal(torch.get_rng_state(), state)

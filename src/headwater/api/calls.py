@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_tb
 from typing import Any
@@ -40,7 +41,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call of the model."""
 
 
-_WHOLE_GRAPH = re.compile("headwater|_higher_order_ops")
+_WHOLE_GRAPH = re.compile("streamed by headwater|_higher_order_ops")
 """Text in errors of torch's compiler if it met this package, or an operator such as `torch.cond`."""
 
 
@@ -156,32 +157,23 @@ def is_lazy(model: nn.Module) -> bool:
     return lazy
 
 
+_forwards = itertools.count()
+
+
 @contextmanager
 def own_randomness(rank: int) -> Iterator[None]:
     """Enter a context in which each rank draws different random numbers; outside all ranks draw the same.
 
-    The numbers depend only on the rank and on the state of torch's generator, which a script can save and
-    restore. If numbers are drawn in the context, the state changes, so that the next context has others.
-
     Args:
         rank: this rank.
     """
-    # Not the seed of the generator: the script may have drawn numbers since it was set.
+    # The new seed depends on the generator's state, not on its seed: the script may have drawn numbers since.
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    devices = drawing_devices()
-    with torch.random.fork_rng(devices=devices):
-        seed_generators(derive_seed(state, rank))
-        before = _generator_states(devices)
+    with torch.random.fork_rng(devices=drawing_devices()):
+        # `fork_rng` restores the state. Without the count, every forward would draw the same numbers. Instead
+        # one could draw from the common generator, but if only some ranks did so, their states would differ.
+        seed_generators(derive_seed(state, next(_forwards), rank))
         yield
-        have_drawn = _generator_states(devices) != before
-    # Only then: otherwise numbers that the script draws next would not be those of a run on one rank.
-    if have_drawn:
-        torch.rand(())
-
-
-def _generator_states(devices: Sequence[int]) -> list[bytes]:
-    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-    return [state.numpy().tobytes() for state in states]
 
 
 def autocast_precision(device: str) -> Precision:

@@ -13,6 +13,7 @@ from headwater.api.streamed import ATTRIBUTE, StreamedModel, refuse_compiled_par
 from headwater.core.empty import fill_parameters
 from headwater.core.errors import StreamError
 from headwater.core.interrupts import uninterrupted
+from headwater.stream.left_gradients import forget_trained
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -95,6 +96,7 @@ def release(model: Module) -> Module:
     current = streamed(model)
     if current is not None:
         current.release()
+        forget_trained(model.parameters())
     if is_compiled(model):
         delattr(model, ATTRIBUTE)
     return model

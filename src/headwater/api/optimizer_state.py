@@ -152,7 +152,7 @@ class OptimizerState(Dictionary):
                 self._own.pop(param, None)
 
     def check_storable(self) -> None:
-        """Raise `ConfigError` if a state is right, but differs from that of its place in a store."""
+        """Raise `ConfigError` if plain PyTorch accepts a state for which a store has no place."""
         for param in self._trained():
             check_storable(param.home, _held(self._own[param]))
 

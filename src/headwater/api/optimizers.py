@@ -102,6 +102,7 @@ def step(
     Raises:
         NonFiniteError: if a streamed gradient is not finite and such steps are not skipped.
     """
+    _collect(optimizer)  # first: a parameter with a gradient that the store cannot use becomes a plain one
     asked = _StepOptions(max_norm, max_value, loss_scale, skip_non_finite)
     stores = {id(home.store) for home in _homes(optimizer)}
     has_plain = any(not isinstance(param, ParameterAtRest) for param in params_of(optimizer))
@@ -114,6 +115,13 @@ def step(
         return False
     optimizer.step()
     return True
+
+
+def _collect(optimizer: Optimizer) -> None:
+    """Move gradients that autograd has left in parameters to the store."""
+    for param in params_of(optimizer):
+        if isinstance(param, ParameterAtRest):
+            collect_left(param)
 
 
 def _prepare_gradients(optimizer: Optimizer, options: _StepOptions) -> bool:
@@ -146,8 +154,8 @@ def _note_compiler(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
     name = type(optimizer).__name__
     never_compile(type(optimizer).step)
     warnings.warn(
-        f"your torch.compile has no effect on {name}.step from now on, because the weight store updates "
-        "streamed parameters: do not compile this step",
+        f"your torch.compile has no effect on {name}.step from now on, for any {name} of this process, "
+        "because the weight store updates streamed parameters: do not compile this step",
         CompilerOffWarning,
         stacklevel=2,
     )
@@ -212,9 +220,7 @@ def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         kwargs: its keyword arguments.
     """
     check_between_forwards(optimizer)
-    for param in params_of(optimizer):
-        if isinstance(param, ParameterAtRest):
-            collect_left(param)
+    _collect(optimizer)
     _amend(optimizer)  # before the return: masks apply to plain parameters too
     if next(_homes(optimizer), None) is None or runs_in_loop(optimizer):
         return

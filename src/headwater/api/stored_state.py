@@ -86,7 +86,7 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
 
 
 def check_storable(home: Home, state: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a state is right, but differs from that of its place in the store.
+    """Raise `ConfigError` if plain PyTorch accepts a state for which the store has no place.
 
     It may have other dtypes: plain PyTorch keeps the dtypes of a state when the parameter gets another one,
     and computes with both. It may have more tensors: an optimizer that calls another one, such as Lookahead,

@@ -14,7 +14,6 @@ from types import (
     BuiltinMethodType,
     CodeType,
     FunctionType,
-    MemberDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
@@ -31,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from headwater.core.containers import CONTAINERS, Items, has_items
 from headwater.core.errors import StreamError
-from headwater.core.foreign import HOLDERS, is_foreign, is_of_foreign
+from headwater.core.foreign import HOLDERS, is_foreign, is_of_foreign, slots_of
 from headwater.core.python_records import (
     ITERATORS,
     OfArray,
@@ -172,16 +171,21 @@ def effects_undone(model: nn.Module, arguments: Sequence[Any] = ()) -> Iterator[
         StreamError: if an iterator has advanced that cannot go back.
     """
     before = PythonState.of(model, arguments)
-    with undone(before):
+    with undone(before, _LARGEST_COPIED_ONCE):
         yield
     before.refuse_advanced_iterators()
 
 
 @contextmanager
-def undone(before: PythonState) -> Iterator[None]:
-    """Enter a context. At its end, restore a state that was recorded immediately before it."""
+def undone(before: PythonState, largest_tensor: int = 0) -> Iterator[None]:
+    """Enter a context. At its end, restore a state that was recorded immediately before it.
+
+    Args:
+        before: the state.
+        largest_tensor: tensors that the state has no copy of are restored too, up to this number of bytes.
+    """
     # Not by their versions: a dry run counts changes by fake tensors, which change no values.
-    values = copies_of([tensor for tensor in before.large_tensors if tensor.nbytes <= _LARGEST_COPIED_ONCE])
+    values = copies_of([tensor for tensor in before.large_tensors if tensor.nbytes <= largest_tensor])
     try:
         yield
     finally:
@@ -392,7 +396,7 @@ class PythonState:
         self.visit(type(value), depth)
         if hasattr(value, "__dict__"):
             self._visit_attributes(value, depth)
-        for slot in _slots_of(type(value)):
+        for slot in slots_of(type(value)):
             record = OfSlot(slot, value)
             self._records.append(record)
             self.visit(record.content, depth - 1)
@@ -507,12 +511,6 @@ def _record_of(value: Any) -> Record | None:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """True for a tensor with values; false for fake tensors and other subclasses, which may lack them."""
     return type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor) and not tensor.is_meta
-
-
-def _slots_of(cls: type) -> list[MemberDescriptorType]:
-    """Return the descriptors of the attributes that a class and its bases keep in `__slots__`."""
-    bases = [base for base in cls.__mro__ if "__slots__" in vars(base) and not is_foreign(base)]
-    return [slot for base in bases for slot in vars(base).values() if isinstance(slot, MemberDescriptorType)]
 
 
 def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import queue
 import sys
 import threading
 from collections import UserDict, UserList
-from types import SimpleNamespace
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "headwater", "builtins"}
@@ -32,3 +32,9 @@ def is_of_foreign(module: str | None) -> bool:
 def keeps_state(value: object) -> bool:
     """True for an object of a user's class, or of a class of Python that only holds attributes."""
     return isinstance(value, HOLDERS) or not (isinstance(value, type) or is_foreign(type(value)))
+
+
+def slots_of(cls: type) -> list[MemberDescriptorType]:
+    """Return the descriptors of the attributes that a class and its bases keep in `__slots__`."""
+    bases = [base for base in cls.__mro__ if "__slots__" in vars(base) and not is_foreign(base)]
+    return [slot for base in bases for slot in vars(base).values() if isinstance(slot, MemberDescriptorType)]

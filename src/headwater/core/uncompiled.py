@@ -68,8 +68,9 @@ def never_compile(function: Callable[..., Any]) -> None:
         function: a function of Python. If it is a wrapper made with `functools.wraps`, the innermost function
             is skipped.
     """
-    code: CodeType = inspect.unwrap(function).__code__
-    eval_frame.set_code_exec_strategy(code, _NOT_AT_ALL)
+    code: CodeType | None = getattr(inspect.unwrap(function), "__code__", None)
+    if code is not None:
+        eval_frame.set_code_exec_strategy(code, _NOT_AT_ALL)
 
 
 @contextmanager

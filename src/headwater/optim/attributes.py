@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from headwater.core.foreign import keeps_state
+from headwater.core.foreign import keeps_state, slots_of
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -43,15 +43,15 @@ def _of_torch() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
 
 
-def is_same(one: Any, other: Any, depth: int = 3 * _DEEPEST) -> bool:
+def is_same(one: Any, other: Any, compared: frozenset[tuple[int, int]] = frozenset()) -> bool:
     """True if two attributes are one object or have equal content.
 
     Args:
         one: an attribute.
         other: another one, or a copy.
-        depth: number of references to follow. An object may refer to itself.
+        compared: identities of the pairs that the callers compare. Objects may refer to each other.
     """
-    if one is other:
+    if one is other or (id(one), id(other)) in compared:
         return True
     if type(one) is not type(other):
         return False
@@ -61,25 +61,31 @@ def is_same(one: Any, other: Any, depth: int = 3 * _DEEPEST) -> bool:
         return bool(one.dtype == other.dtype and np.array_equal(one, other))
     if isinstance(one, _PLAIN):
         return bool(one == other)
-    if depth == 0:
-        return False
-    if isinstance(one, list | tuple | deque):
-        same_items = len(one) == len(other) and all(
-            is_same(*pair, depth - 1) for pair in zip(one, other, strict=True)
-        )
-        return same_items and _has_same_attributes(one, other, depth)
-    if isinstance(one, dict):
-        same_items = one.keys() == other.keys() and all(
-            is_same(value, other[key], depth - 1) for key, value in one.items()
-        )
-        return same_items and _has_same_attributes(one, other, depth)
-    if isinstance(one, set):
+    if isinstance(one, set | frozenset):
         return bool(one == other)
-    return _is_copied(one) and _has_same_attributes(one, other, depth)
+    compared |= {(id(one), id(other))}
+    if isinstance(one, list | tuple | deque):
+        if len(one) != len(other):
+            return False
+        if not all(is_same(*pair, compared) for pair in zip(one, other, strict=True)):
+            return False
+    elif isinstance(one, dict):
+        if one.keys() != other.keys():
+            return False
+        if not all(is_same(value, other[key], compared) for key, value in one.items()):
+            return False
+    elif not _is_copied(one):
+        return False
+    mine, theirs = _attributes_of(one), _attributes_of(other)
+    if mine.keys() != theirs.keys():
+        return False
+    return all(is_same(value, theirs[name], compared) for name, value in mine.items())
 
 
-def _has_same_attributes(one: Any, other: Any, depth: int) -> bool:
-    return is_same(getattr(one, "__dict__", None), getattr(other, "__dict__", None), depth)
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, also those in slots."""
+    slots = {slot.__name__: slot for slot in slots_of(type(value)) if hasattr(value, slot.__name__)}
+    return {**getattr(value, "__dict__", {}), **{name: slot.__get__(value) for name, slot in slots.items()}}
 
 
 def copied(value: Any, depth: int = _DEEPEST, made: dict[int, Any] | None = None) -> Any:
@@ -124,14 +130,18 @@ def _copy_of(value: Any, depth: int, made: dict[int, Any]) -> Any:
     elif isinstance(copy_, dict):
         for key, item in value.items():
             dict.__setitem__(copy_, key, copied(item, depth - 1, made))
-    attributes = getattr(copy_, "__dict__", {})
-    for name, item in list(attributes.items()):
-        attributes[name] = copied(item, depth - 1, made)
+    for name, item in _attributes_of(copy_).items():
+        object.__setattr__(copy_, name, copied(item, depth - 1, made))  # the class may be frozen
     return copy_
 
 
 def _is_copied(value: Any) -> bool:
-    """True if an object may be copied: it is a container of a usual size, or of a user's class."""
+    """True if an object may be copied: it is a container of a usual size, or of a user's class.
+
+    The end of a copy calls `__del__`, which may close a file that the original still needs.
+    """
+    if hasattr(type(value), "__del__"):
+        return False
     if isinstance(value, list | tuple | deque | dict | set):
         return len(value) <= _LARGEST
     return keeps_state(value) and not isinstance(value, _WITH_PARAMETERS)

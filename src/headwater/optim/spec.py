@@ -59,8 +59,8 @@ class OptimizerSpec:
         no_decay: true for the parameters, by name and shape, that get no weight decay.
         lr_scale: returns the factor on the learning rate of a parameter, by name (muP).
         foreign_class: the class, if it is neither torch's nor Headwater's.
-        shared: attributes of the user's optimizer that every object of the class has, as they were when the
-            spec was made. They may change before an update runs.
+        shared: attributes of the user's optimizer whose value is one object for all optimizers of the class,
+            as they were when the spec was made. They may change before an update runs.
 
     Raises:
         ConfigError: if the optimizer is unknown, or cannot update one parameter at a time.

@@ -9,11 +9,15 @@ model makes a plan that trains it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from headwater.core.interrupts import uninterrupted
 from headwater.core.recorder import RECORDER
+
+_TRAINED = "_headwater_trained"
 
 GRAD: Any = torch.Tensor.grad
 """The attribute of torch; `param.grad` of a parameter at rest reads the store."""
@@ -31,19 +35,33 @@ def take_accumulated(param: torch.Tensor) -> torch.Tensor | None:
     return gradient
 
 
+@uninterrupted
 def give_to_frozen(param: Any, gradient: torch.Tensor) -> None:
     """Turn a parameter that the plan does not train into a plain one with this gradient.
 
     See [Note: gradients of frozen parameters].
     """
-    param._headwater_trained = True
+    setattr(param, _TRAINED, True)
     param.home.leave(param.device)
-    GRAD.__set__(param, gradient)
+    GRAD.__set__(param, gradient.to(param.dtype))  # under autocast it may have 16 bits
+
+
+@uninterrupted
+def _collect_from_frozen(param: Any) -> None:
+    gradient = take_accumulated(param)
+    assert gradient is not None, "the caller has seen it"
+    give_to_frozen(param, gradient)
 
 
 def is_trained(param: torch.Tensor) -> bool:
     """True if a plan must have memory for the gradient of a parameter."""
-    return param.requires_grad or hasattr(param, "_headwater_trained")
+    return param.requires_grad or hasattr(param, _TRAINED)
+
+
+def forget_trained(params: Iterable[torch.Tensor]) -> None:
+    """Forget which frozen parameters got gradients: a new plan need not have memory for them."""
+    for param in params:
+        vars(param).pop(_TRAINED, None)
 
 
 def collect_left(param: Any) -> None:
@@ -65,9 +83,7 @@ def collect_left(param: Any) -> None:
         take_accumulated(param)
         return
     if not param.home.spec.requires_grad:
-        gradient = take_accumulated(param)
-        assert gradient is not None
-        give_to_frozen(param, gradient)
+        _collect_from_frozen(param)
         return
     lane = RECORDER.lane()
     before = lane.work

@@ -92,6 +92,9 @@ class ParameterAtRest(AtRest, NotTraced, nn.Parameter):
     selection = staticmethod(all_of)
     _is_param = becomes_parameter_when_marked
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Do not call `__init_subclass__` of the user's class, for which `class_at_rest` makes a subclass."""
+
     @property
     def source(self) -> Memory:
         return Memory.of(self)

@@ -68,6 +68,7 @@ class SlabLoader:
         Raises:
             StreamError: in a fork of the process, which lacks the thread.
         """
+        self._thread.check_process()  # before the device is used, which a fork cannot
         # The number is read here, on the compute thread: later commits must not be applied by this load.
         up_to = self._store.ledger.num_commits
         return self._thread.submit(self._load, index, want, up_to, self._device.compute.record())

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def _placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
-    """Return the tensor that an unbound parameter has in place of its values."""
+    """Return the tensor that an unbound parameter has instead of its values."""
     return without_values(param.shape, param.wire_dtype, device)
 
 
