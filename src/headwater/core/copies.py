@@ -28,7 +28,7 @@ def _copied(leaf: Any) -> Any:
         return leaf
     try:
         return copy.deepcopy(leaf)
-    except Exception:  # noqa: BLE001 - the user's class can raise any exception
+    except Exception:  # noqa: BLE001 - a user's class can raise anything; the call then shares the object
         return leaf
 
 

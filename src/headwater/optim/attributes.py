@@ -119,7 +119,7 @@ def _copy_of(value: Any, depth: int, made: dict[int, Any]) -> Any:
         return tuple(copied(item, depth - 1, made) for item in value)
     try:
         copy_ = copy.copy(value)
-    except Exception:  # noqa: BLE001 - the user's class can raise any exception
+    except Exception:  # noqa: BLE001 - a user's class can raise anything; the object is then used itself
         return value
     if copy_ is value:  # such as the member of an enumeration
         return value

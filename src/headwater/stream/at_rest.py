@@ -342,11 +342,11 @@ class _Operation:
         result = self._call(values)
         results, structure = tree_flatten(result)
         declared = declared_writes(self._func, partial(tree_unflatten, self._leaves, self._structure))
-        pairs = zip(self._views, versions_of_views, strict=True)
-        versions_of_views = [-1 if id(view) in declared else version for view, version in pairs]
         changed = {key for key, value in values.items() if key in declared or value._version != versions[key]}
+        pairs = zip(self._views, versions_of_views, strict=True)
+        views = [view for view, version in pairs if id(view) in declared or view._version != version]
         self._write_back(changed, values)
-        self._write_views(versions_of_views)
+        _write_views(views)
         # An in-place operation with a tensor that requires a gradient makes the value part of a graph. Such a
         # value is returned itself, because the tensor at rest is not part of the graph.
         unchanged = (
@@ -397,17 +397,6 @@ class _Operation:
         for home in {self._at_rest[key].home for key in changed}:
             home.write(self._wholes[home])
 
-    def _write_views(self, versions: Sequence[int]) -> None:
-        """Write back the recorded views that the operation has changed, given their versions before it."""
-        pairs = zip(self._views, versions, strict=True)
-        changed = [view for view, version in pairs if view._version != version]
-        for view in changed:
-            if _is_recorded(view):
-                view.read.forget()
-                raise changed_while_recording(view.read.home)
-        for read in dict.fromkeys(view.read for view in changed):
-            read.write()
-
     def _part(self, index: int, result: Any) -> Any:
         """Return a view of the parameter as a `PartAtRest` or `RecordedPart`, and any other result itself."""
         if isinstance(result, numpy.ndarray) and (self._at_rest or self._views):
@@ -442,6 +431,20 @@ class _Operation:
         }
         result: torch.Tensor = tree_flatten(self._call(values))[0][index]
         return result
+
+
+def _write_views(changed: Sequence[RecordedPart]) -> None:
+    """Write back recorded views that an operation has changed.
+
+    Raises:
+        StreamError: if a view requires a gradient and the operation was outside of `torch.no_grad()`.
+    """
+    for view in changed:
+        if _is_recorded(view):
+            view.read.forget()
+            raise changed_while_recording(view.read.home)
+    for read in dict.fromkeys(view.read for view in changed):
+        read.write()
 
 
 def _is_recorded(tensor: torch.Tensor) -> bool:

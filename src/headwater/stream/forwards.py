@@ -95,7 +95,7 @@ class Forwards:
         if self._packing is not None:
             try:
                 self._packing.begin_module(stages)
-            except BaseException:
+            except BaseException:  # the user has disabled saved-tensor hooks, or Ctrl-C: no `leave` follows
                 self._end_module()
                 raise
         for count, stage in enumerate(stages, start=1):
