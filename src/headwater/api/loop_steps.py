@@ -10,10 +10,10 @@ the loop does, and `optimizer.state` is an ordinary dictionary in host memory.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from headwater.api.optimizer_record import record_of
 from headwater.api.stored_state import Optimizer
 from headwater.core.errors import ConfigError
 from headwater.fabric.membership import current
@@ -26,32 +26,24 @@ class LoopStepWarning(UserWarning):
     """Warns that an optimizer steps in the user's loop, with its state in host memory."""
 
 
-_attributes: weakref.WeakKeyDictionary[Optimizer, Mapping[str, Any] | None] = weakref.WeakKeyDictionary()
-"""Optimizer -> its attributes when its class was tested; `None` if it steps in the loop.
-
-It has no entry for an optimizer of torch that runs in a store.
-"""
-_takes_closures: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers of a user's class that a store can run although their step gets a closure."""
-
-
 def runs_in_loop(optimizer: Optimizer) -> bool:
     """True if the step of an optimizer must run in the user's loop; see [Note: steps in the loop].
 
     Raises:
         ConfigError: if the step must run in the loop, but there are several ranks.
     """
-    if optimizer in _attributes:
-        return _attributes[optimizer] is None
+    record = record_of(optimizer)
+    if record.runs_in_loop is not None:
+        return record.runs_in_loop
     if is_known(type(optimizer)):
         return False
     try:
         OptimizerSpec.of(optimizer)
     except ConfigError as error:
         run_in_loop(optimizer, error)
-    else:
-        _attributes[optimizer] = copied(own_attributes(optimizer))
-    return _attributes[optimizer] is None
+        return True
+    record.runs_in_loop, record.attributes = False, copied(own_attributes(optimizer))
+    return False
 
 
 def leaves_store(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -72,11 +64,12 @@ def leaves_store(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[st
         _check_arguments(optimizer, {**dict(zip(("closure",), args, strict=False)), **kwargs}, len(args))
     except ConfigError as error:
         run_in_loop(optimizer, error)
-    return _attributes[optimizer] is None
+        return True
+    return False
 
 
 def _check_attributes(optimizer: Optimizer) -> None:
-    before, now = _attributes[optimizer] or {}, own_attributes(optimizer)
+    before, now = record_of(optimizer).attributes, own_attributes(optimizer)
     for name in sorted(before.keys() | now.keys()):
         if name not in before or name not in now or not is_same(before[name], now[name]):
             raise refusal(type(optimizer).__qualname__, f"its attribute {name!r} has changed")
@@ -86,9 +79,10 @@ def _check_arguments(optimizer: Optimizer, given: Mapping[str, Any], count: int)
     closure = given.get("closure")
     if given.keys() - {"closure"} or count > 1 or not (closure is None or callable(closure)):
         raise refusal(type(optimizer).__qualname__, "its step gets other arguments than a closure")
-    if closure is not None and optimizer not in _takes_closures:
+    record = record_of(optimizer)
+    if closure is not None and not record.takes_closures:
         OptimizerSpec.of(optimizer).check_closure()
-        _takes_closures.add(optimizer)
+        record.takes_closures = True
 
 
 def run_in_loop(optimizer: Optimizer, reason: ConfigError) -> None:
@@ -99,7 +93,7 @@ def run_in_loop(optimizer: Optimizer, reason: ConfigError) -> None:
     """
     if current().size > 1:
         raise reason
-    _attributes[optimizer] = None
+    record_of(optimizer).runs_in_loop = True
     what = reason.what.partition(" cannot be used here: ")[2] or reason.what
     warnings.warn(
         f"{type(optimizer).__qualname__} steps in your loop, not in the weight store ({what}); results are "

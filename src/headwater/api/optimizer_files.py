@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headwater.api.moments import lazy_state
+from headwater.api.optimizer_record import is_state_replaced
 from headwater.api.optimizer_state import install
-from headwater.api.registry import is_state_replaced, model_of
+from headwater.api.registry import model_of
 from headwater.api.stored_state import Optimizer, has_stored_state, params_of
 from headwater.core.interrupts import uninterrupted
 from headwater.core.stage import ParamKey

@@ -22,8 +22,8 @@ import torch
 
 from headwater.api.dictionary import Dictionary
 from headwater.api.moments import drop_stored, is_stored_state
+from headwater.api.optimizer_record import is_state_replaced, record_of
 from headwater.api.param_state import ParamState
-from headwater.api.registry import installed_states, is_state_replaced
 from headwater.api.stored_state import (
     Optimizer,
     check_storable,
@@ -218,13 +218,14 @@ def reinstall(optimizer: Optimizer) -> None:
 def _installed(optimizer: Optimizer) -> OptimizerState:
     new = OptimizerState(optimizer, optimizer.state)
     optimizer.state = new  # type: ignore[assignment]
-    installed_states[optimizer] = weakref.ref(new)
+    record_of(optimizer).state = weakref.ref(new)
     return new
 
 
 def _move_states_out(optimizer: Optimizer) -> None:
     """Move the states from stores into the old mapping, because the user has assigned another one."""
-    before = installed_states[optimizer]()
+    installed = record_of(optimizer).state
+    before = None if installed is None else installed()
     if isinstance(before, OptimizerState):
         before.move_to_host()
     for param in params_of(optimizer):

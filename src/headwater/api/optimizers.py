@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from headwater.api.gradients import are_finite, gradients_of, unscale
 from headwater.api.loop_steps import leaves_store, run_in_loop, runs_in_loop
 from headwater.api.optimizer_files import add_stored_state, take_stored_state
+from headwater.api.optimizer_record import record_of
 from headwater.api.optimizer_state import install, reinstall
 from headwater.api.references import warn_of_kept_views
 from headwater.api.registry import find_model, model_of
@@ -36,7 +35,6 @@ from headwater.stream.parameters import ParameterAtRest, running_steps
 
 if TYPE_CHECKING:
     from headwater.api.streamed import StreamedModel
-    from headwater.store.store import WeightStore
 
 
 class Amendment(Protocol):
@@ -72,11 +70,6 @@ class _StepOptions:
 
 _options = ProcessValue(_StepOptions())
 """Options of the step that runs now. Global, because `optimizer.step()` has no arguments for them."""
-_adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_stepping: weakref.WeakKeyDictionary[Optimizer, list[WeightStore]] = weakref.WeakKeyDictionary()
-"""Optimizer -> the stores to which its running step was committed."""
-_hooks: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
-"""Optimizer -> the hooks around its last step: `_before_step` and `_after_step`."""
 
 
 def step(
@@ -171,14 +164,15 @@ def _place_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     """
     if _is_nested(optimizer):
         return
-    for handle in _hooks.pop(optimizer, ()):
+    record = record_of(optimizer)
+    for handle in record.step_hooks:
         handle.remove()
     _end_step(optimizer)  # the step before may have failed
     before = optimizer.register_step_pre_hook(_before_step)
     after = optimizer.register_step_post_hook(_after_step)
     # torch calls global hooks first, then those of the optimizer in this order.
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-    _hooks[optimizer] = before, after
+    record.step_hooks = before, after
 
 
 @uncompiled
@@ -294,7 +288,7 @@ def _commit_to(
     status = store.gradients.status
     status.consume(param.home.key for param in updated)
     status.is_stepping = True
-    _stepping.setdefault(optimizer, []).append(store)
+    record_of(optimizer).stepping.append(store)
     warn_of_kept_views(updated, update.step)
 
 
@@ -330,7 +324,9 @@ def _is_nested(optimizer: Optimizer) -> bool:
 
 
 def _end_step(optimizer: Optimizer) -> None:
-    for store in _stepping.pop(optimizer, []):
+    record = record_of(optimizer)
+    stepping, record.stepping = record.stepping, []
+    for store in stepping:
         store.gradients.status.is_stepping = False
 
 
@@ -364,8 +360,9 @@ def adopt(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: if streaming cannot serve the optimizer.
     """
-    if optimizer not in _adopted:
-        _adopted.add(optimizer)
+    record = record_of(optimizer)
+    if not record.has_file_hooks:
+        record.has_file_hooks = True
         optimizer.register_state_dict_post_hook(add_stored_state)
         optimizer.register_load_state_dict_pre_hook(take_stored_state)
         optimizer.register_load_state_dict_post_hook(reinstall)

@@ -1,15 +1,13 @@
-"""The streamed models of this process, and the mappings in `optimizer.state` that show states in stores.
+"""The streamed models of this process.
 
-Both registries are shared by the process because torch's hooks are: an optimizer's step and a tensor of its
-state know a parameter and its store, and find the model here.
+The registry is shared by the process because torch's hooks are: an optimizer's step and a tensor of its state
+know a parameter and its store, and find the model here.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from headwater.store.store import WeightStore
 
@@ -56,14 +54,3 @@ def streamed_models() -> list[StreamedModel]:
     models = (reference() for reference in list(_model_of.values()))
     # Without duplicates: a model has several stores while a former one is still in use.
     return list({id(model): model for model in models if model is not None}.values())
-
-
-installed_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Optimizer -> the mapping in `optimizer.state` that shows the states in stores, if it has such a mapping."""
-
-
-def is_state_replaced(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the user has assigned another mapping to `optimizer.state`."""
-    return optimizer in installed_states and installed_states[optimizer]() is not optimizer.state

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from headwater.api.loop_steps import runs_in_loop
-from headwater.api.registry import is_state_replaced
+from headwater.api.optimizer_record import is_state_replaced
 from headwater.core.errors import ConfigError
 from headwater.core.stage import OptimizerState, ParamSpec
 from headwater.optim.probe import state_tensors
