@@ -29,7 +29,6 @@ from headwater.plan.trace import trace_step
 from headwater.plan.types import Plan, Resources
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
-from headwater.stream.options import EngineOptions
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"vocab_size": 50257, "filter_size": 3072},
@@ -52,7 +51,9 @@ def config_of(family: str, args: argparse.Namespace) -> DecoderConfig:
     )
 
 
-def plan_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], args: argparse.Namespace) -> Plan:
+def plan_of(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], args: argparse.Namespace, *, compiled: bool
+) -> Plan:
     """Return a plan with weights in memory and a single micro-batch."""
     precision = Precision(args.dtype)
     size = len(batch["input_ids"])
@@ -64,7 +65,7 @@ def plan_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], args: argpar
             optimizer_state_bytes=8,
             resources=Resources(),
             checkpoints=False,
-            fixed=Fixed(tier="memory", micro_batch_size=size),
+            fixed=Fixed(tier="memory", micro_batch_size=size, compiled=compiled),
         )
     )
 
@@ -88,11 +89,10 @@ def measure(family: str, args: argparse.Namespace) -> Row:
         engines = []
         for compiled in (False, True):
             model = build_model(config, device="meta").train()
-            plan = plan_of(model, batch, args)
+            plan = plan_of(model, batch, args, compiled=compiled)
             tune_allocator(keep=plan.memory_is_ample)
-            options = EngineOptions(compile_blocks=compiled)
             optimizer = OptimizerSpec("AdamW", _LR)
-            engine = Engine(model, plan, optimizer, initial=initial, seed=0, options=options)
+            engine = Engine(model, plan, optimizer, initial=initial, seed=0)
             engines.append(opened.enter_context(engine))
         first = [step(engine, 0) for engine in engines]
         step_pairs = [[step(engine, index) for engine in engines] for index in range(1, args.steps + 1)]

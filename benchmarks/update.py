@@ -128,7 +128,8 @@ def measure_steps(args: argparse.Namespace) -> Row:
             model = build_model(config, device="meta").train()
             # An engine's updater takes the function when it is made.
             with mock.patch.object(updater, "checked_adam", kernel):
-                engine = Engine(model, plan_of(model, batch, args), ADAMW, initial=initial, seed=0)
+                plan = plan_of(model, batch, args, compiled=False)
+                engine = Engine(model, plan, ADAMW, initial=initial, seed=0)
             engines[name] = opened.enter_context(engine)
         for step in range(args.rounds + 1):
             losses = set()

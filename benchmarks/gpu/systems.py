@@ -29,7 +29,6 @@ from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.types import Plan, Resources, Tier
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
-from headwater.stream.options import EngineOptions
 
 Step = Callable[[int], float]
 """A function that runs the step of a number, and returns its loss."""
@@ -70,8 +69,7 @@ def headwater(
         return random_weight(spec.name, spec.shape, load.device)
 
     optimizer = OptimizerSpec("AdamW", {"lr": load.learning_rate})
-    options = EngineOptions(compile_blocks=compiled)
-    engine = stack.enter_context(Engine(model, plan, optimizer, initial=initial, seed=0, options=options))
+    engine = stack.enter_context(Engine(model, plan, optimizer, initial=initial, seed=0))
 
     remarks: dict[str, Any] = {}
 

@@ -16,7 +16,7 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.plan.division import divide
 from headwater.plan.partition import find_stages
 from headwater.plan.trace import Trace, trace_step
-from headwater.plan.types import Activations, Plan, Updates
+from headwater.plan.types import Activations, Blocks, Plan, Updates
 from headwater.store.update import Update
 from headwater.stream.engine import Engine
 from headwater.stream.options import DEFAULTS, EngineOptions, Initial
@@ -68,6 +68,7 @@ class Setting:
     most_stage_bytes: int | None = None  # larger stages are divided
     updates: Updates = "on_fetch"
     user_loop: bool = False
+    compiled: bool = False
 
     def __str__(self) -> str:
         where = "in_place" if self.in_place else f"{self.slabs}_slabs"
@@ -77,7 +78,8 @@ class Setting:
         divided = f"-{self.most_stage_bytes}_bytes" if self.most_stage_bytes else ""
         early = "-updates_in_backward" if self.updates == "in_backward" else ""
         loop = "-user_loop" if self.user_loop else ""
-        return f"{self.tier}{memory}-{where}-{self.activations}{gradients}{divided}{early}{loop}"
+        compiled = "-compiled" if self.compiled else ""
+        return f"{self.tier}{memory}-{where}-{self.activations}{gradients}{divided}{early}{loop}{compiled}"
 
 
 @dataclasses.dataclass
@@ -123,6 +125,7 @@ def make_plan(job: Job, model: nn.Module, setting: Setting, folder: Path, trace:
         on_device=setting.on_device,
         updates=setting.updates,
         user_loop=setting.user_loop,
+        blocks=Blocks(setting.compiled),
     )
 
 

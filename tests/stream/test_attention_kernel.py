@@ -12,7 +12,6 @@ from headwater.core.precision import Precision
 from headwater.models.layers.attention import use_torch_attention
 from headwater.models.registry import build_model
 from headwater.optim.spec import OptimizerSpec
-from headwater.stream.options import EngineOptions
 
 BF16 = Precision("bf16")
 SIZES = {
@@ -102,6 +101,6 @@ def test_the_layers_use_the_kernel_unless_told_otherwise(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_blocks_train_with_the_kernel(family, tmp_path):
     expected = in_place(family, tmp_path, 3)
-    setting = Setting("memory", 2, "recompute", precision=BF16)
-    run = train_streamed(job(family), setting, tmp_path, steps=3, options=EngineOptions(compile_blocks=True))
+    setting = Setting("memory", 2, "recompute", precision=BF16, compiled=True)
+    run = train_streamed(job(family), setting, tmp_path, steps=3)
     torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(expected.losses), rtol=0.01, atol=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -23,14 +24,12 @@ from headwater.core.errors import ModelError
 from headwater.core.precision import Precision
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.compilation import MOST_VARIANTS
-from headwater.stream.options import EngineOptions
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # of the compiler
 ]
 
-COMPILED = EngineOptions(compile_blocks=True)
 BF16 = Precision("bf16")
 WIDTH = 32
 
@@ -92,7 +91,7 @@ def fresh_compiler():
 
 def train(setting, folder, *, compiled=True):
     folder.mkdir()
-    return train_streamed(JOB, setting, folder, steps=2, options=EngineOptions(compile_blocks=compiled))
+    return train_streamed(JOB, dataclasses.replace(setting, compiled=compiled), folder, steps=2)
 
 
 @pytest.mark.parametrize("precision", [Precision(), BF16], ids=lambda precision: precision.name)
@@ -100,7 +99,7 @@ def train(setting, folder, *, compiled=True):
 def test_compiled_blocks_are_close_to_plain_pytorch_and_have_the_same_bits_twice(
     setting, precision, tmp_path
 ):
-    setting = Setting(**{**vars(setting), "precision": precision})
+    setting = dataclasses.replace(setting, precision=precision)
     first = train(setting, tmp_path / "first")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # all blocks share it
     torch._dynamo.reset()
@@ -118,8 +117,8 @@ def test_compiled_blocks_are_close_to_plain_pytorch_and_have_the_same_bits_twice
 @pytest.mark.parametrize("setting", [Setting(in_place=True), Setting(slabs=2)], ids=str)
 def test_a_block_whose_input_needs_no_gradient_is_compiled_apart(setting, tmp_path):
     job = regression(lambda: nn.Sequential(*(Block() for _ in range(4))), 8, WIDTH)
-    setting = Setting(**{**vars(setting), "precision": BF16})
-    compiled = train_streamed(job, setting, tmp_path, steps=2, options=COMPILED)
+    setting = dataclasses.replace(setting, precision=BF16)
+    compiled = train_streamed(job, dataclasses.replace(setting, compiled=True), tmp_path, steps=2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     eager = train_streamed(job, setting, tmp_path, steps=2)
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-2)
@@ -139,7 +138,7 @@ class Scaled(Block):
 def test_blocks_with_three_constants_need_seven_variants_in_training_and_evaluation(tmp_path):
     """One more constant would exceed the limit of torch; see `most_variants` of `compile: auto`."""
     job = regression(lambda: nn.Sequential(*(Scaled(1 + index % 3) for index in range(6))), 8, WIDTH)
-    with make_engine(job, Setting(in_place=True, precision=BF16), tmp_path, options=COMPILED) as engine:
+    with make_engine(job, Setting(in_place=True, precision=BF16, compiled=True), tmp_path) as engine:
         for step in range(2):
             engine.train_step(job.batches(step), job.update(step))
             engine.model.eval()
@@ -150,8 +149,8 @@ def test_blocks_with_three_constants_need_seven_variants_in_training_and_evaluat
 
 
 def test_the_forwards_of_a_released_model_are_its_own(tmp_path):
-    setting = Setting(in_place=True, activations="recompute")
-    engine = make_engine(JOB, setting, tmp_path, options=COMPILED)
+    setting = Setting(in_place=True, activations="recompute", compiled=True)
+    engine = make_engine(JOB, setting, tmp_path)
     block = engine.model.blocks[0]
     assert "forward" in vars(block)
     engine.close()
@@ -181,7 +180,7 @@ def test_a_block_that_cannot_be_compiled_is_named(direction, tmp_path, monkeypat
 
     monkeypatch.setattr(inductor, "fx_codegen_and_compile", failing)
     with (
-        make_engine(JOB, Setting(in_place=True), tmp_path, options=COMPILED) as engine,
+        make_engine(JOB, Setting(in_place=True, compiled=True), tmp_path) as engine,
         pytest.raises(ModelError, match=f"no code for this {direction}") as raised,
     ):
         engine.train_step(JOB.batches(0), JOB.update(0))
@@ -192,7 +191,7 @@ def test_a_block_that_cannot_be_compiled_is_named(direction, tmp_path, monkeypat
 def test_an_error_without_a_compiler_has_a_remedy(tmp_path, inductor):
     with (
         inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
-        make_engine(JOB, Setting(in_place=True), tmp_path, options=COMPILED) as engine,
+        make_engine(JOB, Setting(in_place=True, compiled=True), tmp_path) as engine,
         pytest.raises(ModelError, match=r"torch.compile cannot compile this module.*[Cc]ompiler") as raised,
     ):
         engine.train_step(JOB.batches(0), JOB.update(0))

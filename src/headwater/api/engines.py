@@ -95,7 +95,6 @@ def build_engine(
     own = steps or EngineSteps()
     options = EngineOptions(
         fast_matmul=backend.fast_products,
-        compile_blocks=plan.blocks.compiled if backend.compile == "auto" else backend.compile,
         verify_disk=backend.verify_disk,
         first_mask=own.first_mask,
     )

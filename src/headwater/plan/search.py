@@ -16,7 +16,7 @@ from headwater.plan.mixes import filled_device, filled_memory, smallest_in_memor
 from headwater.plan.options import PlanRequest
 from headwater.plan.predict import Predictor
 from headwater.plan.step_trace import Trace
-from headwater.plan.types import Activations, Budgets, Plan, Prediction, Tier
+from headwater.plan.types import Activations, Blocks, Budgets, Plan, Prediction, Tier
 
 _SLAB_CHOICES, _RUNGS = slice(0, 12, 4), 6
 """For plans with some stages in memory: which numbers of slabs are tried, and how many rungs."""
@@ -207,6 +207,7 @@ def _frames(request: LimitedRequest, footprint: Footprint, size: int) -> Iterato
                 disk=disk,
                 in_memory=tuple(sorted(in_memory)) if tier == "disk" else (),
                 on_device=tuple(sorted(on_device)),
+                blocks=Blocks(fixed.compiled),
                 updates="on_fetch" if trace.inference else fixed.updates,
                 ranges=request.ranges,
                 user_loop=asked.user_loop,

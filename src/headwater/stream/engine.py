@@ -96,7 +96,7 @@ class Engine:
                 made.callback(self.store.close)
             weights = make_weights(plan, self.store, self._device, fabric)
             made.callback(weights.close)
-            compiling = compile_stages if options.compile_blocks else _leave_forwards
+            compiling = compile_stages if plan.blocks.compiled else _leave_forwards
             self._restore_forwards = compiling(model, plan.trace.stages)
             made.callback(self._restore_forwards)
             self._binder = _make_binder(model, plan, self.store, self._device, weights)
@@ -110,7 +110,6 @@ class Engine:
                 weights,
                 self._device,
                 factor,
-                compiled=options.compile_blocks,
             )
             made.callback(self.executor.close)
             batches = self._micro_batches = MicroBatches(

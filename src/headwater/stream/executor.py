@@ -44,7 +44,6 @@ class Executor:
         weights: provides stages on the device.
         device: the device that computes.
         gradient_factor: every gradient is multiplied by this factor before it is added to the store.
-        compiled: true if blocks of the model are compiled.
     """
 
     def __init__(
@@ -56,8 +55,6 @@ class Executor:
         weights: Weights,
         device: Device,
         gradient_factor: float = 1.0,
-        *,
-        compiled: bool = False,
     ) -> None:
         self._plan, self._store = plan, store
         self._binder = binder
@@ -70,7 +67,7 @@ class Executor:
             if offload is not None:
                 made.callback(offload.close)
             self._packing = make_packing(
-                plan, binder.handle_of, self._resolve, offload, stable=weights.stable, compiled=compiled
+                plan, binder.handle_of, self._resolve, offload, stable=weights.stable
             )
             self._forwards = Forwards(
                 binder,

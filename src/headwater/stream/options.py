@@ -21,13 +21,11 @@ class EngineOptions:
     Attributes:
         fast_matmul: use faster fp32 matrix products, which differ from torch's by rounding (on a GPU: TF32).
             Without this option, `Engine.train_step` on a GPU uses deterministic kernels.
-        compile_blocks: compile the forward of repeated stages with `torch.compile`.
         verify_disk: compare data that is read from the disk tier with the checksums of the written data.
         first_mask: chooses the first masks of parameters with `ParamSpec.kept`; needed if the plan has some.
     """
 
     fast_matmul: bool = False
-    compile_blocks: bool = False
     verify_disk: bool = False
     first_mask: FirstMask | None = None
 

@@ -113,7 +113,6 @@ def make_packing(
     offload: Offload | None,
     *,
     stable: bool,
-    compiled: bool,
 ) -> Packing | None:
     """Return the object that replaces the tensors that autograd saves; `None` if it may save all of them.
 
@@ -123,12 +122,12 @@ def make_packing(
         resolve: returns the weight of such a handle, and fetches its stage if necessary.
         offload: offloads activations; `None` if the plan offloads none.
         stable: true if weights stay in the same memory.
-        compiled: true if blocks are compiled; their backwards run in Python.
     """
-    # In fp32 a backward in Python finds the same values in the store, so more hooks would only cost time.
-    in_python = compiled or plan.precision.mixed
+    # Backwards of compiled blocks run in Python. In fp32 another backward in Python finds the same values in
+    # the store, so more hooks would only cost time.
+    in_python = plan.blocks.compiled or plan.precision.mixed
     # A compiled block decides itself what it saves, and its operators are not seen one by one.
-    selects = Activations.SELECTIVE in plan.activations and not compiled
+    selects = Activations.SELECTIVE in plan.activations and not plan.blocks.compiled
     if not stable or offload is not None:
         return Packing(handle_of, resolve, plan, offload, in_checkpoints=in_python, selects=selects)
     if in_python or selects:

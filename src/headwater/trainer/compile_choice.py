@@ -69,7 +69,7 @@ def block_choice(
             says that the run will measure them.
     """
     if init.backend.compile != "auto":
-        return Blocks(init.backend.compile)
+        return plan.blocks
     if work.optimizer is NO_UPDATES:
         return Blocks()
     if work.compiled is not None:
