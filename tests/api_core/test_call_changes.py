@@ -1,9 +1,11 @@
-"""Differences between a call and earlier calls, combined over ranks: largest size, flags of any rank."""
+"""Differences between a call and earlier calls: combined over ranks, and what they need."""
 
 import dataclasses
 from types import SimpleNamespace
 
-from headwater.api.call_changes import CallChanges
+import pytest
+
+from headwater.api.call_changes import CallChanges, Need
 from headwater.fabric.fabric import ALONE
 
 NOTHING = CallChanges(
@@ -33,3 +35,21 @@ def test_each_flag_of_any_rank_is_a_flag_of_all():
 def test_the_largest_call_of_all_ranks_counts():
     large = dataclasses.replace(NOTHING, size=2**40 + 1, retrained=True)
     assert merged([NOTHING, large]) == [large, large]
+
+
+@pytest.mark.parametrize(
+    ("flags", "largest_size", "need"),
+    [
+        ((), 3, Need.NOTHING),
+        (("retrained",), 3, Need.NOTHING),
+        (("first_training",), 3, Need.DRY_RUN),
+        ((), 2, Need.PLAN),
+        ((), None, Need.PLAN),
+        (("first_training",), None, Need.PLAN),
+        (("structure",), 3, Need.PLAN),
+        (("trains_more", "first_training"), 3, Need.PLAN),
+        (("precision",), 3, Need.PLAN),
+    ],
+)
+def test_a_call_needs_a_plan_if_the_present_one_does_not_fit(flags, largest_size, need):
+    assert dataclasses.replace(NOTHING, **dict.fromkeys(flags, True)).need(largest_size) is need

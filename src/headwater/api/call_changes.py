@@ -1,13 +1,22 @@
-"""Differences between a call of a model and the calls before it, which may require a new plan."""
+"""Differences between a call of a model and the calls before it, and the decision if they need a new plan."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Self
 
 from headwater.fabric.fabric import Fabric
 
 _FLAGS = ("structure", "trains_more", "first_training", "retrained", "precision")
+
+
+class Need(enum.Enum):
+    """The work that must be done before a call of a model can run."""
+
+    NOTHING = "nothing: the plan fits"
+    DRY_RUN = "a dry run, and a new plan if the forward changes other weights than in the plan's dry run"
+    PLAN = "a new plan"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +38,17 @@ class CallChanges:
     first_training: bool
     retrained: bool
     precision: bool
+
+    def need(self, largest_size: int | None) -> Need:
+        """Return the work that must be done before the call.
+
+        Args:
+            largest_size: the size of the largest call for which the plan was made; `None` without a plan.
+        """
+        is_larger = largest_size is None or self.size > largest_size
+        if is_larger or self.trains_more or self.structure or self.precision:
+            return Need.PLAN
+        return Need.DRY_RUN if self.first_training else Need.NOTHING
 
     def of_any_rank(self, fabric: Fabric) -> Self:
         """Combine the differences of all ranks: the largest size, and each flag that is true on any rank.

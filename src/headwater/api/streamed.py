@@ -10,7 +10,7 @@ from torch import nn
 
 from headwater.api import registry, transaction
 from headwater.api.backend import Backend
-from headwater.api.call_changes import CallChanges
+from headwater.api.call_changes import CallChanges, Need
 from headwater.api.calls import Call, guard_call, is_lazy, own_randomness, serves_call
 from headwater.api.engine_swap import ReplaceableEngine
 from headwater.api.optimizer_book import OptimizerBook
@@ -107,43 +107,21 @@ class StreamedModel:
             if not torch.is_autocast_enabled(self._replanning.device):
                 self.precision = Precision()
             return None
-        with_gradients = torch.is_grad_enabled()
-        if self._serves() and not with_gradients and not self.current.has_changed:
+        if self._serves() and not torch.is_grad_enabled() and not self.current.has_changed:
             return None  # without gradients any plan of this precision works; a fast path for generation
-        trained = trained_names(self.model)
-        changes = self._changes((args, kwargs), trained)
-        if self.engine is None or with_gradients:
-            # All ranks exchange this, even a rank whose plan fits: the other ranks wait for its value.
-            changes = changes.of_any_rank(current())
-            self._check_trained(trained, retrained=changes.retrained)
-        fits = changes.size <= self._largest_batch and not (
-            changes.trains_more or changes.structure or changes.precision
-        )
-        if self.engine is not None and fits and not changes.first_training:
-            return None
-        if has_replaced_parameters(self.model):
-            return None  # `functional_call` runs the model with other parameters
+        changes = self._changes((args, kwargs))
+        need = changes.need(None if self.engine is None else self._largest_batch)
+        if need is Need.NOTHING or has_replaced_parameters(self.model):
+            return None  # if parameters are replaced, `functional_call` runs the model with others
         refuse_first_call()
         refuse_compiled_parts(self.model)
         self._check_not_alone()
-        before = self.engine
-        keep_if_unchanged = fits and before is not None
-        error = self._plan((args, kwargs), keep_if_unchanged=keep_if_unchanged, in_fp32=changes.precision)
-        if error is None:  # after an error the plan is still too small for this call
-            # A new plan may keep activations for which a larger batch has no memory. With several ranks only
-            # calls with gradients compare their sizes, so only these may make a plan for a larger batch.
-            is_new = self.engine is not before and current().size == 1
-            self._largest_batch = changes.size if is_new else max(changes.size, self._largest_batch)
-        return error
+        return self._plan((args, kwargs), changes, need)
 
-    def _changes(self, call: Call, trained: frozenset[str]) -> CallChanges:
-        """Return the differences between a call and the calls before it, on this rank.
-
-        Args:
-            call: the arguments of the call.
-            trained: names of the parameters that require a gradient.
-        """
-        return CallChanges(
+    def _changes(self, call: Call) -> CallChanges:
+        """Return the differences between a call and the calls before it. Check that ranks train the same."""
+        trained = trained_names(self.model)
+        changes = CallChanges(
             size=sum(tensor.numel() for tensor in tensors_in(call)),
             structure=self.current.has_changed,
             trains_more=not trained <= self._replanning.trained,
@@ -151,6 +129,11 @@ class StreamedModel:
             retrained=trained != self._last_trained,
             precision=self.engine is not None and not self._serves(),
         )
+        if self.engine is None or torch.is_grad_enabled():
+            # All ranks exchange this, even a rank whose plan fits: the other ranks wait for its value.
+            changes = changes.of_any_rank(current())
+            self._check_trained(trained, retrained=changes.retrained)
+        return changes
 
     def _serves(self) -> bool:
         """True if the present call can use weights in the precision in which the model is streamed."""
@@ -159,25 +142,34 @@ class StreamedModel:
         # If the user has set a precision, it is used for every call: the forward itself may enter autocast.
         return self.precision is not None or serves_call(self.engine.plan.precision, self.engine.plan.device)
 
-    def _plan(self, call: Call, *, keep_if_unchanged: bool, in_fp32: bool) -> Exception | None:
+    def _plan(self, call: Call, changes: CallChanges, need: Need) -> Exception | None:
         """Make a plan for a call. Return the error of a failed plan if the call can run without a plan.
 
         Args:
             call: the arguments of the call.
-            keep_if_unchanged: keep the plan if the forward changes the same weights as in the plan's dry run.
-            in_fp32: stream weights in fp32 from now on.
+            changes: its differences from earlier calls.
+            need: the decision of `changes`.
         """
-        is_first = self.engine is None
+        before = self.engine
         try:
-            self._replanning.plan(call, self.precision, keep_if_unchanged=keep_if_unchanged, in_fp32=in_fp32)
+            self._replanning.plan(
+                call,
+                self.precision,
+                keep_if_unchanged=need is Need.DRY_RUN,
+                in_fp32=changes.precision,
+            )
         except HeadwaterError:
             raise
         except Exception as error:
             if self.engine is not None or self.current.fabric.size > 1 or not _has_values(self.model):
                 raise
             return error
-        if is_first and transaction.is_open():
+        if before is None and transaction.is_open():
             self.steps.begin_step()
+        # A new plan may keep activations for which a larger batch has no memory. With several ranks only
+        # calls with gradients compare their sizes, so only these may make a plan for a larger batch.
+        is_new = self.engine is not before and current().size == 1
+        self._largest_batch = changes.size if is_new else max(changes.size, self._largest_batch)
         return None
 
     def _check_trained(self, trained: frozenset[str], *, retrained: bool) -> None:
