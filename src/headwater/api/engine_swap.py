@@ -19,6 +19,7 @@ from headwater.core.empty import initial_values
 from headwater.core.interrupts import uninterrupted
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.fabric.fabric import ALONE, Fabric
+from headwater.fabric.membership import current
 from headwater.plan.types import Plan
 from headwater.store.replicas import take_from_first_host
 from headwater.store.store import WeightStore
@@ -46,6 +47,8 @@ class Predecessor:
 @final
 class ReplaceableEngine:
     """The engine that streams a model. It is replaced when the model or its optimizers change.
+
+    Other objects read the attributes, and change them by methods alone.
 
     Attributes:
         model: the user's module.
@@ -91,6 +94,14 @@ class ReplaceableEngine:
             # The engine stays detached after an attempt to replace it has failed.
             return bool(self.engine.departed) or self.engine.is_detached
         return not has_replaced_parameters(self.model)
+
+    def join_ranks(self) -> None:
+        """Train with the present ranks from now on. Called before the first engine is made."""
+        self.fabric = current()
+
+    def accept_structure(self) -> None:
+        """Record that the engine fits the model as it is now."""
+        self.structure = Structure(self.model)
 
     def old_names(self) -> dict[str, str]:
         """Return present name -> name when the engine was made, for each parameter that existed then."""
@@ -159,7 +170,8 @@ class ReplaceableEngine:
             # After `_move_values`: it closes an old store that is not used any more.
             before.hand_over(engine, unchanged=unchanged and same_stages)
         # After `_move_values`, which gives states back to the optimizers of the old engine.
-        self.updaters, self.structure = updaters, Structure(self.model)
+        self.updaters = updaters
+        self.accept_structure()
         if before is None and self.fabric.num_hosts > 1:
             # Only for the first engine: later ones copy from stores, which are already equal on all hosts.
             take_from_first_host(engine.store, self.fabric)
@@ -210,6 +222,21 @@ class ReplaceableEngine:
         """Copy value, gradient and optimizer state from the store to a parameter that leaves the store."""
         store = self.present.store
         give_back(store, key, param, self.updaters.state_owner_of(store.spec(key).name), device)
+
+    def update_by(self, updaters: Updaters, fresh: Collection[str]) -> None:
+        """Use these optimizers from now on, and drop the optimizer state of the parameters `fresh`.
+
+        Args:
+            updaters: the optimizer of each parameter. The store has the state tensors that they keep.
+            fresh: names of parameters.
+        """
+        self.updaters = updaters
+        store = self.present.store
+        for stage in store.stages:
+            scalars = store.scalars.by_stage[stage.index]
+            for index, param in enumerate(stage.params):
+                if param.name in fresh:
+                    scalars[index] = None
 
     def give_states_back(self, names: Collection[str]) -> None:
         """Copy optimizer state from the store to host memory, before other optimizers take over.

@@ -146,13 +146,7 @@ class OptimizerBook:
         if rebuild:
             # This call is first: it may raise an error, and it needs the present owners of the states.
             self._rebuild(updaters)
-        self._current.updaters = updaters
-        store = self._current.present.store
-        for stage in store.stages:
-            scalars = store.scalars.by_stage[stage.index]
-            for index, param in enumerate(stage.params):
-                if param.name in fresh:
-                    scalars[index] = None
+        self._current.update_by(updaters, fresh)
 
     def _rebuild(self, updaters: Updaters) -> None:
         """Replace the engine by one with the same plan, whose store has the layout for these optimizers.

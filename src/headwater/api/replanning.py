@@ -18,7 +18,6 @@ from headwater.api.retracing import restoring_state, traces_of
 from headwater.api.same_model import check_same_model
 from headwater.api.updaters import Updaters, live_optimizers
 from headwater.api.watcher import (
-    Structure,
     refuse_inference_parameters,
     refuse_shared_memory,
     refuse_tensor_classes,
@@ -99,7 +98,7 @@ class Replanning:
             same_dtypes = now.engine is None or _dtypes(trace) == _dtypes(now.engine.plan.trace)
             same_writes = now.engine is not None and trace.written == now.engine.plan.trace.written
             if keep_if_unchanged and same_writes and same_dtypes:
-                now.structure = Structure(now.model)
+                now.accept_structure()
                 self.knows_training |= now.model.training
                 return
             target = dataclasses.replace(target, unchanged=target.unchanged and same_dtypes)
@@ -121,7 +120,7 @@ class Replanning:
         # These parameters are read now, because the store may not have their values later.
         settle_lazy_parameters(model, lambda param: values_of(param) is not None)
         if now.engine is None:
-            now.fabric = current()
+            now.join_ranks()
             if not self._was_planned:  # later, the traceback of a failed dry run may hold such tensors
                 warn_of_references(model.named_parameters())
             self._was_planned = True
