@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from headwater.core.effects import PythonState, effects_undone, functions_of
+from headwater.core.effects import effects_undone, state_of_model
 from headwater.core.errors import StreamError
+from headwater.core.python_state import PythonState
+from headwater.core.user_functions import functions_of
 
 calls = 0
 
@@ -250,7 +252,7 @@ def test_objects_of_python_that_hold_state_are_restored():
 
 def test_a_file_in_memory_that_a_forward_closes_is_changed():
     file = io.StringIO()
-    state = PythonState.of(hooked(lambda: file))
+    state = state_of_model(hooked(lambda: file))
     file.close()
     assert not state.is_present()
     state.put_back()

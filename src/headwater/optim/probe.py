@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from headwater.core.effects import PythonState, reached_from_class, undone
+from headwater.core.effects import state_of_methods
 from headwater.core.errors import ConfigError
+from headwater.core.python_state import PythonState, undone
 from headwater.core.random_states import DEFAULTS, set_state, state_of
 from headwater.optim.attributes import copied, is_same, own_attributes
 from headwater.optim.catalog import refusal
@@ -55,8 +56,8 @@ def check_streamable(
         ConfigError: if the results differ, the update fails, its state cannot be saved, or the step uses or
             changes anything else.
     """
-    with undone(reached_from_class(cls, arguments)):
-        _try_out(name, build, lambda: reached_from_class(cls, arguments))
+    with undone(state_of_methods(cls, arguments)):
+        _try_out(name, build, lambda: state_of_methods(cls, arguments))
 
 
 def _try_out(name: str, build: Build, reached: Callable[[], PythonState]) -> None:
@@ -161,7 +162,7 @@ def check_closure(
     Raises:
         ConfigError: if the step calls the closure several times, or uses old gradients or the loss.
     """
-    with undone(reached_from_class(cls, arguments)):
+    with undone(state_of_methods(cls, arguments)):
         _try_out_with_closure(name, build)
 
 

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from headwater.core.effects import reached_from_class, undone
+from headwater.core.effects import state_of_methods
 from headwater.core.errors import ConfigError
 from headwater.core.modes import apart_from_modes
+from headwater.core.python_state import undone
 from headwater.optim.attributes import copied, is_same, own_attributes
 from headwater.optim.catalog import (
     FUSED,
@@ -197,7 +198,7 @@ class OptimizerSpec:
         # A matrix: Muon refuses parameters of other dimensions.
         matrix = torch.nn.Parameter(torch.zeros(2, 2))
         foreign = self.foreign_class
-        with undone(reached_from_class(foreign, self.kwargs.values())) if foreign else nullcontext():
+        with undone(state_of_methods(foreign, self.kwargs.values())) if foreign else nullcontext():
             trial = self.build([matrix], to_compile=False)
         rebuilt = _formula_options(trial.defaults)
         for key, value in wanted.items():

@@ -23,8 +23,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from headwater.core.dry_run import has_costs_by_shapes
-from headwater.core.effects import HOOKS
 from headwater.core.stage import StageSpec
+from headwater.core.user_functions import HOOKS
 from headwater.plan.alive import has_storage, memory_key
 from headwater.plan.partition import Partition
 

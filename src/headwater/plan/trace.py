@@ -13,11 +13,12 @@ from typing import Any
 from torch import nn
 
 from headwater.core.dry_run import counting_costs
-from headwater.core.effects import effects_undone, functions_in
+from headwater.core.effects import effects_undone
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.precision import Precision, autocast
 from headwater.core.trees import tensors_in
 from headwater.core.uncompiled import compiler_off
+from headwater.core.user_functions import functions_in
 from headwater.plan.cast_reads import CastReads
 from headwater.plan.gpu_casts import casts_of_gpu
 from headwater.plan.known_traces import known_or_made

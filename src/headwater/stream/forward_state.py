@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nested._internal import nested_tensor
 
-from headwater.core.effects import PythonState, refuse_changed_tensors
+from headwater.core.effects import state_of_model
+from headwater.core.python_state import PythonState, refuse_changed_tensors
 from headwater.core.tensor_values import copies_of, may_change, put_back
 from headwater.core.torch_settings import TorchSettings
 
@@ -31,7 +32,7 @@ class ForwardState:
 
     def __init__(self, module: nn.Module, arguments: Sequence[Any] = ()) -> None:
         self._module, self._arguments = module, arguments
-        self._python = PythonState.of(module, arguments)
+        self._python = state_of_model(module, arguments)
         self._settings = TorchSettings()
         self._values = copies_of(_tensors_of(module))
         self._params = list(module.parameters())
@@ -71,7 +72,7 @@ class ForwardState:
     def _present_python(self) -> PythonState:
         if self._python.is_present():
             return self._python
-        python = PythonState.of(self._module, self._arguments)
+        python = state_of_model(self._module, self._arguments)
         python.add_places_of(self._python)
         return python
 

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from headwater.core.copies import copied_arguments
-from headwater.core.effects import functions_in
 from headwater.core.errors import StreamError
 from headwater.core.interrupts import interruptible, uninterrupted
 from headwater.core.module_calls import replace_forward
 from headwater.core.uncompiled import CompilerOffWarning, uncompiled
+from headwater.core.user_functions import functions_in
 from headwater.stream.forward_state import ForwardState
 from headwater.stream.saved_tensors import own_checkpoints
 from headwater.stream.sites import Stages

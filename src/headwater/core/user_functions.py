@@ -1,0 +1,93 @@
+"""The functions of the user that run in a call of a model, and the names in their code."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from torch.utils._pytree import tree_leaves
+
+from headwater.core.foreign import is_foreign, is_of_foreign
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The dictionaries in which torch keeps the hooks of a module."""
+
+_RUN_WITH_FORWARDS = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
+"""The other methods of a module that may run in a call of it."""
+
+_LIBRARIES = frozenset({"site-packages", "dist-packages"})
+"""The names of folders of installed libraries."""
+
+
+def functions_of(model: nn.Module) -> list[Any]:
+    """Return the hooks and forwards of a model and its parts that are not torch's or this package's.
+
+    Methods that run in a forward belong to them, such as a `__getattr__` that looks up weights elsewhere, or
+    those that the code of the user calls by name.
+    """
+    found: dict[int, Any] = {}
+    for registry in ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks"):
+        found.update((id(hook), hook) for hook in getattr(global_hooks, registry, {}).values())
+    for module in model.modules():
+        attributes = vars(module)
+        for name in HOOKS:
+            found.update((id(hook), hook) for hook in attributes.get(name, {}).values())
+        if (forward := attributes.get("forward")) is not None:
+            found[id(forward)] = forward
+        kind: Any = type(module)
+        found.update((id(method), method) for method in _methods_of(kind))
+    return [function for function in found.values() if not is_foreign(function)]
+
+
+def functions_in(call: object) -> list[Any]:
+    """Return the functions among the arguments of a call, in any nesting.
+
+    A dry run gets copies of other arguments, but a copy of a function has the same state.
+    """
+    kinds = FunctionType, BuiltinMethodType, MethodType, functools.partial
+    return [leaf for leaf in tree_leaves(call) if isinstance(leaf, kinds)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _methods_of(cls: type[nn.Module]) -> list[Any]:
+    """Return the methods of a module's class that may run in a call of it."""
+    others = (getattr(cls, name, None) for name in _RUN_WITH_FORWARDS)
+    methods: list[Any] = [method for method in others if isinstance(method, FunctionType)]
+    # `super().forward` runs those of bases. TorchScript's classes have a `forward` that cannot be read.
+    methods += [vars(base).get("forward") for base in cls.__mro__ if issubclass(base, nn.Module)]
+    found = {id(method): method for method in methods if method is not None}
+    todo = [method for method in found.values() if isinstance(method, FunctionType)]
+    while todo:
+        method = todo.pop()
+        for name in names_of(method.__code__) if is_followed(method) else ():
+            called = getattr(cls, name, None)
+            if isinstance(called, FunctionType) and is_followed(called) and id(called) not in found:
+                found[id(called)] = called
+                todo.append(called)
+    return [method for method in found.values() if not is_foreign(method)]
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: CodeType) -> tuple[str, ...]:
+    """Return the names of variables and attributes in the code of a function and of functions inside it."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(dict.fromkeys(names_of(constant)))
+    return tuple(names)
+
+
+def is_followed(function: FunctionType) -> bool:
+    """True for a function that is not of an installed library, but of the user."""
+    return not _is_of_library(function.__module__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_library(module: str | None) -> bool:
+    path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return is_of_foreign(module) or not _LIBRARIES.isdisjoint(Path(path).parts)
