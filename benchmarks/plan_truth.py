@@ -11,10 +11,12 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import get_args
 
 from benchmarks.options import end_on_sigterm
 from benchmarks.runner import FailedRunError, Results, Row, System, is_part, print_table, rounded, run, save
 from benchmarks.workload import Measured, Workload
+from headwater.core.arithmetic import Matmul
 
 MEMORY, DISK = ("--tier=memory",), ("--tier=disk", "--disk={disk}")
 SMALL = Workload(layers=6, width=512, heads=8, vocab=8192, dtype="fp32")
@@ -62,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
     parser.add_argument("--others", action="store_true", help="twelve other shapes and settings")
     parser.add_argument("--only", default="", help="configurations whose name contains this")
-    parser.add_argument("--matmul", choices=["exact", "fast"], default="exact", help="setting of the runs")
+    parser.add_argument("--matmul", choices=get_args(Matmul), default="auto", help="setting of the runs")
     return parser
 
 

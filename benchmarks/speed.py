@@ -7,10 +7,12 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from benchmarks.options import end_on_sigterm
 from benchmarks.runner import System, interleave, is_part, report
 from benchmarks.workload import add_workload_arguments, workload_of
+from headwater.core.arithmetic import Matmul
 
 DEEPSPEED_LIMIT_S = 1200
 """Seconds of a run of DeepSpeed. Its first run compiles C++, which took one to two minutes on two cores."""
@@ -37,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", nargs="+", help="systems whose name contains one of these, beside plain PyTorch"
     )
-    parser.add_argument("--matmul", choices=["exact", "fast"], default="exact", help="setting of Headwater")
+    parser.add_argument("--matmul", choices=get_args(Matmul), default="auto", help="setting of Headwater")
     parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
     return parser
 

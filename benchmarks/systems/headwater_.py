@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from benchmarks.workload import MeasuredPlan, Step, Workload, add_workload_arguments, measure, workload_of
 from headwater.config.models.decoder import DecoderConfig
-from headwater.core.half_products import use_fast_half_products
+from headwater.core.arithmetic import Matmul
+from headwater.core.kernels import choose_kernels
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec
 from headwater.core.tensor_memory import tune_allocator
@@ -67,7 +69,7 @@ def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module
     """Return the plan for the budgets in the options."""
     precision = Precision(workload.dtype)
     disk = Path(args.disk) if args.disk else None
-
+    kernels = choose_kernels(args.matmul, precision, "cpu", own_loop=False)
     return make_plan(
         PlanRequest(
             traces(model, workload.sequence, precision),
@@ -75,7 +77,8 @@ def plan_of(args: argparse.Namespace, workload: Workload, model: torch.nn.Module
             precision=precision,
             optimizer_state_bytes=4 if args.optimizer_state == "bf16" else 8,
             resources=Resources(host_memory=parse_bytes(args.memory) if args.memory else None, disk=disk),
-            calibration=calibrate("cpu", disk, fast_products=args.matmul == "fast"),
+            calibration=calibrate("cpu", disk, kernels=kernels),
+            kernels=kernels,
             checkpoints=False,
             fixed=Fixed(
                 tier=args.tier,
@@ -104,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--updates", choices=["on_fetch", "in_backward"], default="on_fetch")
     parser.add_argument("--micro_batch", type=int)
     parser.add_argument("--max_norm", type=float)
-    parser.add_argument("--matmul", choices=["exact", "fast"], default="exact")
+    parser.add_argument("--matmul", choices=get_args(Matmul), default="auto")
     parser.add_argument("--verify_disk", action="store_true")
     parser.add_argument("--allocator", choices=["tuned", "system"], default="tuned")
     return parser
@@ -123,9 +126,7 @@ def main() -> None:
         return init_parameter(spec.name, spec.shape, config, seed=0)
 
     optimizer = OptimizerSpec("AdamW", {"lr": 3e-4})
-    if args.matmul == "fast" and plan.precision.mixed:
-        use_fast_half_products()
-    options = EngineOptions(verify_disk=args.verify_disk, fast_matmul=args.matmul == "fast")
+    options = EngineOptions(verify_disk=args.verify_disk)
     with Engine(model, plan, optimizer, initial=initial, options=options) as engine:
         step = _stepper(engine, plan, workload, args.max_norm)
         parameters = sum(stage.numel for stage in plan.trace.stages)

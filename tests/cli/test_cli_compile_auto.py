@@ -15,7 +15,11 @@ from headwater.fabric.launch.cores import num_cores
 from headwater.plan.compilation import BlockTimes
 from headwater.trainer import compile_choice
 
-AUTO = ("--trainer.init.backend.compile=auto", "--trainer.init.precision.enabled=true")
+AUTO = (
+    "--trainer.init.backend.compile=auto",
+    "--trainer.init.precision.enabled=true",
+    "--trainer.init.backend.matmul=exact",  # blocks are never compiled where fp32 kernels compute products
+)
 FASTER = BlockTimes(1.0, 2.0, 0.5, 1.0, noise=0.0, compile_s=0.01, compiler_bytes=1)
 SLOWER = BlockTimes(1.0, 2.0, 1.5, 2.5, noise=0.0, compile_s=0.01, compiler_bytes=1)
 
@@ -61,7 +65,7 @@ def test_blocks_are_measured_once_and_stay_eager_in_a_resumed_run(headwater, par
     )
     assert clock.measured == 1
     plain = tmp_path / "plain"
-    assert headwater("fit", params, AUTO[1], model_dir(plain))[0] == 0
+    assert headwater("fit", params, *AUTO[1:], model_dir(plain))[0] == 0
     assert history(whole) == history(plain)  # the measurement has changed nothing
 
     again = tmp_path / "again"
@@ -90,7 +94,9 @@ def test_compiled_blocks_stay_compiled_in_a_resumed_run_with_equal_bits(headwate
     assert compilation_line(stopped) == "blocks are compiled: this run began so, as its checkpoint records"
     assert_same_checkpoint(stopped / "checkpoint_6", whole / "checkpoint_6")
     fixed = tmp_path / "fixed"
-    assert headwater("fit", params, "--trainer.init.backend.compile=true", AUTO[1], model_dir(fixed))[0] == 0
+    assert (
+        headwater("fit", params, "--trainer.init.backend.compile=true", *AUTO[1:], model_dir(fixed))[0] == 0
+    )
     assert_same_checkpoint(fixed / "checkpoint_6", whole / "checkpoint_6")
 
 
@@ -110,7 +116,7 @@ def test_stored_times_of_zero_are_measured_again(headwater, params, clock, tmp_p
 def test_all_ranks_take_the_choice_of_the_first(data, clock, tmp_path, monkeypatch):
     clock.times = FASTER
     # Without evaluations, each rank compiles one variant of the blocks instead of two.
-    options = (AUTO[1], "--num_csx=2", "--trainer.init.loop.eval_frequency=null")
+    options = (*AUTO[1:], "--num_csx=2", "--trainer.init.loop.eval_frequency=null")
     params = write_params(tmp_path, data)
     fixed, auto = tmp_path / "fixed", tmp_path / "auto"
     command = ["fit", str(params), *options, model_dir(fixed), "--trainer.init.backend.compile=true"]
@@ -149,7 +155,7 @@ def test_the_plan_of_a_run_says_that_blocks_will_be_measured(headwater, params, 
     ("options", "reason"),
     [
         (("--trainer.init.precision.enabled=false",), "an fp32 run keeps the bits of torch"),
-        (("--trainer.init.backend.matmul=fast",), "matmul: fast replaces single operators"),
+        (("--trainer.init.backend.matmul=fast",), "other kernels replace single products"),
         (("--trainer.init.model.num_hidden_layers=1",), "no two stages have the same class and equal shapes"),
         (("--max_steps=null", "--trainer.init.loop.num_epochs=1"), "known only to the run itself"),
     ],

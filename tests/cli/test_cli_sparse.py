@@ -10,7 +10,6 @@ import yaml
 from run_samples import assert_same_checkpoint, history, losses
 from safetensors.torch import load_file
 
-from headwater.api import engines
 from headwater.core.units import format_count
 from headwater.sparsity import products
 from headwater.trainer.pretrained import checkpoint_weights
@@ -198,8 +197,6 @@ def test_fast_products_skip_masked_weights_and_rigl_still_sees_their_gradients(
 
     monkeypatch.setattr(products, "_product", counted)
     monkeypatch.setattr(products, "_is_faster", lambda *_: True)  # these layers are small
-    # These would replace torch's products in bf16 in all later tests of this process.
-    monkeypatch.setattr(engines, "use_fast_half_products", lambda: None)
 
     def fit(name, *options):
         run = (f"--trainer.init.model_dir={tmp_path / name}", *precision, *options)

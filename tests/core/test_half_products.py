@@ -1,5 +1,8 @@
 """Products of bf16 and fp16 by kernels of fp32, against products in fp64."""
 
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.plain_loss import plain_cross_entropy
@@ -8,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headwater as hw
 from children import exit_code_of_child
 from headwater.api import engines
-from headwater.core import half_products
-from headwater.core.half_products import use_fast_half_products
+from headwater.core import half_products, kernels
+from headwater.core.half_products import convert_half_products_everywhere
+from headwater.core.precision import Precision
 from headwater.core.warn_once import warn_once
 from headwater.models.loss import linear_cross_entropy
 
@@ -64,7 +68,7 @@ def slow(monkeypatch):
 
 
 def train_a_layer(dtype):
-    use_fast_half_products()
+    convert_half_products_everywhere()
     weight, bias, inputs = matrices(dtype, (30, 90), (30,), (4, 7, 90))
     tensors = [each.requires_grad_() for each in (inputs, weight, bias)]
     exact = [each.detach().double().requires_grad_() for each in tensors]
@@ -98,7 +102,7 @@ class Products(TorchDispatchMode):
 
 def train_a_head(dtype, most_elements):
     half_products._MOST_ELEMENTS = most_elements
-    use_fast_half_products()
+    convert_half_products_everywhere()
     hidden, weight = (each.requires_grad_() for each in matrices(dtype, (40, 90), (53, 90)))
     exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     targets, row_weights = torch.arange(40), torch.full((40,), 1 / 40)
@@ -144,7 +148,7 @@ def attend_backward(dtype):
     torch.set_num_threads(1)  # threads of the parent do not exist in a fork
     torchs = {name: gradients_of_attention(dtype, *case) for name, case in HEADS.items()}
     exact = {name: gradients_of_attention(torch.float32, *case) for name, case in HEADS.items()}
-    use_fast_half_products()
+    convert_half_products_everywhere()
     for most_elements in (8 * 1024**2, 100):
         half_products._MOST_ELEMENTS = most_elements
         for name, case in HEADS.items():
@@ -200,14 +204,41 @@ def test_other_products_keep_their_bits_and_errors(slow):
         assert multiply(left[0][:, :0], right[0][:0]).eq(0).all()
 
 
-@pytest.mark.parametrize("matmul", ["exact", "fast"])
-def test_runs_in_half_precision_use_them_if_products_may_be_fast(matmul, monkeypatch):
+def products_in_and_outside_of_the_context():
+    torch.set_num_threads(1)  # threads of the parent do not exist in a fork
+    left, right = matrices(torch.bfloat16, (30, 90), (90, 53))
+    torchs, computed = left @ right, []
+
+    def counting(*sizes):
+        computed.append(sizes)
+        return piece(*sizes)
+
+    piece, half_products._piece = half_products._piece, counting
+    with half_products.converted_half_products():
+        left @ right
+        assert len(computed) == 1
+        with ThreadPoolExecutor() as pool:
+            assert torch.equal(pool.submit(torch.mm, left, right).result(), torchs)
+    assert torch.equal(left @ right, torchs) and len(computed) == 1
+
+
+def test_other_threads_and_later_products_have_the_bits_of_torch(slow):
+    assert exit_code_of_child(products_in_and_outside_of_the_context) == 0
+
+
+@pytest.mark.parametrize("matmul", ["auto", "exact", "fast"])
+def test_own_loops_in_half_precision_use_them_if_products_may_be_fast(slow, slow_choice, matmul, monkeypatch):
     calls = []
-    monkeypatch.setattr(engines, "use_fast_half_products", lambda: calls.append("used"))
-    model = hw.compile(torch.nn.Linear(4, 4), hw.backend("CSX", matmul=matmul))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.ones(2, 4))
+    monkeypatch.setattr(engines, "convert_half_products_everywhere", lambda: calls.append("used"))
+    train_a_streamed_layer(matmul, torch.bfloat16)
     assert bool(calls) == (matmul == "fast")
+
+
+@pytest.fixture
+def slow_choice(monkeypatch):
+    """Makes runs choose their kernels as on a processor without instructions for half precision."""
+    for module in (kernels, engines):
+        monkeypatch.setattr(module, "slow_half_dtypes", lambda: frozenset(HALF))
 
 
 def train_a_streamed_layer(matmul, dtype):
@@ -218,12 +249,16 @@ def train_a_streamed_layer(matmul, dtype):
 
 @pytest.mark.parametrize(
     ("matmul", "dtype", "warnings"),
-    [("exact", torch.bfloat16, 1), ("fast", torch.bfloat16, 0), ("exact", torch.float32, 0)],
+    [
+        ("auto", torch.bfloat16, 1),
+        ("exact", torch.bfloat16, 1),
+        ("fast", torch.bfloat16, 0),
+        ("exact", torch.float32, 0),
+    ],
     ids=str,
 )
-def test_slow_products_cause_one_warning(slow, monkeypatch, caplog, matmul, dtype, warnings):
-    monkeypatch.setattr(engines, "slow_half_dtypes", half_products.slow_half_dtypes)
-    monkeypatch.setattr(engines, "use_fast_half_products", lambda: None)
+def test_slow_products_cause_one_warning(slow_choice, monkeypatch, caplog, matmul, dtype, warnings):
+    monkeypatch.setattr(engines, "convert_half_products_everywhere", lambda: None)
     warn_once.cache_clear()
     train_a_streamed_layer(matmul, dtype)
     train_a_streamed_layer(matmul, dtype)
@@ -235,3 +270,37 @@ def test_other_processors_cause_no_warning(monkeypatch, caplog):
     warn_once.cache_clear()
     train_a_streamed_layer("exact", torch.bfloat16)
     assert "no instructions" not in caplog.text
+
+
+def test_kernels_follow_option_precision_device_and_loop(slow_choice):
+    def chosen(matmul, name, device="cpu"):
+        precision = Precision(name)
+        return [
+            kernels.choose_kernels(matmul, precision, device, own_loop=own_loop) for own_loop in (False, True)
+        ]
+
+    assert chosen("auto", "bf16") == ["converted", "exact"]
+    assert chosen("auto", "fp32") == chosen("exact", "bf16") == chosen("exact", "fp32") == ["exact", "exact"]
+    assert chosen("fast", "bf16") == ["fast", "converted"]
+    assert chosen("fast", "fp32") == ["fast", "exact"]
+    assert chosen("auto", "bf16", "cuda") == ["exact", "exact"]
+    assert chosen("fast", "bf16", "cuda") == ["fast", "fast"]
+
+
+FEATURES = {
+    "AVX-512": ({"avx512f"}, True),
+    "AVX-512 BF16": ({"avx512f", "avx512_bf16"}, False),
+    "AMX": ({"avx512f", "avx512_bf16", "amx_bf16"}, False),
+    "unknown": (set(), False),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_emulated_products_in_bf16_are_slow(name, monkeypatch):
+    flags, is_slow = FEATURES[name]
+    monkeypatch.setattr(half_products, "processor_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(half_products.platform, "machine", lambda: "x86_64")
+    library = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: True, _is_mkldnn_fp16_supported=lambda: True)
+    monkeypatch.setattr(torch.ops, "mkldnn", library)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert half_products.slow_half_dtypes.__wrapped__() == ({torch.bfloat16} if is_slow else set())

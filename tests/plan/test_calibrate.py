@@ -457,27 +457,26 @@ def test_the_probe_of_new_pages_gets_new_ones_in_each_run():
     assert found["old pages"] < found["new pages"] / 2
 
 
-def test_rates_with_products_by_fp32_kernels_are_apart_where_torch_is_slow(tmp_path, machine, monkeypatch):
-    kernels = []
+def test_rates_are_stored_for_each_choice_of_kernels(tmp_path, machine, monkeypatch):
+    measured = []
 
-    def measured(*_, **options):
-        kernels.append(options["kernels"])
+    def measure(*_, **options):
+        measured.append(options["kernels"])
         return machine.measurements.pop(0)
 
-    monkeypatch.setattr(module, "measure_apart", measured)
-    monkeypatch.setattr(module, "slow_half_dtypes", lambda: frozenset({torch.bfloat16}))
+    monkeypatch.setattr(module, "measure_apart", measure)
     machine.measurements = [taken(1.0), taken(2.0)]
-    for fast, rate in ((False, 1.0), (True, 2.0), (False, 1.0)):
-        assert calibrate(fast_products=fast, cache=tmp_path / "cache.json").fp32_flops_per_s == rate
-    monkeypatch.setattr(module, "slow_half_dtypes", frozenset)
-    assert calibrate(fast_products=True, cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
-    assert kernels == ["torch", "converted"]
+    for kernels, rate in (("exact", 1.0), ("converted", 2.0), ("exact", 1.0)):
+        assert calibrate(kernels=kernels, cache=tmp_path / "cache.json").fp32_flops_per_s == rate
+    assert measured == ["exact", "converted"]
 
 
-@pytest.mark.skipif(not slow_half_dtypes(), reason="needs a processor without products in bf16")
+@pytest.mark.skipif(
+    torch.bfloat16 not in slow_half_dtypes(), reason="needs a processor without products in bf16"
+)
 def test_products_by_fp32_kernels_are_measured_as_fast_ones():
     rates = [
-        measure_apart("cpu", None, kernels=each, most_wall_s=300).rates for each in ("torch", "converted")
+        measure_apart("cpu", None, kernels=each, most_wall_s=300).rates for each in ("exact", "converted")
     ]
     assert rates[1].bf16_flops_per_s > 2 * rates[0].bf16_flops_per_s
 

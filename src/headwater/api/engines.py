@@ -9,8 +9,9 @@ from pathlib import Path
 from torch import nn
 
 from headwater.config.sections import BackendConfig
+from headwater.core.arithmetic import Kernels
 from headwater.core.files import disk_errors
-from headwater.core.half_products import slow_half_dtypes, use_fast_half_products
+from headwater.core.half_products import convert_half_products_everywhere, slow_half_dtypes
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.precision import Precision
 from headwater.core.tensor_memory import tune_allocator
@@ -81,8 +82,8 @@ def build_engine(
         StreamError: if weights have no values, or another engine streams them.
         DiskFullError: if the files of the disk tier do not fit.
     """
-    if plan.device == "cpu" and plan.precision.mixed and backend.fast_products:
-        use_fast_half_products()
+    if plan.user_loop and plan.kernels == "converted":
+        convert_half_products_everywhere()  # the user's loop computes outside of the contexts of the engine
     # Before the engine allocates memory: the setting has no effect on memory that is allocated already.
     if plan.device == "cpu" and backend.allocator == "tuned":
         tune_allocator(keep=plan.memory_is_ample)
@@ -93,11 +94,7 @@ def build_engine(
             "known; write compile: true to compile them",
         )
     own = steps or EngineSteps()
-    options = EngineOptions(
-        fast_matmul=backend.fast_products,
-        verify_disk=backend.verify_disk,
-        first_mask=own.first_mask,
-    )
+    options = EngineOptions(verify_disk=backend.verify_disk, first_mask=own.first_mask)
     return Engine(
         model,
         plan,
@@ -110,15 +107,15 @@ def build_engine(
     )
 
 
-def advise_fast_products(device: str, precision: Precision, backend: BackendConfig) -> None:
+def advise_fast_products(device: str, precision: Precision, kernels: Kernels) -> None:
     """Log a warning, once, if `matmul: fast` would make a run in bf16 or fp16 several times faster here.
 
     Args:
         device: `cpu` or `cuda`.
         precision: precision of the run.
-        backend: the options of the backend.
+        kernels: the kernels of its matrix products.
     """
-    if device == "cpu" and not backend.fast_products and precision.wire_dtype in slow_half_dtypes():
+    if device == "cpu" and kernels == "exact" and precision.wire_dtype in slow_half_dtypes():
         warn_once(
             logger,
             "this processor has no instructions for %s, so torch multiplies matrices in %s several times "

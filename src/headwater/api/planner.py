@@ -118,7 +118,8 @@ class Planner:
         disk = disk_folder(config)
 
         def make() -> Plan:
-            advise_fast_products(self.device, precision, config)
+            kernels = config.kernels(precision, self.device, own_loop=True)
+            advise_fast_products(self.device, precision, kernels)
             request = PlanRequest(
                 _always(trace),
                 divided=lambda: map(_always, divided),
@@ -128,12 +129,13 @@ class Planner:
                 update_kind=updaters.update_kind_on(self.device),
                 resources=resources_of(config),
                 device=self.device,
-                calibration=calibrate(self.device, disk, fast_products=config.fast_products),
+                calibration=calibrate(self.device, disk, kernels=kernels),
                 fixed=fixed_by(config, trace.micro_batch_size),
                 ranks=fabric.local_size,
                 share=_share(fabric),
                 device_tier=fabric.size == 1,  # the user's loop may change the weights of one replica only
                 user_loop=True,
+                kernels=kernels,
             )
             if before is None:
                 warn_of_budgets(request.resources, self.device)

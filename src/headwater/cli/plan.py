@@ -75,16 +75,16 @@ def run(args: argparse.Namespace) -> int:
     batch_size = config.fit.train_dataloader.batch_size
     if args.cluster is not None:
         return run_cluster(args, config, trainable, batch_size)
-    placement = init.backend.placement
+    placement, device = init.backend.placement, device_of(init.backend)
     ranks = _ranks_here(placement)
-    if ranks > 1 and device_of(init.backend) == "cpu":
+    if ranks > 1 and device == "cpu":
         # The machine is measured with the number of threads that each rank has in a run.
         torch.set_num_threads(num_cores() // min(placement.num_csx, num_cores()))
     patient = args.recalibrate or args.write_cluster is not None  # the user asks for a measurement
     rates = calibrate(
-        device_of(init.backend),
+        device,
         resources_of(init.backend).disk,
-        fast_products=init.backend.fast_products,
+        kernels=init.backend.kernels(init.precision.precision, device),
         recalibrate=args.recalibrate,
         most_wall_s=_PATIENCE_S if patient else None,
     )

@@ -22,8 +22,10 @@ from headwater.config.base import (
 from headwater.config.bigcode import BigCodeEvalHarnessConfig
 from headwater.config.data import AnyData
 from headwater.config.harness import EleutherEvalHarnessConfig
+from headwater.core.arithmetic import Kernels, Matmul
 from headwater.core.attention import AttentionKernel
 from headwater.core.errors import ConfigError
+from headwater.core.kernels import choose_kernels
 from headwater.core.placement import Placement
 from headwater.core.precision import Precision
 
@@ -124,9 +126,11 @@ class BackendConfig(Section):
         compile: compile each distinct block with `torch.compile`. Results then differ from torch's in
             rounding. `auto` measures compiled and eager blocks before a 16-bit training, and compiles if that
             saves time.
-        matmul: `fast` allows fp32 matrix products that differ from torch's in rounding, and computes products
-            in bf16 and fp16 by fp32 kernels on x86 processors without AVX-512. In sparse training on a CPU it
-            leaves masked weights out of the products of linear layers.
+        matmul: `exact` multiplies matrices by torch's kernels. `auto` does the same in fp32 and in your own
+            loop. In other runs, if a CPU has no instructions for bf16 or fp16, `auto` multiplies these by
+            fp32 kernels, which are several times as fast; results differ in rounding. `fast` does that in
+            your own loop too, and allows products in fp32 that differ from torch's in rounding. In sparse
+            training on a CPU, `fast` leaves masked weights out of the products of linear layers.
         loss: `liger` computes the loss of a decoder by the package liger-kernel, on a CUDA device. `chunked`
             needs no package. Neither of them has the logits of the whole batch in memory.
         attention: `torch` computes all attention by torch's kernels. `auto` lets models of params files use
@@ -158,7 +162,7 @@ class BackendConfig(Section):
     optimizer_state: Literal["exact", "bf16"] = "exact"
     updates: Literal["on_fetch", "in_backward"] = "on_fetch"
     compile: bool | Literal["auto"] = False
-    matmul: Literal["exact", "fast"] = "exact"
+    matmul: Matmul = "auto"
     loss: Literal["chunked", "liger"] = "chunked"
     attention: AttentionKernel = "auto"
     skip_padding: bool = False
@@ -228,10 +232,9 @@ class BackendConfig(Section):
         """Numbers of compute ranks and store ranks."""
         return Placement(self.cluster_config.num_csx, self.cluster_config.num_memx)
 
-    @property
-    def fast_products(self) -> bool:
-        """True if matrix products may differ from torch's in rounding."""
-        return self.matmul == "fast"
+    def kernels(self, precision: Precision, device: str, *, own_loop: bool = False) -> Kernels:
+        """Return the kernels of matrix products; see `choose_kernels`."""
+        return choose_kernels(self.matmul, precision, device, own_loop=own_loop)
 
 
 _DynamicScale = NoEffect("the rules of the dynamic loss scale are fixed")

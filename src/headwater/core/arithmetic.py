@@ -1,16 +1,26 @@
-"""Settings of torch that decide the bits of results on a GPU. They are set for a context and then restored.
+"""The kinds of matrix products, and the settings of torch that decide the bits of results on a GPU.
 
-A user's own training loop computes with the user's settings, as in plain PyTorch.
+The settings are set for a context and then restored. A user's own training loop computes with the user's
+settings, as in plain PyTorch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils.deterministic
+
+Matmul = Literal["auto", "exact", "fast"]
+"""What a user allows. `exact`: the products of torch. `fast`: also products that differ by rounding. `auto`:
+like `exact` in fp32 and in the user's own loop; other runs may use `converted` kernels."""
+
+Kernels = Literal["exact", "converted", "fast"]
+"""`exact`: torch's kernels, on a GPU only deterministic ones without TF32. `converted`, on a CPU: fp32
+kernels compute products in bf16 and fp16 too, see [Note: products in half precision]. `fast`: on a GPU, TF32;
+on a CPU, `converted`, and oneDNN in fp32 where it is faster."""
 
 _DETERMINISTIC: Any = torch.utils.deterministic
 _MATMUL: Any = torch.backends.cuda.matmul

@@ -1,13 +1,18 @@
 """Matrix products and attention in bf16 and fp16 on processors that have no instructions for them.
 
 [Note: products in half precision] On a processor without AVX-512, as in most laptops, torch multiplies bf16
-matrices in plain loops, at a fifth to a twentieth of its rate for fp32. Here the factors are converted to
-fp32, torch's fp32 kernels multiply them, and the results are rounded. Both ways sum in fp32, in another
-order, so results differ by rounding. With `backend.matmul: fast`, `use_fast_half_products` replaces torch's
-kernels in the whole process: so forward and backward of any model use them, and dry runs and counts of
-operations see the same operators as before. Products with an argument `out` and in-place ones, as in code of
-`torch.compile`, stay torch's own, unless the code calls `multiply_into` and `add_product`. The backward of
-torch's attention is replaced likewise; its forward is not slow.
+matrices in plain loops, at a fifth to a twentieth of its rate for fp32. With AVX-512 but without its
+extension for bf16, as in Intel's processors from Skylake to Ice Lake, oneDNN emulates that extension, at a
+quarter of the rate for fp32. Here the factors are converted to fp32, torch's fp32 kernels multiply them, and
+the results are rounded. Both ways sum in fp32, in another order, so results differ by rounding.
+
+Torch's kernels are replaced for the whole process: so forward and backward of any model reach this module,
+and dry runs and counts of operations see the same operators as before. The new kernels compute as torch does,
+except in a thread that is in the context `converted_half_products`, and everywhere after
+`convert_half_products_everywhere`. Autograd computes the backward on a CPU in the thread that calls it.
+Products with an argument `out` and in-place ones, as in code of `torch.compile`, stay torch's own, unless the
+code calls `multiply_into` and `add_product`. The backward of torch's attention is replaced likewise; its
+forward is not slow.
 """
 
 from __future__ import annotations
@@ -15,14 +20,17 @@ from __future__ import annotations
 import functools
 import itertools
 import platform
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwater.core.dry_run import counts_costs
+from headwater.core.native import processor_flags
 
 _MOST_ELEMENTS = 8 * 1024**2
 """Most elements of the fp32 copies that exist at once. Larger products are computed in pieces."""
@@ -32,21 +40,55 @@ _TENSORS_OF_BACKWARD = 8  # as large as the queries: five that the backward read
 
 _X86 = frozenset({"x86_64", "AMD64"})
 
+_BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert"})
+"""The features of x86 processors that multiply or convert bf16."""
 
-def use_fast_half_products() -> None:
-    """Use this module's products from now on, if torch has only slow ones here. Later calls do nothing."""
+_EVERYWHERE = threading.Event()
+"""Set once all threads use the products of this module."""
+
+
+class _Thread(threading.local):
+    """Data of a thread: how many contexts of `converted_half_products` it is in."""
+
+    contexts = 0
+
+
+_THREAD = _Thread()
+
+
+@contextmanager
+def converted_half_products() -> Iterator[None]:
+    """Enter a context in which this thread uses the products of this module, if torch's are slow here."""
     if slow_half_dtypes():
         _install()
+    _THREAD.contexts += 1
+    try:
+        yield
+    finally:
+        _THREAD.contexts -= 1
+
+
+def convert_half_products_everywhere() -> None:
+    """Use the products of this module in all threads from now on, if torch's are slow here."""
+    if slow_half_dtypes():
+        _install()
+        _EVERYWHERE.set()
 
 
 @functools.cache
 def slow_half_dtypes() -> frozenset[torch.dtype]:
-    """Return bf16 and fp16 if torch multiplies them in plain loops on this processor."""
+    """Return those of bf16 and fp16 that torch multiplies much slower than fp32 on this processor."""
     library: Any = torch.ops.mkldnn
-    # On other processors and without oneDNN nothing was measured.
-    known = platform.machine() in _X86 and torch.backends.mkldnn.is_available()
-    is_slow = known and not library._is_mkldnn_bf16_supported()
-    return frozenset({torch.bfloat16, torch.float16}) if is_slow else frozenset()
+    if platform.machine() not in _X86 or not torch.backends.mkldnn.is_available():
+        return frozenset()  # on other processors and without oneDNN nothing was measured
+    flags = processor_flags()
+    # oneDNN supports bf16 on each processor with AVX-512, and emulates what the processor lacks.
+    is_emulated = bool(flags) and not flags & _BF16_FEATURES
+    slow = {
+        torch.bfloat16: is_emulated or not library._is_mkldnn_bf16_supported(),
+        torch.float16: not library._is_mkldnn_fp16_supported(),
+    }
+    return frozenset(dtype for dtype, is_slow in slow.items() if is_slow)
 
 
 @functools.cache
@@ -95,13 +137,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, beta: float) -> N
 
 
 def _is_replaced(left: Tensor, right: Tensor, added: Tensor | None = None) -> bool:
-    """True if this process has replaced torch's kernel for a product. Dry runs count torch's operators."""
-    return (
-        _install.cache_info().currsize > 0
-        and left.device.type == "cpu"
-        and not counts_costs()
-        and _is_slow(left, right, added)
-    )
+    """True if this module computes a product here. Dry runs count torch's operators."""
+    return left.device.type == "cpu" and not counts_costs() and _computes(left, right, added)
 
 
 # Other products call torch's kernel with `out`, which computes the same bits and is not replaced. They do not
@@ -117,7 +154,7 @@ def product_kernel(torchs: Callable[..., Tensor], compute: Callable[..., Tensor]
     """
 
     def multiply(left: Tensor, right: Tensor) -> Tensor:
-        if _is_slow(left, right):
+        if _computes(left, right):
             return compute(left, right, None, 1, 1, _room(left, right))
         return torchs(left, right, out=left.new_empty(0))
 
@@ -128,7 +165,7 @@ def sum_kernel(torchs: Callable[..., Tensor], compute: Callable[..., Tensor]) ->
     """Return the kernel for `torchs`, which is `torch.addmm` or `torch.baddbmm`; see `product_kernel`."""
 
     def add(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        if _is_slow(left, right, added):
+        if _computes(left, right, added):
             out = _room(left, right)
             return compute(left, right, added.expand(out.shape), beta, alpha, out)
         return torchs(added, left, right, beta=beta, alpha=alpha, out=left.new_empty(0))
@@ -136,10 +173,16 @@ def sum_kernel(torchs: Callable[..., Tensor], compute: Callable[..., Tensor]) ->
     return add
 
 
-def _is_slow(left: Tensor, right: Tensor, added: Tensor | None = None) -> bool:
+def _is_used() -> bool:
+    """True if this thread uses the products of this module."""
+    return _THREAD.contexts > 0 or _EVERYWHERE.is_set()
+
+
+def _computes(left: Tensor, right: Tensor, added: Tensor | None = None) -> bool:
     """True if this module computes a product. It leaves errors and empty products to torch."""
     return (
         left.dtype in slow_half_dtypes()
+        and _is_used()
         and left.dtype == right.dtype
         and left.dim() == right.dim()
         and left.shape[-1] == right.shape[-2]
@@ -253,7 +296,7 @@ def attention_backward_kernel(torchs: Callable[..., Any]) -> Callable[..., tuple
             return results
 
         read = gradient, query, key, value, output, log_sums
-        if query.dtype not in slow_half_dtypes():
+        if query.dtype not in slow_half_dtypes() or not _is_used():
             return compute(*read, mask=attn_mask)
         # The layout of torch's results: the heads of a token are adjacent.
         results = tuple(

@@ -7,13 +7,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 
-from headwater.core.half_products import slow_half_dtypes
+from headwater.core.arithmetic import Kernels
+from headwater.core.kernels import context_of
 from headwater.plan.machine import existing_ancestor
 from headwater.plan.machine_cache import cache_file, machine_key, read_entries, write_entries
-from headwater.plan.measuring import ARITHMETIC, Kernels, measure_apart
+from headwater.plan.measuring import measure_apart
 from headwater.plan.probes import QUIET_CPU_SHARE, Measurement, Timing, time_quick
 from headwater.plan.rates import Calibration
 from headwater.store.native_check import adam_in_use
@@ -97,7 +97,7 @@ def calibrate(
     device: str = "cpu",
     disk: Path | None = None,
     *,
-    fast_products: bool = False,
+    kernels: Kernels = "exact",
     recalibrate: bool = False,
     cache: Path | None = None,
     budget: int | None = None,
@@ -112,7 +112,7 @@ def calibrate(
     Args:
         device: `cpu` or `cuda`.
         disk: folder of the disk tier, which is measured too; it need not exist yet.
-        fast_products: True for runs with `matmul: fast`, which may use other kernels.
+        kernels: the kernels of the run.
         recalibrate: measure even if the rates of this machine are stored, and forget the rates that were
             measured with other folders.
         cache: JSON file of stored measurements; by default in the user's cache folder.
@@ -127,9 +127,8 @@ def calibrate(
         ConfigError: if `disk` cannot be written to.
     """
     folder = None if disk is None else existing_ancestor(disk)
-    kernels = _kernels(device, fast=fast_products)
     # The key names the kernel of Adam, because another kernel updates parameters at another rate.
-    suffix = f"|{adam_in_use()}" + ("" if kernels == "torch" else f"|{kernels}")
+    suffix = f"|{adam_in_use()}|{kernels}"
     key = machine_key(device, folder) + suffix
     cache = cache or cache_file(_FILE)
     if recalibrate or key not in _IN_THIS_PROCESS:
@@ -138,7 +137,7 @@ def calibrate(
             return measure_apart(device, folder, budget, kernels=kernels, most_wall_s=most_wall_s)
 
         # The quick check computes with the kernels of the measurement.
-        with ARITHMETIC.get(kernels, nullcontext)():
+        with context_of(kernels, device)():
             known = _known(key, device, measure, recalibrate, cache)
         others = _with_other_folders(cache, key, machine_key(device), suffix)
         if recalibrate:  # the user doubts all earlier measurements
@@ -155,13 +154,6 @@ def _with_other_folders(cache: Path | None, key: str, machine: str, suffix: str)
         for other, known in _read_cache(cache).items()
         if other != key and other.startswith(machine) and other.endswith(suffix)
     }
-
-
-def _kernels(device: str, *, fast: bool) -> Kernels:
-    """Return the kernels of a run with `matmul: fast`, or with `matmul: exact` if not `fast`."""
-    if device != "cpu":
-        return "fast" if fast else "exact"
-    return "converted" if fast and slow_half_dtypes() else "torch"
 
 
 def _known(

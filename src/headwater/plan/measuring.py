@@ -14,16 +14,14 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 
-from headwater.core.arithmetic import exact_arithmetic, fast_arithmetic
+from headwater.core.arithmetic import Kernels
 from headwater.core.errors import ConfigError
-from headwater.core.half_products import use_fast_half_products
+from headwater.core.kernels import context_of
 from headwater.core.patience import notice_if_long
 from headwater.core.units import MIB, format_bytes
 from headwater.fabric.parent import end_with
@@ -37,10 +35,6 @@ MOST_WALL_S, MOST_CPU_S = 20.0, 10
 MOST_GPU_WALL_S = 90.0
 """The limit of wall time with a GPU, whose libraries load for ten seconds and more."""
 
-Kernels = Literal["torch", "converted", "exact", "fast"]
-"""The kernels that a run uses. On a CPU: those of torch, or `converted` if fp32 kernels compute products in
-bf16 and fp16, see [Note: products in half precision]. On a GPU: those of `core/arithmetic.py`."""
-
 NEEDED_BYTES = 900 * MIB
 """Bytes of host memory that a measurement needs, including `import torch`."""
 
@@ -52,7 +46,7 @@ def measure_apart(
     folder: Path | None,
     budget: int | None = None,
     *,
-    kernels: Kernels = "torch",
+    kernels: Kernels = "exact",
     most_wall_s: float | None = None,
 ) -> Measurement | None:
     """Measure everything in another process; return `None` if that takes too long or fails.
@@ -117,25 +111,16 @@ def _answer(device: str, folder: Path | None) -> dict[str, Any]:
         return {"refused": {"what": error.what, "where": error.where, "remedy": error.remedy}}
 
 
-ARITHMETIC: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "exact": exact_arithmetic,
-    "fast": fast_arithmetic,
-}
-"""Name of the kernels of a GPU -> the context in which they are used."""
-
-
 def main() -> None:
     """Print a measurement as JSON."""
     parent, device, threads, kernels, *folder = sys.argv[1:]
     end_with(int(parent))
-    if kernels == "converted":
-        use_fast_half_products()
     # The rates are those of a run, so the measurement has as many threads as the run.
     torch.set_num_threads(int(threads))
     # The system enforces this limit. The parent enforces that of wall time, which a user can raise.
     most_cpu_s = MOST_CPU_S * int(threads) + (0 if device == "cpu" else int(MOST_GPU_WALL_S))
     resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
-    with ARITHMETIC.get(kernels, nullcontext)():
+    with context_of(cast(Kernels, kernels), device)():
         answer = _answer(device, Path(folder[0]) if folder else None)
     print(json.dumps(answer))
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from headwater.core.arithmetic import Kernels
 from headwater.core.errors import ConfigError
 from headwater.core.gpu import why_missing, why_unused
 from headwater.core.precision import Precision
@@ -109,6 +110,7 @@ class PlanRequest:
         device_tier: False if no stage may be stored in device memory.
         update_kind: how the optimizer updates on the device.
         user_loop: True if the user's own loop calls the model.
+        kernels: the kernels of matrix products.
         kept: name of a masked parameter -> the most elements that its masks keep, if the store may leave out
             the others; see `ParamSpec.kept`.
         masks: the masks of sparse training.
@@ -132,6 +134,7 @@ class PlanRequest:
     device_tier: bool = True
     update_kind: UpdateKind = "fused"
     user_loop: bool = False
+    kernels: Kernels = "exact"
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
     masks: MaskedWeights = NO_MASKS
 

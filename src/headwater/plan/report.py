@@ -190,6 +190,8 @@ def _decisions(plan: Plan) -> Iterator[str]:
     tier = _tiers_text(plan)
     yield from _divided(plan)
     yield f"weights: {plan.precision.name} on {plan.device}, {where}"
+    if plan.kernels == "converted":
+        yield f"products in {plan.precision.name}: by fp32 kernels (`matmul: exact` turns them off)"
     if plan.uses_attention_kernel:
         yield "attention: by the kernel of this package, in bf16 (`attention: torch` turns it off)"
     if plan.trace.inference:

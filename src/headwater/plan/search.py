@@ -211,6 +211,7 @@ def _frames(request: LimitedRequest, footprint: Footprint, size: int) -> Iterato
                 updates="on_fetch" if trace.inference else fixed.updates,
                 ranges=request.ranges,
                 user_loop=asked.user_loop,
+                kernels=asked.kernels,
             )
 
 

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from headwater.core.arithmetic import Kernels
 from headwater.core.placement import ONE_RANK, Placement
 from headwater.core.precision import Precision
 from headwater.plan.step_trace import Trace
@@ -196,6 +197,7 @@ class Plan:
             and `core/device_memory.py` for a GPU.
         user_loop: True if the user's own loop calls the model, and may read gradients. With several ranks,
             each rank then computes the gradient of the loss of its part, and these gradients are averaged.
+        kernels: the kernels of matrix products.
     """
 
     trace: Trace
@@ -218,6 +220,7 @@ class Plan:
     updates: Updates = "on_fetch"
     ranges: bool = False
     user_loop: bool = False
+    kernels: Kernels = "exact"
 
     @property
     def on_disk(self) -> tuple[int, ...]:

@@ -12,14 +12,15 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from headwater.core.arithmetic import exact_arithmetic, fast_arithmetic
+from headwater.core.arithmetic import Kernels
+from headwater.core.kernels import context_of
 from headwater.core.precision import Precision, PrecisionName, autocast
 from headwater.fabric.parent import end_with
 from headwater.plan.compilation import BlockTimes
@@ -38,14 +39,14 @@ class Conditions:
         device: `cpu` or `cuda`.
         precision: name of the precision.
         threads: threads of torch.
-        fast_matmul: see `EngineOptions`.
+        kernels: the kernels of matrix products.
         path: folders of Python modules.
     """
 
     device: str
     precision: PrecisionName
     threads: int
-    fast_matmul: bool
+    kernels: Kernels
     path: list[str]
 
 
@@ -73,7 +74,7 @@ def measure(call: BlockCall, conditions: Conditions) -> BlockTimes:
     def run() -> tuple[float, float]:
         return _run(call, conditions)
 
-    with _arithmetic(conditions):
+    with context_of(conditions.kernels, conditions.device)():
         run()  # the first run of a kernel takes longer
         before = resident_bytes()
         start_s = time.perf_counter()
@@ -132,12 +133,6 @@ def _clock(conditions: Conditions) -> float:
 def _best(runs: list[tuple[float, float]]) -> tuple[float, float]:
     """Return the shortest forward and the shortest backward."""
     return min(forward for forward, _ in runs), min(backward for _, backward in runs)
-
-
-def _arithmetic(conditions: Conditions) -> AbstractContextManager[object]:
-    if conditions.device == "cpu":
-        return nullcontext()
-    return fast_arithmetic() if conditions.fast_matmul else exact_arithmetic()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headwater.core.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.core.errors import ConfigError, StreamError
+from headwater.core.kernels import context_of
 from headwater.core.loss_function import LossFunction, call_model
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.core.tensor_memory import return_free_memory
@@ -33,7 +33,6 @@ from headwater.stream.device_errors import device_errors
 from headwater.stream.devices import make_device
 from headwater.stream.executor import Executor
 from headwater.stream.gradient_nodes import refuse_lost_hooks
-from headwater.stream.matmul import fast_products
 from headwater.stream.micro_batch import MicroBatches
 from headwater.stream.options import DEFAULTS, EngineOptions, Initial
 from headwater.stream.step import StepReport, TrainStep
@@ -120,7 +119,7 @@ class Engine:
                 self._device.torch_device,
                 loss_function=loss_function,
                 seed=seed,
-                matmul=_arithmetic(plan.device, fast=options.fast_matmul),
+                matmul=context_of(plan.kernels, plan.device),
             )
             self._step = TrainStep(self.store, self.executor, self.buffers, batches, fabric)
             self.is_detached = False
@@ -310,13 +309,6 @@ class Engine:
 
 def _rules(optimizer: OptimizerSpec | UpdateRules) -> UpdateRules:
     return optimizer if isinstance(optimizer, UpdateRules) else UpdateRule(optimizer)
-
-
-def _arithmetic(device: str, *, fast: bool) -> Callable[[], AbstractContextManager[object]]:
-    """Return the context in which a model computes in `Engine.train_step` and in inference."""
-    if device == "cpu":
-        return fast_products if fast else nullcontext
-    return fast_arithmetic if fast else exact_arithmetic
 
 
 def _errors(device: str) -> AbstractContextManager[object]:

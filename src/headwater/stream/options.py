@@ -19,13 +19,10 @@ class EngineOptions:
     """The settings of an engine beside its model, its plan and its optimizer.
 
     Attributes:
-        fast_matmul: use faster fp32 matrix products, which differ from torch's by rounding (on a GPU: TF32).
-            Without this option, `Engine.train_step` on a GPU uses deterministic kernels.
         verify_disk: compare data that is read from the disk tier with the checksums of the written data.
         first_mask: chooses the first masks of parameters with `ParamSpec.kept`; needed if the plan has some.
     """
 
-    fast_matmul: bool = False
     verify_disk: bool = False
     first_mask: FirstMask | None = None
 

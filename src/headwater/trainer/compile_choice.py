@@ -75,7 +75,7 @@ def block_choice(
     if work.compiled is not None:
         return Blocks(work.compiled, "this run began so, as its checkpoint records")
     groups = repeated_stages(plan.trace.stages, lambda name: type(trainable.model.get_submodule(name)))
-    run = _Run(trainable, plan, init.backend.fast_products, groups)
+    run = _Run(trainable, plan, groups)
     refusal = _refusal(run, work.steps)
     if refusal is not None:
         return Blocks(False, refusal)
@@ -132,13 +132,11 @@ class _Run:
     Attributes:
         trainable: the model with its loss.
         plan: the plan.
-        fast_matmul: True if `matmul` is `fast`.
         groups: the stages that would be compiled, by shapes.
     """
 
     trainable: Trainable
     plan: Plan
-    fast_matmul: bool
     groups: Sequence[Sequence[int]]
 
     def name(self, group: Sequence[int]) -> str:
@@ -191,7 +189,7 @@ class _Run:
             sorted((param, str(dtype)) for param, dtype in self.dtypes(group).items()),
             [tuple(param.shape) for param in self.plan.trace.stages[group[0]].params],
             [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_in(example)],
-            (self.plan.precision.name, self.fast_matmul, _sources(model)),
+            (self.plan.precision.name, self.plan.kernels, _sources(model)),
         )
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
         return f"{machine_key(self.plan.device)}|{digest}"
@@ -205,8 +203,8 @@ def _refusal(run: _Run, steps: int | None) -> str | None:
         return "blocks are divided into smaller stages"
     if not run.groups:
         return "no two stages have the same class and equal shapes"
-    if run.fast_matmul and run.plan.device == "cpu":
-        return "on a CPU, matmul: fast replaces single operators, which compiled blocks do not have"
+    if run.plan.device == "cpu" and run.plan.kernels != "exact":
+        return "on this CPU other kernels replace single products, which compiled blocks do not have"
     if steps is None:
         return "the number of steps is known only to the run itself, which measures blocks"
     if run.most_variants > MOST_VARIANTS:
@@ -243,7 +241,7 @@ def _measure(run: _Run) -> list[BlockTimes] | str:
     example = trainable.example(plan.micro_batch_size)
     calls = find_calls(trainable.model, example, plan.precision, trainable.loss, names, plan.device)
     conditions = Conditions(
-        plan.device, plan.precision.name, torch.get_num_threads(), run.fast_matmul, list(sys.path)
+        plan.device, plan.precision.name, torch.get_num_threads(), plan.kernels, list(sys.path)
     )
     measured = []
     for group, name in zip(run.groups, names, strict=True):

@@ -58,7 +58,7 @@ def open_engine(
         return calibrate(
             device,
             disk,
-            fast_products=init.backend.fast_products,
+            kernels=init.backend.kernels(init.precision.precision, device),
             budget=resources_of(init.backend).host_memory,
         )
 

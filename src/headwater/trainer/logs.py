@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from functools import partial
 
 from rich.console import Console
 
@@ -85,8 +84,7 @@ def _make_meters(init: CommonInitConfig, run_dir: RunDir) -> list[Callback]:
     if init.has_callback("RateProfiler"):
         meters.append(RateProfiler())
     if init.has_callback("FlopUtilization"):
-        fast = init.backend.fast_products
-        meters.append(FlopUtilization(partial(measured_flops_per_s, fast_products=fast)))
+        meters.append(FlopUtilization(measured_flops_per_s))
     if init.has_callback("SavePerformanceData"):
         return [*meters, PerformanceFile(run_dir.performance, meters)]
     return [*meters]

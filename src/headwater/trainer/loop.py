@@ -103,7 +103,7 @@ class Trainer:
         self._averages = MovingAverages(engine.store, job.trainable.averages)
         self._sparse = None if sparsifier is None else start_sparse(engine, sparsifier)
         self._skipped: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
-        if sparsifier is not None and engine.plan.device == "cpu" and job.init.backend.fast_products:
+        if sparsifier is not None and engine.plan.device == "cpu" and engine.plan.kernels == "fast":
             self._skipped = SkippedWeights(engine.model, sparsifier).skipped
 
     @property

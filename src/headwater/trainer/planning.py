@@ -192,7 +192,7 @@ def plan_run(
             )
         )
     warn_of_budgets(request.resources, plan.device)
-    advise_fast_products(plan.device, plan.precision, init.backend)
+    advise_fast_products(plan.device, plan.precision, plan.kernels)
     return dataclasses.replace(plan, placement=placement)
 
 
@@ -212,17 +212,19 @@ def plan_request(init: CommonInitConfig, trainable: Trainable, work: Workload, d
     fixed = fixed_by(init.backend, work.micro_batch_size)
     if init.backend.compile == "auto" and work.compiled:
         fixed = dataclasses.replace(fixed, compiled=True)
+    precision = usable_precision(init.precision.precision, device)
     return PlanRequest(
         dry_runs(init, trainable, device=device, inference=inference),
         divided=divided_dry_runs(init, trainable, device=device, inference=inference),
         batch_size=work.batch_size,
-        precision=usable_precision(init.precision.precision, device),
+        precision=precision,
         optimizer_state_bytes=optimizer_state_bytes(work.optimizer, stored=init.backend.optimizer_state),
         update_kind=work.optimizer.update_kind_on(device),
         resources=resources_of(init.backend),
         device=device,
         fixed=fixed,
         data_workers=work.data_workers,
+        kernels=init.backend.kernels(precision, device),
     )
 
 

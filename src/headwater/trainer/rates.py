@@ -155,12 +155,7 @@ def model_flops(plan: Plan) -> int:
     return plan.num_micro_batches * flops
 
 
-def measured_flops_per_s(plan: Plan, *, fast_products: bool) -> float | None:
-    """Return the FLOP/s of large matrix products on a rank's device; `None` if it was not measured.
-
-    Args:
-        plan: the plan of the run.
-        fast_products: True if the run has `matmul: fast`.
-    """
-    rates = calibrate(plan.device, plan.disk, fast_products=fast_products)
+def measured_flops_per_s(plan: Plan) -> float | None:
+    """Return the FLOP/s of large matrix products on a rank's device; `None` if it was not measured."""
+    rates = calibrate(plan.device, plan.disk, kernels=plan.kernels)
     return None if rates is None else rates.flops_per_s(plan.precision.name)

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from headwater.stream import matmul
-from headwater.stream.matmul import FastMatmul, Product, fast_products, faster_products, onednn_product
+from headwater.core import single_products
+from headwater.core.single_products import (
+    FastMatmul,
+    Product,
+    fast_single_products,
+    faster_products,
+    onednn_product,
+)
 
 ALL = frozenset(Product)
 
@@ -77,8 +83,8 @@ def test_bias_is_added():
 
 @pytest.mark.parametrize("products", [ALL, frozenset()])
 def test_no_operator_passes_through_python_if_torch_is_the_fastest(monkeypatch, products):
-    monkeypatch.setattr(matmul, "faster_products", lambda: products)
-    with fast_products() as mode:
+    monkeypatch.setattr(single_products, "faster_products", lambda: products)
+    with fast_single_products() as mode:
         assert isinstance(mode, FastMatmul) == bool(products)
 
 

@@ -84,7 +84,7 @@ class FastMatmul(TorchDispatchMode):
         )
 
 
-def fast_products() -> AbstractContextManager[object]:
+def fast_single_products() -> AbstractContextManager[object]:
     """Return the context of `matmul: fast` on a CPU. It has no effect if oneDNN is not faster."""
     products = faster_products()
     return FastMatmul(products) if products else nullcontext()
