@@ -62,7 +62,6 @@ class Setting:
     gradient_tier: str = "memory"
     in_place: bool = False
     precision: Precision = FP32
-    patterns: tuple[str, ...] = ()
     in_memory: tuple[int, ...] = ()
     on_device: tuple[int, ...] = ()
     most_stage_bytes: int | None = None  # larger stages are divided
@@ -94,7 +93,7 @@ class History:
 
 def make_trace(job: Job, model: nn.Module, setting: Setting) -> Trace:
     """Return the dry run of a step. It depends on the precision and the stages of `setting` alone."""
-    partition = find_stages(model, setting.precision, setting.patterns)
+    partition = find_stages(model, setting.precision)
     if setting.most_stage_bytes is not None:
         partition = divide(model, partition, setting.most_stage_bytes)
     return trace_step(

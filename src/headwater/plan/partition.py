@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -42,7 +41,7 @@ class Partition:
     units: tuple[Unit, ...]
 
 
-def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] = ()) -> Partition:
+def find_stages(model: nn.Module, precision: Precision) -> Partition:
     """Divide a model into stages.
 
     Each child of a repeated container (`nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict` with at least two
@@ -52,18 +51,13 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
     Args:
         model: any module; its parameters may be on the meta device.
         precision: decides the wire dtype.
-        patterns: patterns of module names, with `*`; each module that matches is a stage. The other modules
-            are divided as above.
 
     Returns:
         The stages.
 
     Raises:
-        PlanError: if a pattern matches no module, or the model has no parameters.
+        PlanError: if the model has no parameters.
     """
-    # Named units come first and take their parameters. A later unit around them gets only the others.
-    units = list(_named_units(model, patterns)) if patterns else []
-    units += _divide(model, "", _numel(model), frozenset(unit.path for unit in units))
     names = _names_by_param(model)
     if not names:
         raise PlanError(
@@ -74,7 +68,7 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
     taken: set[int] = set()
     stages: list[StageSpec] = []
     kept: list[Unit] = []
-    for unit in units:
+    for unit in _divide(model, "", _numel(model)):
         module = model.get_submodule(unit.path)
         params = []
         for param in module.parameters(recurse=not unit.direct_only):
@@ -90,26 +84,17 @@ def find_stages(model: nn.Module, precision: Precision, patterns: Sequence[str] 
     return Partition(tuple(stages), tuple(kept))
 
 
-def _named_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[Unit]:
-    paths = [path for path, _ in model.named_modules() if path]
-    for pattern in patterns:
-        matches = fnmatch.filter(paths, pattern)
-        if not matches:
-            raise PlanError(
-                f"no module matches {pattern!r}",
-                where="stages",
-                remedy=f"name modules of the model, for example {paths[0]}"
-                if paths
-                else "leave stages out: the model has no modules inside it",
-            )
-        yield from (Unit(path, direct_only=False) for path in matches)
+def _divide(module: nn.Module, path: str, total: int) -> Iterator[Unit]:
+    """Yield the units of a module.
 
-
-def _divide(module: nn.Module, path: str, total: int, named: frozenset[str]) -> Iterator[Unit]:
-    if path in named or not _has_parameters(module):
+    Args:
+        module: the module.
+        path: its qualified name.
+        total: elements of all parameters of the model.
+    """
+    if not _has_parameters(module):
         return
-    inside = any(name.startswith(f"{path}." if path else "") for name in named)
-    if path and not inside and not _holds_container(module):
+    if path and not _holds_container(module):
         yield Unit(path, direct_only=False)
         return
     # A class derived from `nn.Sequential` or `nn.ModuleList` can hold parameters beside its layers.
@@ -117,14 +102,14 @@ def _divide(module: nn.Module, path: str, total: int, named: frozenset[str]) -> 
         yield Unit(path, direct_only=True)
     divide = _divide_repeated if _is_container(module) else _divide
     for name, child in module.named_children():
-        yield from divide(child, _join(path, name), total, named)
+        yield from divide(child, _join(path, name), total)
 
 
-def _divide_repeated(child: nn.Module, path: str, total: int, named: frozenset[str]) -> Iterator[Unit]:
-    large = _numel(child) * _LARGE_SHARE > total and _holds_container(child, nn.ModuleList)
-    if large or any(name.startswith(f"{path}.") for name in named):
-        yield from _divide(child, path, total, named)
-    elif path not in named and _has_parameters(child):
+def _divide_repeated(child: nn.Module, path: str, total: int) -> Iterator[Unit]:
+    """Yield the units of a child of a repeated container: the child, or its parts if it is large."""
+    if _numel(child) * _LARGE_SHARE > total and _holds_container(child, nn.ModuleList):
+        yield from _divide(child, path, total)
+    elif _has_parameters(child):
         yield Unit(path, direct_only=False)
 
 

@@ -60,6 +60,7 @@ class Weights(abc.ABC):
     Attributes:
         stable: true if `require` always returns the same memory for a stage, so that views which autograd
             saves stay valid. The values change when the stage is updated.
+        statistics: of the step that runs. `Executor.begin` sets a new object for each step.
     """
 
     stable: bool

@@ -36,10 +36,10 @@ class StageGraph:
         modules: qualified names of the modules.
         stages: indices of the stages whose weights the modules read.
         kind: the class of the modules.
-        program: takes a dictionary of weights and buffers by their names in the module, and a list of the
-            tensors among the arguments of the module's forward; returns the tensors in its result.
         text: the graph as Python; each operator has its module and its line in the source.
-        serialised: the program as `torch.export.save` writes it; `None` if that fails.
+        serialised: the program as `torch.export.save` writes it; `None` if that fails. It takes a dictionary
+            of weights and buffers by their names in the module, and a list of the tensors among the arguments
+            of the module's forward. It returns the tensors in the result of the forward.
         mlir: the program as MLIR; `None` if that fails, or torch-mlir is not installed.
     """
 
@@ -47,7 +47,6 @@ class StageGraph:
     modules: tuple[str, ...]
     stages: tuple[int, ...]
     kind: str
-    program: ExportedProgram
     text: str
     serialised: bytes | None
     mlir: str | None
@@ -132,7 +131,6 @@ class _Capture:
             modules=modules,
             stages=tuple(dict.fromkeys(stage for path in modules for stage in readers[path])),
             kind=type(self._model.get_submodule(modules[0])).__qualname__,
-            program=program,
             text=graph_source(program),
             serialised=self._attempt(modules, "no .pt2 file: ", lambda: serialise(program)),
             mlir=lowering and self._attempt(modules, "no MLIR: ", lambda: lowering(program, name)),
