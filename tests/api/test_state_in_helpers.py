@@ -1,6 +1,7 @@
 """State that a forward changes through functions, methods, base classes, caches and unregistered modules."""
 
 import functools
+import weakref
 
 import numpy as np
 import pytest
@@ -116,9 +117,89 @@ class Unregistered(Layer):
         return super().forward(self.hidden[0](x))
 
 
+class CountedInProperty(Layer):
+    @property
+    def scale(self):
+        return 1.0 / count()
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class CountedInStaticMethod(Layer):
+    @staticmethod
+    def scale():
+        return 1.0 / count()
+
+    @classmethod
+    def half(cls):
+        return cls.scale() / 2
+
+    def forward(self, x):
+        return super().forward(x) * self.half()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.scale = 1.0 / count()
+        return x * ctx.scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale
+
+
+class CountedInAutograd(Layer):
+    def forward(self, x):
+        return super().forward(Scaled.apply(x))
+
+
+class Helper:
+    def scale(self):
+        return 1.0 / count()
+
+    def __getitem__(self, key):
+        return self.scale()
+
+
+class CountedInObject(Layer):
+    def __init__(self):
+        super().__init__()
+        self.helper = Helper()
+
+    def forward(self, x):
+        return super().forward(x) * self.helper[0]
+
+
+class CountedInSlot(Layer):
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class CountedByParent(Layer):
+    """A layer that counts its calls in another module, which it refers to weakly."""
+
+    def __init__(self):
+        super().__init__()
+        self.parent = None
+
+    def forward(self, x):
+        self.parent().calls += 1
+        return super().forward(x) / self.parent().calls
+
+
 KINDS = [
     CountedInHelper, CountedInComprehension, DrawnByNumpy, DrawnInMethod, DrawnInBase, Noted, Masked, Tabled,
-    Unregistered,
+    Unregistered, CountedInProperty, CountedInStaticMethod, CountedInAutograd, CountedInObject, CountedInSlot,
+    CountedByParent,
 ]  # fmt: skip
 
 
@@ -127,7 +208,11 @@ KINDS = [
 def test_state_behind_functions_and_methods_is_as_in_plain_pytorch(kind, plan, tmp_path):
     def script(place):
         restart()
-        model = place.compile(nn.Sequential(*(kind() for _ in range(3)), nn.Linear(6, 2)))
+        model = nn.Sequential(*(kind() for _ in range(3)), nn.Linear(6, 2))
+        model.calls = 0
+        for layer in model:
+            layer.parent = weakref.ref(model)
+        model = place.compile(model)
         optimizer, losses = adamw(model.parameters()), []
         for step in range(3):
             loss = model(randn(4, 6, seed=step)).square().mean() + sum(LOSSES)

@@ -1,12 +1,14 @@
 """Forwards that change state which is not in a module: it is as in plain PyTorch, whatever runs twice."""
 
+import array
 import io
 import itertools
 import os
 import queue
+import weakref
 from collections import deque
 from contextvars import ContextVar
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -65,7 +67,7 @@ def method_of_python():
     return deque(range(1, 200)).popleft
 
 
-def array():
+def numpy_array():
     counts = np.zeros(3)
 
     def draw():
@@ -157,10 +159,116 @@ def iterator_over_a_list():
     return lambda: next(numbers)
 
 
+def list_in_a_tuple():
+    numbers = ([1],)
+
+    def draw():
+        numbers[0].append(1)
+        return len(numbers[0])
+
+    return draw
+
+
+def dictionary_behind_a_proxy():
+    numbers = MappingProxyType({"calls": [1]})
+
+    def draw():
+        numbers["calls"].append(1)
+        return len(numbers["calls"])
+
+    return draw
+
+
+def bytes_of_python():
+    counts = bytearray(2)
+
+    def draw():
+        counts[1] += 1
+        return counts[1]
+
+    return draw
+
+
+def array_of_python():
+    counts = array.array("d", [0.0])
+
+    def draw():
+        counts[0] += 1
+        return counts[0]
+
+    return draw
+
+
+class Counter:
+    alive: ClassVar = []
+
+    def __init__(self):
+        self.calls = 0
+        self.alive.append(self)
+
+    def draw(self):
+        self.calls += 1
+        return self.calls
+
+
+def object_of_a_weak_reference():
+    owner = weakref.ref(Counter())
+    return lambda: owner().draw()
+
+
+def object_of_a_weak_proxy():
+    owner = weakref.proxy(Counter())
+    return lambda: owner.draw()
+
+
+def weak_dictionary():
+    calls = weakref.WeakKeyDictionary({Counter(): 0})
+
+    def draw():
+        owner = next(iter(calls))
+        calls[owner] += 1
+        return calls[owner]
+
+    return draw
+
+
+def key_of_a_dictionary():
+    owners = {Counter(): "name"}
+    return lambda: next(iter(owners)).draw()
+
+
+def class_of_a_class():
+    class Kind(type):
+        calls = 0
+
+        def draw(cls):
+            Kind.calls += 1
+            return Kind.calls
+
+    class Owner(metaclass=Kind):
+        pass
+
+    return lambda: Owner.draw()
+
+
+def list_in_an_object_of_an_object():
+    owner = Counter()
+    owner.part = Counter()
+    owner.part.seen = []
+
+    def draw():
+        owner.part.seen.append(1)
+        return len(owner.part.seen)
+
+    return draw
+
+
 MAKERS = [
-    class_attribute, function_attribute, list_of_a_class, method_of_python, array, tensor,
+    class_attribute, function_attribute, list_of_a_class, method_of_python, numpy_array, tensor,
     tensor_that_is_an_attribute, context_variable, environment, waiting_numbers, file_in_memory, namespace,
-    iterator_over_a_tuple, iterator_over_a_list,
+    iterator_over_a_tuple, iterator_over_a_list, list_in_a_tuple, dictionary_behind_a_proxy, bytes_of_python,
+    array_of_python, object_of_a_weak_reference, object_of_a_weak_proxy, weak_dictionary, key_of_a_dictionary,
+    class_of_a_class, list_in_an_object_of_an_object,
 ]  # fmt: skip
 
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import functools
 import io
 import os
+import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType, ModuleType
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, final
 
 import numpy as np
@@ -20,9 +29,11 @@ from torch.nn import functional as F
 from headwater.core.containers import CONTAINERS, Items, has_items
 from headwater.core.foreign import HOLDERS, is_foreign, is_of_foreign, slots_of
 from headwater.core.python_records import (
+    BYTES,
     ITERATORS,
     OfArray,
     OfBuffer,
+    OfBytes,
     OfCell,
     OfClass,
     OfContainer,
@@ -40,13 +51,20 @@ from headwater.core.python_records import (
 from headwater.core.python_state import PythonState, undone
 from headwater.core.random_states import DEFAULTS, GENERATORS
 from headwater.core.tensor_values import may_change
-from headwater.core.user_functions import HOOKS, functions_of, is_followed, names_of
+from headwater.core.user_functions import (
+    HOOKS,
+    functions_of,
+    functions_of_attribute,
+    is_followed,
+    is_of_library,
+    names_of,
+)
 
 _DEEPEST = 4
 """Maximum references to follow from a function: to a cell, an object, its dictionary, a list in it."""
 
-_DEEPEST_IN_MODULE = 2
-"""Maximum references to follow from an attribute of a module: to an object, a list in it."""
+_DEEPEST_IN_LIBRARY = 1
+"""Maximum references to follow from an attribute of a module, if it is an object of an installed library."""
 
 _LARGEST = 1000
 """The items of larger containers are not visited."""
@@ -60,11 +78,23 @@ _LARGEST_TENSOR_BYTES = 1 << 16
 _LARGEST_COPIED_ONCE = 1 << 26
 """A dry run also copies tensors up to this size, since it happens once for each plan."""
 
-_WITHOUT_PARTS = (torch.Tensor, np.ndarray, io.BytesIO, io.StringIO, type(os.environ), *GENERATORS)
+_WITHOUT_PARTS = (torch.Tensor, np.ndarray, io.BytesIO, io.StringIO, type(os.environ), *BYTES, *GENERATORS)
 """Classes of objects that are recorded as a whole."""
 
 _CACHED: tuple[type, ...] = (type(functools.lru_cache(len)),)
 """The class of functions whose results `functools` caches."""
+
+_FIXED = (tuple, frozenset)
+"""Classes of containers that keep their items. The items themselves may change."""
+
+_HOLDERS = (
+    *(*HOLDERS, ChainMap),
+    *(weakref.WeakKeyDictionary, weakref.WeakSet, weakref.WeakValueDictionary),
+)
+"""Python's own classes whose objects have their state in attributes."""
+
+_PARTS_OF_CODE = (FunctionType, MethodType, functools.partial, *CONTAINERS, *_FIXED)
+"""Python's own classes whose objects are those of the user's code."""
 
 _STATE_OF_TORCH = (
     *("_parameters", "_buffers", "_modules", *HOOKS),
@@ -75,8 +105,12 @@ _STATE_OF_TORCH = (
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_call_impl", "_compiled_call_impl"}
 """The attributes of a module that torch makes, and those that replace its call."""
 
-_WITHOUT_STATE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
+_WITHOUT_STATE = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
+)
 """Classes of values that refer to no other objects. They are skipped, as most attributes have them."""
+
+_slots_of_class = functools.lru_cache(maxsize=4096)(slots_of)
 
 
 @contextmanager
@@ -113,7 +147,7 @@ def state_of_model(model: nn.Module, arguments: Sequence[Any] = ()) -> PythonSta
         visitor.visit(function, _DEEPEST)
     if functions:  # torch's own modules draw from torch's generator only
         visitor.state.records += map(OfGenerator, DEFAULTS)
-    return visitor.state
+    return visitor.visited()
 
 
 def state_of_methods(cls: type, others: Iterable[Any] = ()) -> PythonState:
@@ -127,25 +161,30 @@ def state_of_methods(cls: type, others: Iterable[Any] = ()) -> PythonState:
     visitor.visit(cls, _DEEPEST)
     for base in cls.__mro__:
         for attribute in vars(base).values():
-            method = getattr(attribute, "fget", getattr(attribute, "__func__", attribute))
-            if isinstance(method, FunctionType):
+            for method in functions_of_attribute(attribute):
                 visitor.visit(method, _DEEPEST)
     for value in others:
         visitor.visit(value, _DEEPEST)
-    return visitor.state
+    return visitor.visited()
 
 
 @final
 class _Visitor:
     """Visits objects, and all objects that they refer to.
 
+    Objects that fewer references lead to are visited first, so each is visited with the largest number of
+    references left to follow.
+
     Attributes:
         state: the state of the objects that were visited.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, object] = {}  # keeps them alive, so that an identity means one object
         self.state = PythonState()
+        self._seen: dict[int, object] = {}  # keeps them alive, so that an identity means one object
+        self._waiting: list[list[Any]] = [[] for _ in range(_DEEPEST + 2)]  # by references left to follow
+        self._named: set[str] = set()
+        self._unnamed: dict[str, list[tuple[FunctionType, int]]] = {}
 
     def visit_model(self, model: nn.Module) -> None:
         """Record the state of all modules of a model."""
@@ -155,17 +194,30 @@ class _Visitor:
         # Before the visits: each module is visited once, as itself, not through another one.
         self._seen.update((id(module), module) for module in modules)
         for module in modules:
-            self._visit_module(module, _DEEPEST_IN_MODULE)
+            for attribute in self._visit_module(module, _DEEPEST):
+                self.visit(attribute, _DEEPEST - 1 if _is_of_user(attribute) else _DEEPEST_IN_LIBRARY)
 
     def visit(self, value: Any, depth: int) -> None:
-        """Record the state of a value, and of all objects that are at most `depth` references away."""
-        if depth < 0 or type(value) in _WITHOUT_STATE or id(value) in self._seen:
-            return
-        if isinstance(value, ModuleType) and value is not os:
-            return
-        # Before its parts, which may refer back to it.
-        self._seen[id(value)] = value
-        if isinstance(value, _WITHOUT_PARTS) or value is os:
+        """Visit a value, and all objects that are at most `depth` references away, in `visited`."""
+        if depth >= 0 and type(value) not in _WITHOUT_STATE and id(value) not in self._seen:
+            self._waiting[depth].append(value)
+
+    def visited(self) -> PythonState:
+        """Return the state of all objects after their visits."""
+        while any(self._waiting):
+            depth = max(depth for depth, values in enumerate(self._waiting) if values)
+            while self._waiting[depth]:
+                value = self._waiting[depth].pop()
+                if id(value) not in self._seen and not (isinstance(value, ModuleType) and value is not os):
+                    # Before its parts, which may refer back to it.
+                    self._seen[id(value)] = value
+                    self._visit(value, depth)
+        return self.state
+
+    def _visit(self, value: Any, depth: int) -> None:
+        if type(value) in weakref.ProxyTypes:
+            self.visit(_owner_of_proxy(value), depth)
+        elif isinstance(value, _WITHOUT_PARTS) or value is os:
             if (record := _record_of(value)) is not None:
                 self.state.records.append(record)
             elif isinstance(value, torch.Tensor) and _is_plain(value) and may_change(value):
@@ -182,8 +234,7 @@ class _Visitor:
         elif isinstance(value, BuiltinMethodType | MethodWrapperType):  # such as `append` of a list
             self.visit(value.__self__, depth)
         elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self.visit(part, depth - 1)
+            self._visit_items([value.func, *value.args, *value.keywords.values()], depth)
         elif isinstance(value, FunctionType):
             if not is_foreign(value):
                 self._visit_function(value, depth)
@@ -191,15 +242,26 @@ class _Visitor:
             self._visit_cached(value, depth)
         elif isinstance(value, CONTAINERS):
             self._visit_container(value, depth)
+        elif isinstance(value, _FIXED):
+            self._visit_items(list(value), depth)
         elif isinstance(value, ContextVar):
             variable = OfContextVariable(value)
             self.state.records.append(variable)
             self.visit(variable.content, depth - 1)
-        elif isinstance(value, nn.Module):  # one that is not registered as a part of the model
-            self._visit_module(value, depth)
+        elif isinstance(value, weakref.ref):
+            self.visit(value(), depth)
+        else:
+            self._visit_other(value, depth)
+
+    def _visit_other(self, value: Any, depth: int) -> None:
+        if isinstance(value, nn.Module):  # one that is not registered as a part of the model
+            for attribute in self._visit_module(value, depth):
+                self.visit(attribute, depth - 1)
             for part in (*value.buffers(recurse=False), *value.children()):  # one object with the module
                 self.visit(part, depth)
-        elif isinstance(value, HOLDERS):
+        elif isinstance(value, MappingProxyType):
+            self._visit_items(dict(value), depth)
+        elif isinstance(value, _HOLDERS):
             self._visit_object(value, depth + 1)  # the attributes are one object with their holder
         elif not is_foreign(type(value)):
             self._visit_object(value, depth)
@@ -215,7 +277,13 @@ class _Visitor:
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.visit(default, depth - 1)
         self._visit_attributes(function, depth)
-        self._visit_variables(function.__globals__, names_of(function.__code__), depth)
+        names = names_of(function.__code__)
+        self._visit_variables(function.__globals__, names, depth)
+        for name in names:
+            if name not in self._named:
+                self._named.add(name)
+                for method, depth_of_method in self._unnamed.pop(name, ()):
+                    self.visit(method, depth_of_method)
 
     def _visit_cached(self, function: Any, depth: int) -> None:
         self.state.caches.append((function, function.cache_info().currsize))
@@ -254,10 +322,11 @@ class _Visitor:
 
     def _visit_items(self, items: Items, depth: int) -> None:
         if len(items) <= _LARGEST:
-            for item in items.values() if isinstance(items, dict) else items:
+            for item in (*items, *items.values()) if isinstance(items, dict) else items:
                 self.visit(item, depth - 1)
 
     def _visit_class(self, cls: type, depth: int) -> None:
+        self.visit(type(cls), depth)
         for base in cls.__mro__:
             if base is not cls and id(base) in self._seen:
                 continue
@@ -272,6 +341,17 @@ class _Visitor:
             for value in record.attributes.values():
                 if not isinstance(value, FunctionType):  # not a method
                     self._visit_shared(value, depth - 1)
+            if not is_of_library(base.__module__):
+                self._visit_methods(base, depth)
+
+    def _visit_methods(self, cls: type, depth: int) -> None:
+        """Visit the methods that Python calls by itself, and those that a visited function names."""
+        for name, attribute in vars(cls).items():
+            for method in functions_of_attribute(attribute):
+                if name in self._named or name[:2] == name[-2:] == "__":
+                    self.visit(method, depth)
+                else:
+                    self._unnamed.setdefault(name, []).append((method, depth))
 
     def _visit_attributes(self, value: Any, depth: int) -> None:
         record = OfContainer(vars(value))
@@ -283,12 +363,18 @@ class _Visitor:
         self.visit(type(value), depth)
         if hasattr(value, "__dict__"):
             self._visit_attributes(value, depth)
-        for slot in slots_of(type(value)):
-            record = OfSlot(slot, value)
-            self.state.records.append(record)
-            self.visit(record.content, depth - 1)
+        for content in self._visit_slots(value):
+            self.visit(content, depth - 1)
 
-    def _visit_module(self, module: nn.Module, depth: int) -> None:
+    def _visit_slots(self, value: Any) -> list[Any]:
+        """Record the attributes of an object that are in slots, and return them."""
+        kind: Any = type(value)
+        slots = [OfSlot(slot, value) for slot in _slots_of_class(kind)]
+        self.state.records += slots
+        return [slot.content for slot in slots]
+
+    def _visit_module(self, module: nn.Module, depth: int) -> list[Any]:
+        """Record the state of a module, and return the attributes of the user's code."""
         attributes = vars(module)
         self.visit(type(module), depth)
         for name in _STATE_OF_TORCH:
@@ -298,9 +384,8 @@ class _Visitor:
         records = [_OfOwnAttributes(attributes, _own_attributes)]
         records += [_OfOwnAttributes(vars(param), attributes_of_parameter) for param in owners]
         self.state.records += records
-        for record in records:
-            for attribute in record.own.values():
-                self.visit(attribute, depth - 1)
+        own = [attribute for record in records for attribute in record.own.values()]
+        return own + self._visit_slots(module)
 
 
 @final
@@ -343,6 +428,20 @@ def attributes_of_parameter(attributes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _is_of_user(attribute: Any) -> bool:
+    """True for a function, a container or an object of the user's code, not of an installed library."""
+    kind = type(attribute)
+    return issubclass(kind, _PARTS_OF_CODE) or not is_of_library(kind.__module__)
+
+
+def _owner_of_proxy(proxy: Any) -> Any:
+    """Return the object that a weak proxy stands for; `None` if it is gone."""
+    try:
+        return proxy.__init__.__self__
+    except ReferenceError:
+        return None
+
+
 def _record_of(value: Any) -> Record | None:
     """Return a record of an object without parts; `None` if its state is too large or cannot be restored."""
     if isinstance(value, torch.Tensor):
@@ -354,6 +453,8 @@ def _record_of(value: Any) -> Record | None:
     if isinstance(value, io.BytesIO | io.StringIO):
         small = not value.closed and len(value.getvalue()) <= _LARGEST_ARRAY_BYTES
         return OfBuffer(value) if small else None
+    if isinstance(value, BYTES):
+        return OfBytes(value) if len(value) <= _LARGEST_ARRAY_BYTES else None
     return OfGenerator(value) if isinstance(value, GENERATORS) else OfEnvironment()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import array
 import io
 import itertools
 import os
@@ -217,6 +218,31 @@ class OfArray(Record):
 
     def again(self) -> Record:
         return OfArray(self._array)
+
+
+BYTES = (bytearray, array.array)
+"""Classes of Python's own arrays."""
+
+
+@final
+class OfBytes(Record):
+    """The content of an array of Python's own classes."""
+
+    __slots__ = ("_array", "_content")
+
+    def __init__(self, content: bytearray | array.array[Any]) -> None:
+        self._array: Any = content
+        self._content: Any = content[:]
+
+    def is_present(self) -> bool:
+        return bytes(self._array) == bytes(self._content)
+
+    def put_back(self) -> None:
+        if not self.is_present():
+            self._array[:] = self._content
+
+    def again(self) -> Record:
+        return OfBytes(self._array)
 
 
 @final

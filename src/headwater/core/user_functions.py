@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from pathlib import Path
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -27,8 +28,7 @@ _LIBRARIES = frozenset({"site-packages", "dist-packages"})
 def functions_of(model: nn.Module) -> list[Any]:
     """Return the hooks and forwards of a model and its parts that are not torch's or this package's.
 
-    Methods that run in a forward belong to them, such as a `__getattr__` that looks up weights elsewhere, or
-    those that the code of the user calls by name.
+    Methods that run in a call belong to them, such as a `__getattr__` that looks up weights elsewhere.
     """
     found: dict[int, Any] = {}
     for registry in ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks"):
@@ -49,26 +49,18 @@ def functions_in(call: object) -> list[Any]:
 
     A dry run gets copies of other arguments, but a copy of a function has the same state.
     """
-    kinds = FunctionType, BuiltinMethodType, MethodType, functools.partial
+    kinds = FunctionType, BuiltinMethodType, MethodType, functools.partial, weakref.ref
     return [leaf for leaf in tree_leaves(call) if isinstance(leaf, kinds)]
 
 
 @functools.lru_cache(maxsize=4096)
 def _methods_of(cls: type[nn.Module]) -> list[Any]:
-    """Return the methods of a module's class that may run in a call of it."""
+    """Return the methods of a module's class that Python or torch runs in a call of it."""
     others = (getattr(cls, name, None) for name in _RUN_WITH_FORWARDS)
     methods: list[Any] = [method for method in others if isinstance(method, FunctionType)]
     # `super().forward` runs those of bases. TorchScript's classes have a `forward` that cannot be read.
     methods += [vars(base).get("forward") for base in cls.__mro__ if issubclass(base, nn.Module)]
     found = {id(method): method for method in methods if method is not None}
-    todo = [method for method in found.values() if isinstance(method, FunctionType)]
-    while todo:
-        method = todo.pop()
-        for name in names_of(method.__code__) if is_followed(method) else ():
-            called = getattr(cls, name, None)
-            if isinstance(called, FunctionType) and is_followed(called) and id(called) not in found:
-                found[id(called)] = called
-                todo.append(called)
     return [method for method in found.values() if not is_foreign(method)]
 
 
@@ -82,12 +74,24 @@ def names_of(code: CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
+def functions_of_attribute(attribute: Any) -> list[FunctionType]:
+    """Return the functions of an attribute of a class: a method, or those of a property."""
+    if isinstance(attribute, property):
+        functions: list[Any] = [attribute.fget, attribute.fset, attribute.fdel]
+    elif isinstance(attribute, functools.cached_property):
+        functions = [attribute.func]
+    else:
+        functions = [getattr(attribute, "__func__", attribute)]  # of a static method or a class method
+    return [function for function in functions if isinstance(function, FunctionType)]
+
+
 def is_followed(function: FunctionType) -> bool:
     """True for a function that is not of an installed library, but of the user."""
-    return not _is_of_library(function.__module__)
+    return not is_of_library(function.__module__)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_of_library(module: str | None) -> bool:
+def is_of_library(module: str | None) -> bool:
+    """True for a Python module, by its name, of an installed library, Python, torch or this package."""
     path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return is_of_foreign(module) or not _LIBRARIES.isdisjoint(Path(path).parts)
