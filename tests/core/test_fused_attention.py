@@ -149,11 +149,12 @@ def test_the_kernel_computes_what_it_supports(change, supported, gradients):
     assert (OPERATOR in used) == (supported and attention_kernel_available())
 
 
-def test_the_kernel_is_for_processors_with_avx512_bf16_and_without_amx(monkeypatch):
+def test_the_kernel_is_for_processors_with_avx512_and_without_amx(monkeypatch):
     cases = [
         (attention._NEEDED_FEATURES, True),
         (attention._NEEDED_FEATURES | {"amx_bf16", "amx_tile"}, False),
-        (attention._NEEDED_FEATURES - {"avx512_bf16"}, False),
+        (attention._NEEDED_FEATURES | {"avx512_bf16"}, True),
+        (attention._NEEDED_FEATURES - {"avx512bw"}, False),
     ]
     for features, wanted in cases:
         built = []

@@ -1,6 +1,6 @@
 """Attention in bf16 by the package's own kernel, which is faster than torch's on some processors.
 
-The kernel (`native/attention.c`) is for processors with AVX-512 BF16 and without AMX. It is an operator of
+The kernel (`native/attention.c`) is for processors with AVX-512 and without AMX. It is an operator of
 torch, `headwater::attention`, so that dry runs, `torch.compile` and counts of operations see it. It rounds
 where torch's kernel rounds, but sums in another order: results in bf16 differ from torch's by rounding. They
 do not depend on the number of threads.
@@ -25,7 +25,7 @@ AttentionKernel = Literal["auto", "torch"]
 """`auto`: the package's kernel where it can compute a call, otherwise torch's. `torch`: always torch's."""
 
 _SIZE_UNIT, _LARGEST_SIZE = 16, 256
-_NEEDED_FEATURES = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+_NEEDED_FEATURES = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 _FASTER_FEATURES = frozenset({"amx_bf16", "amx_tile"})
 """On processors with these features torch's own kernel is faster, because it multiplies tiles of matrices."""
 

@@ -1,13 +1,14 @@
-/* Attention in bf16 on processors with AVX-512 BF16: softmax(scale · Q Kᵀ) V, and its gradients.
+/* Attention in bf16 on processors with AVX-512: softmax(scale · Q Kᵀ) V, and its gradients.
  *
  * The method is that of FlashAttention (arXiv:2205.14135, arXiv:2307.08691): blocks of scores are computed,
  * used and forgotten, and the backward computes them again from the logarithm of each row's sum. Scores,
  * softmax and all sums are fp32. The softmax P and its gradient dS are rounded to bf16 only where they are
- * factors of a matrix product, because the instruction that multiplies takes bf16.
+ * factors of a matrix product, because the instruction of AVX-512 BF16 that multiplies takes bf16. A processor
+ * without this extension widens both numbers of a pair to fp32, and multiplies these.
  *
  * Words used here:
- *   pair     two bf16 numbers in 32 bits. The instruction multiplies 16 pairs by 16 pairs, adds the two
- *            products of each, and adds the sum to one of 16 fp32 numbers.
+ *   pair     two bf16 numbers in 32 bits. 16 pairs are multiplied by 16 pairs: the two products of each are
+ *            added to one of 16 fp32 numbers.
  *   tile     TILE_ROWS x (up to) PANEL_COLUMNS numbers of a result, which stay in registers.
  *   panel    PANEL_COLUMNS columns of a right factor, stored so that a tile reads it from start to end:
  *            for each pair of rows, the pairs of all columns.
@@ -103,6 +104,48 @@ static inline int64_t seen_by_tile(const Block *block, int64_t row) {
     return seen(block, row / TILE_ROWS * TILE_ROWS + TILE_ROWS - 1);
 }
 
+/* ---- Pairs and rounding ------------------------------------------------------------------------------ */
+
+#ifdef __AVX512BF16__
+
+typedef __m512bh Pairs;
+
+static inline Pairs pairs_of(__m512i bits) { return (Pairs)bits; }
+
+static inline __m512 add_products(__m512 sums, Pairs left, Pairs right) {
+    return _mm512_dpbf16_ps(sums, left, right);
+}
+
+static inline __m256i rounded_half(__m512 numbers) { return (__m256i)_mm512_cvtneps_pbh(numbers); }
+
+#else
+
+typedef struct {
+    __m512 even, odd;
+} Pairs;
+
+/* A bf16 number is the upper half of an fp32 number. */
+static inline Pairs pairs_of(__m512i bits) {
+    return (Pairs){_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)),
+                   _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xffff0000)))};
+}
+
+static inline __m512 add_products(__m512 sums, Pairs left, Pairs right) {
+    return _mm512_fmadd_ps(left.odd, right.odd, _mm512_fmadd_ps(left.even, right.even, sums));
+}
+
+/* Round to the nearest bf16, to the even one of two. NaN stays NaN. */
+static inline __m256i rounded_half(__m512 numbers) {
+    const __m512i bits = _mm512_castps_si512(numbers);
+    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i sums = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(numbers, numbers, _CMP_UNORD_Q);
+    sums = _mm512_mask_mov_epi32(sums, is_nan, _mm512_set1_epi32(0x7fc00000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(sums, 16));
+}
+
+#endif
+
 /* ---- Copies of factors ------------------------------------------------------------------------------- */
 
 /* Transpose 16 x 16 numbers of 32 bits in place. */
@@ -197,14 +240,14 @@ static inline __attribute__((always_inline)) void multiply_tile(
         }
     }
     for (int64_t step = 0; step < steps; step++) {
-        __m512bh right[PANEL_VECTORS];
+        Pairs right[PANEL_VECTORS];
         for (int v = 0; v < vectors; v++) {
-            right[v] = (__m512bh)_mm512_load_si512(panel + step * PANEL_COLUMNS + v * LANES);
+            right[v] = pairs_of(_mm512_load_si512(panel + step * PANEL_COLUMNS + v * LANES));
         }
         for (int r = 0; r < TILE_ROWS; r++) {
-            const __m512bh factor = (__m512bh)_mm512_set1_epi32((int)left.data[r * left.row + step * left.step]);
+            const Pairs factor = pairs_of(_mm512_set1_epi32((int)left.data[r * left.row + step * left.step]));
             for (int v = 0; v < vectors; v++) {
-                sums[r][v] = _mm512_dpbf16_ps(sums[r][v], factor, right[v]);
+                sums[r][v] = add_products(sums[r][v], factor, right[v]);
             }
         }
     }
@@ -301,7 +344,7 @@ static inline __m512 exp2_vector(__m512 x) {
 }
 
 static inline void store_rounded(bf16 *target, __m512 numbers) {
-    _mm256_storeu_si256((__m256i *)target, (__m256i)_mm512_cvtneps_pbh(numbers));
+    _mm256_storeu_si256((__m256i *)target, rounded_half(numbers));
 }
 
 /* Write fp32 rows [count, size], multiplied, as bf16. */
@@ -580,7 +623,9 @@ static void load_keys(Backward *self, const Shape *shape, const Head *head, int6
 }
 
 /* Round two rows and join them: the first is the lower half. */
-static inline __m512i rounded(__m512 first, __m512 second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
+static inline __m512i rounded(__m512 first, __m512 second) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(rounded_half(first)), rounded_half(second), 1);
+}
 
 /* Return pairs of the numbers of the lower and the upper half. */
 static inline __m512i paired(__m512i halves) {

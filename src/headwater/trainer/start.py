@@ -135,7 +135,7 @@ class Start:
         else:
             remedy = (
                 "the package's kernel needs backend.attention: auto, a C compiler, and a processor with "
-                "AVX-512 BF16 and without AMX"
+                "AVX-512 and without AMX"
             )
         logger.warning(
             "attention was computed by %s up to step %d, and is computed by %s now: results differ by "
