@@ -12,37 +12,20 @@ from torch import nn
 
 from headwater.core.errors import StreamError
 from headwater.core.modes import apart_from_modes
-from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.stage import StageSpec
 from headwater.core.tensor_memory import return_free_memory
 from headwater.plan.writes import changed_in_place
 from headwater.stream.addresses import forget_address
 from headwater.stream.home import Home, MakePlain
 from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest, class_at_rest
-from headwater.stream.placeholders import without_values
 from headwater.stream.saved_tensors import WeightHandle
 from headwater.stream.transforms import in_transform
+from headwater.stream.unbound_memory import UnboundMemory, version_of
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
     from headwater.stream.unseen_writes import UnseenWrites
-
-
-def _placeholder(param: ParamSpec, device: torch.device) -> torch.Tensor:
-    """Return the tensor that an unbound parameter has instead of its values."""
-    return without_values(param.shape, param.wire_dtype, device)
-
-
-def _may_be_saved(param: nn.Parameter) -> bool:
-    """True if a graph may have saved a parameter: torch counts more references than the usual ones."""
-    usual, node = 1, None  # the Python object
-    if param.requires_grad:
-        # A graph that has saved a trained parameter made the node that gets its gradient, which counts too.
-        usual, node = 2, torch.autograd.graph.get_gradient_edge(param)
-    with torch._C.DisableTorchFunctionSubclass():
-        references: int = torch.Tensor._use_count(param)  # type: ignore[attr-defined]
-    del node  # kept until here, because the count above includes its reference
-    return references > usual
 
 
 @final
@@ -88,8 +71,7 @@ class StageParameters:
         self.is_watched = watched
         self.unseen: UnseenWrites | None = None
         self._classes = [type(param) for param in params]
-        self._placeholders = [_placeholder(param, device) for param in spec.params]
-        self._kept: dict[int, int] = {}  # versions of parameters whose placeholder is their former memory
+        self._unbound = UnboundMemory(spec.params, device)
         self._address: int | None = None  # address of the image to which the parameters point
         self._views: list[torch.Tensor] = []  # views of that image
         self._versions: list[int] | None = None  # versions at the time of binding; `None` at rest
@@ -130,17 +112,8 @@ class StageParameters:
         gradient, param.grad = param.grad, None
         if gradient is not None:  # from a backward before streaming began
             self._store.set_gradient((self._spec.index, index), gradient)
-        value = self._placeholders[index]
-        # A placeholder of an engine that this one replaces has no values.
-        if param.untyped_storage().nbytes() >= param.nbytes and _may_be_saved(param):
-            # The backward of a graph from before streaming, such as a penalty on weights, reads the memory to
-            # which the parameter points then. So this is the former memory as long as it may be needed.
-            if (param.dtype, param.device) == (value.dtype, value.device):
-                self._kept[index] = self._version(index)
-                value = self._placeholders[index] = param.data
-            else:
-                # Such a backward would compute with NaN. After this it raises torch's error.
-                torch.autograd.graph.increment_version(param)
+        self._unbound.keep(index, param)
+        value = self._unbound.tensors[index]
         if param.is_meta:  # torch forbids `.data =` here, but allows to swap the objects
             other = nn.Parameter(value, requires_grad=self._spec.params[index].requires_grad)
             other.__dict__.update(param.__dict__)
@@ -148,26 +121,11 @@ class StageParameters:
         else:
             param.data = value
 
-    def _drop_memory(self) -> bool:
-        """Replace kept memory by a placeholder once no backward can need it: torch refuses old versions.
-
-        Returns:
-            True if this was the last kept memory of the stage.
-        """
-        had_any = bool(self._kept)
-        for index, version in list(self._kept.items()):
-            is_old = self._version(index) != version
-            # With `stable` the parameters point to the image from now on, which has the same values.
-            if self._stable or is_old or not _may_be_saved(self.params[index]):
-                del self._kept[index]
-                self._placeholders[index] = _placeholder(self._spec.params[index], self._device)
-        return had_any and not self._kept
-
     def make_plain(self, index: int) -> nn.Parameter:
         """Turn a parameter into a plain parameter whose values the caller sets. A dummy replaces it here."""
         param = self.params[index]
         requires_grad = self._spec.params[index].requires_grad
-        self.params[index] = dummy = nn.Parameter(self._placeholders[index], requires_grad)
+        self.params[index] = dummy = nn.Parameter(self._unbound.tensors[index], requires_grad)
         if self._address is not None:
             # `bind` skips a stage that is bound to the same memory again, so the dummy gets its view here.
             dummy.data = self._views[index]
@@ -206,7 +164,8 @@ class StageParameters:
                 self._views = self._spec.views(image)
                 self._address = address
                 self._point(self._views)
-            if self._drop_memory():
+            # Stable parameters point to the image from now on, which has the same values as former memory.
+            if self._unbound.drop(self.params, always=self._stable):
                 return_free_memory()  # the plan does not count this memory
         self._versions = self._present_versions()
         if self.unseen is not None:
@@ -239,8 +198,8 @@ class StageParameters:
 
     def _point_to_placeholders(self) -> None:
         self._address, self._views = None, []
-        is_dropped = self._drop_memory()
-        self._point(self._placeholders)
+        is_dropped = self._unbound.drop(self.params, always=self._stable)
+        self._point(self._unbound.tensors)
         if is_dropped:
             return_free_memory()
 
@@ -314,7 +273,7 @@ class StageParameters:
         offset_bytes = int(view.storage_offset()) * view.element_size()
         # A view may begin anywhere inside a parameter.
         index = bisect_right(self._spec.offsets, offset_bytes) - 1
-        return WeightHandle.of(view, self._spec.index, index, self._version(index))
+        return WeightHandle.of(view, self._spec.index, index, version_of(self.params[index]))
 
     def check_unchanged(self, handle: WeightHandle) -> None:
         """Raise if a weight was changed after autograd saved it.
@@ -322,13 +281,8 @@ class StageParameters:
         Raises:
             StreamError: if it was updated or written to since then.
         """
-        if self._version(handle.param) != handle.version:
+        if version_of(self.params[handle.param]) != handle.version:
             raise changed_in_place(self._spec.params[handle.param].shape)
-
-    def _version(self, index: int) -> int:
-        """Return how often a parameter has been changed in place."""
-        with torch._C.DisableTorchFunctionSubclass():  # at rest this would take ten times as long
-            return self.params[index]._version
 
     def _present_versions(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
