@@ -10,8 +10,9 @@ from headwater.core.units import MIB
 from headwater.plan.footprint import Footprint
 from headwater.plan.memory.activations import recomputable
 from headwater.plan.memory.slabs import minimum_slabs
-from headwater.plan.predict import OPERATOR_S, USE_OVERHEAD_S, Predictor
+from headwater.plan.predict import USE_OVERHEAD_S, Predictor
 from headwater.plan.rates import Calibration
+from headwater.plan.stage_times import OPERATOR_S
 from headwater.plan.types import Activations, Plan, Resources
 
 RATES = Calibration(
@@ -79,7 +80,7 @@ def test_updates_in_backward_run_beside_the_backward():
     If updates take longer than the forward, only the stages after the last update are computed after them.
     """
     trace = gpt_trace()
-    seconds = Predictor(Footprint(trace, optimizer_state_bytes=8, base_bytes=0), RATES).stage_seconds(
+    seconds = Predictor(Footprint(trace, optimizer_state_bytes=8, base_bytes=0), RATES).stage_times.of(
         make(trace)
     )
     backward = sum(stage.backward for stage in seconds) + USE_OVERHEAD_S * len(trace.uses)

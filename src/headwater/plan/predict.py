@@ -13,8 +13,8 @@ from headwater.plan.belady import simulate, slab_capacity, slab_positions
 from headwater.plan.footprint import Footprint
 from headwater.plan.memory.stages import StageBytes
 from headwater.plan.rates import ADAMW_BYTES, Calibration
-from headwater.plan.step_trace import PhaseCost
-from headwater.plan.types import Activations, Plan, Prediction
+from headwater.plan.stage_times import StageSeconds, StageTimes, summed_bytes
+from headwater.plan.types import Plan, Prediction
 
 NOMINAL = Calibration(
     fp32_flops_per_s=200e9,
@@ -33,13 +33,8 @@ _NOMINAL_LINK, _NOMINAL_READ, _NOMINAL_WRITE = 12 * GIB, 2 * GIB, 1 * GIB  # byt
 USE_OVERHEAD_S = 1e-4
 """Time of hooks and bookkeeping for each use of a stage."""
 
-OPERATOR_S = 1.5e-5
-"""Time of a CPU for each operator beside its arithmetic: Python, autograd and the call. See docs/log.md."""
-
 _DEVICE_UPDATE_PASSES = 3.5
 """Bytes that the kernels of an update on a device read and write, for each byte that the update must move."""
-
-_FORWARD_SHARE = 1 / 3  # the forward's share of the time outside of matrix products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +49,12 @@ class Phases:
         return self.first + self.rest
 
 
-@dataclasses.dataclass(frozen=True)
-class StageSeconds:
-    """Seconds of one micro-batch in a stage, for all its uses. Recomputation counts as backward."""
-
-    forward: float
-    backward: float
-
-
 class Predictor:
     """Predicts plans for one trace.
+
+    Attributes:
+        footprint: the bytes of the trace.
+        stage_times: predicts the seconds of each stage.
 
     Args:
         footprint: the bytes of the trace.
@@ -77,67 +68,12 @@ class Predictor:
         self._read_bytes_per_s = rates.disk_read_bytes_per_s or _NOMINAL_READ
         self._host_bytes_per_s = rates.adamw_params_per_s * ADAMW_BYTES
         self._write_bytes_per_s = rates.disk_write_bytes_per_s or _NOMINAL_WRITE
-        self._known_seconds: dict[object, list[StageSeconds]] = {}
+        self.stage_times = StageTimes(footprint, rates)
 
     @property
     def adamw_params_per_s(self) -> float:
         """Number of parameters that are updated per second."""
         return self._rates.adamw_params_per_s
-
-    def stage_seconds(self, plan: Plan) -> list[StageSeconds]:
-        """Return the seconds of one micro-batch in each stage, without `USE_OVERHEAD_S`."""
-        # The key has all that the seconds depend on. Many plans of a search differ only in other attributes.
-        work = plan.activations, plan.precision.name, plan.num_micro_batches
-        key = work, plan.device, plan.on_device, plan.returns_pages
-        if key not in self._known_seconds:
-            self._known_seconds[key] = self._count_seconds(plan)
-        return self._known_seconds[key]
-
-    def _count_seconds(self, plan: Plan) -> list[StageSeconds]:
-        """Return the result of `stage_seconds`, without a look into its cache."""
-        trace, name = self.footprint.trace, plan.precision.name
-        products_per_s, attention_per_s = (
-            self._rates.flops_per_s(name),
-            self._rates.attention_flops_per_s(name),
-        )
-        # A dry run for a GPU, or for another machine, may have used the kernel of this machine.
-        kernel_per_s = self._rates.kernel_attention_flops_per_s or attention_per_s
-        saved_bytes_per_s = self._rates.saved_bytes_per_s(name)
-
-        def flops_s(phase: PhaseCost) -> float:
-            attention, kernel = phase.attention_flops, phase.kernel_attention_flops
-            products = phase.flops - attention - kernel
-            return products / products_per_s + attention / attention_per_s + kernel / kernel_per_s
-
-        new_bytes_per_s = self._rates.new_bytes_per_s if plan.returns_pages else None
-
-        def system_s(operators: int, new_bytes: int) -> float:
-            calls = OPERATOR_S * operators if plan.device == "cpu" else 0.0
-            return calls + (0.0 if new_bytes_per_s is None else new_bytes / new_bytes_per_s)
-
-        stages = []
-        costs = zip(trace.costs, plan.activations, self.footprint.stages, strict=True)
-        for index, (cost, policy, held) in enumerate(costs):
-            others = (cost.saved_bytes + cost.transient_bytes) / saved_bytes_per_s
-            forward = flops_s(cost.forward)
-            forward += _FORWARD_SHARE * others + system_s(cost.forward.operators, cost.forward.new_bytes)
-            backward = flops_s(cost.backward) + (1 - _FORWARD_SHARE) * others
-            backward += system_s(cost.backward.operators, cost.backward.new_bytes)
-            backward += forward if policy.is_recomputed else 0.0
-            if policy is Activations.SELECTIVE:
-                backward += _FORWARD_SHARE * cost.again_bytes / saved_bytes_per_s
-                backward += system_s(0, cost.again_bytes)
-            backward += self._sum_s(plan, index, held)
-            stages.append(StageSeconds(forward, 0.0 if trace.inference else backward))
-        return stages
-
-    def _sum_s(self, plan: Plan, index: int, stage: StageBytes) -> float:
-        """Return the seconds in which the device adds a stage's gradients of one of several micro-batches."""
-        if plan.device != "cpu" and index not in plan.on_device:  # the host adds them meanwhile
-            return 0.0
-        if self.footprint.gradients.sums_stay:
-            return 0.0
-        return _summed_bytes(stage, plan.num_micro_batches) / self._rates.memory_bytes_per_s
 
     def update_s(self, stage: StageBytes) -> float:
         """Return the seconds of the update of one stage; 0 if it is not trained."""
@@ -177,7 +113,7 @@ class Predictor:
         fetch of the first stage. Updates in backward overlap with the last backward instead. Beside a GPU the
         first forward is simulated, unless updates run in backward.
         """
-        seconds = self.stage_seconds(plan)
+        seconds = self.stage_times.of(plan)
         compute, copy = self._compute_s(plan, seconds), self._copy_s(plan)
         update = sum(map(self.update_s, self._updated(plan.on_device)))
         on_device = self._updates_on_device_s(plan)
@@ -239,7 +175,7 @@ class Predictor:
         count = plan.num_micro_batches
         if plan.device == "cpu" or self.footprint.gradients.sums_stay:  # see `_sum_s`
             return 0.0
-        moved = sum(_summed_bytes(stage, count) for stage in self._updated(plan.on_device))
+        moved = sum(summed_bytes(stage, count) for stage in self._updated(plan.on_device))
         return count * moved / self._host_bytes_per_s
 
     def _updates_on_device_s(self, plan: Plan) -> float:
@@ -337,14 +273,6 @@ class Predictor:
         first = max(fetched.first + sums, moved)
         rest = max(fetched.rest + count * moved, leaving + (count - 1) * moved)
         return Phases(first / self._link_bytes_per_s, rest / self._link_bytes_per_s)
-
-
-def _summed_bytes(stage: StageBytes, count: int) -> float:
-    """Return the bytes that the sums of a stage's gradients move in one of `count` micro-batches."""
-    if count == 1 or not stage.trained:
-        return 0.0
-    # The first gradients become the sums. All later additions read the sums and write them.
-    return stage.gradient + (2 - 1 / count) * stage.gradient_sum
 
 
 def _add(phases: Phases, first: float, rest: float) -> Phases:

@@ -67,7 +67,7 @@ class _Replay:
         self._gradients = GradientsOut(plan, predictor.footprint, host, owners)
         self._updates: list[int] = []  # updates in backward, in order
         self._activations = MovedActivations(plan, host)
-        self._seconds = predictor.stage_seconds(plan)
+        self._seconds = predictor.stage_times.of(plan)
         self._read: list[list[int]] = [[] for _ in host.ranks]  # by rank: reads of the last use without slab
 
     def run(self) -> None:
