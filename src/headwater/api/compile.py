@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from headwater.api import optimizers as _optimizers  # noqa: F401 its hook serves streamed parameters
+from headwater.api import step_hooks as _step_hooks  # noqa: F401 they serve streamed parameters
 from headwater.api.backend import Backend, current_backend
 from headwater.api.backend import backend as make_backend
 from headwater.api.streamed import ATTRIBUTE, StreamedModel, refuse_compiled_parts

@@ -1,15 +1,12 @@
-"""Hooks of torch's optimizers for streamed parameters: the weight store runs steps and keeps the state."""
+"""Steps of torch's optimizers over streamed parameters: the weight store runs them and keeps the state."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headwater.api.gradients import are_finite, gradients_of, unscale
 from headwater.api.loop_steps import leaves_store, run_in_loop, runs_in_loop
@@ -18,7 +15,7 @@ from headwater.api.optimizer_record import record_of
 from headwater.api.optimizer_state import install, reinstall
 from headwater.api.references import warn_of_kept_views
 from headwater.api.registry import find_model, model_of
-from headwater.api.step_checks import check_between_forwards, check_kinds, check_not_consumed, check_ranks
+from headwater.api.step_checks import check_kinds, check_not_consumed, check_ranks
 from headwater.api.stored_state import Optimizer, params_of
 from headwater.api.transaction import is_open
 from headwater.core.errors import ConfigError
@@ -26,31 +23,14 @@ from headwater.core.interrupts import uninterrupted
 from headwater.core.modes import present_autocast
 from headwater.core.process_value import ProcessValue
 from headwater.core.stage import ParamKey
-from headwater.core.uncompiled import CompilerOffWarning, never_compile, uncompiled
 from headwater.optim.spec import group_options
 from headwater.store.update import Update
 from headwater.stream.home import Home
 from headwater.stream.left_gradients import collect_left
-from headwater.stream.parameters import ParameterAtRest, running_steps
+from headwater.stream.parameters import ParameterAtRest
 
 if TYPE_CHECKING:
     from headwater.api.streamed import StreamedModel
-
-
-class Amendment(Protocol):
-    """Interface: changes gradients before an optimizer uses them."""
-
-    def before_step(self, optimizer: Optimizer, /) -> None:
-        """Change the gradients that `optimizer` is about to use; called before each of its steps."""
-        ...
-
-
-_AMENDMENT = "_headwater_amendment"
-
-
-def amend_with(param: torch.nn.Parameter, amendment: Amendment) -> None:
-    """Call `amendment.before_step` before each step of an optimizer of `param`, while `param` lives."""
-    setattr(param, _AMENDMENT, amendment)
 
 
 @dataclasses.dataclass
@@ -95,9 +75,9 @@ def step(
     Raises:
         NonFiniteError: if a streamed gradient is not finite and such steps are not skipped.
     """
-    _collect(optimizer)  # first: a parameter with a gradient that the store cannot use becomes a plain one
+    collect(optimizer)  # first: a parameter with a gradient that the store cannot use becomes a plain one
     asked = _StepOptions(max_norm, max_value, loss_scale, skip_non_finite)
-    stores = {id(home.store) for home in _homes(optimizer)}
+    stores = {id(home.store) for home in homes_of(optimizer)}
     has_plain = any(not isinstance(param, ParameterAtRest) for param in params_of(optimizer))
     # Clipping needs the norm of all gradients. A store knows only the norm of the gradients that it holds.
     if len(stores) == 1 and not has_plain and not runs_in_loop(optimizer):
@@ -110,7 +90,7 @@ def step(
     return True
 
 
-def _collect(optimizer: Optimizer) -> None:
+def collect(optimizer: Optimizer) -> None:
     """Move gradients that autograd has left in parameters to the store."""
     for param in params_of(optimizer):
         if isinstance(param, ParameterAtRest):
@@ -130,82 +110,14 @@ def _prepare_gradients(optimizer: Optimizer, options: _StepOptions) -> bool:
     return True
 
 
-def _homes(optimizer: Optimizer) -> Iterator[Home]:
+def homes_of(optimizer: Optimizer) -> Iterator[Home]:
+    """Yield the places of an optimizer's streamed parameters."""
     for param in params_of(optimizer):
         if isinstance(param, ParameterAtRest) and find_model(param.home.store) is not None:
             yield param.home
 
 
-def _note_compiler(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Warn that the user's `torch.compile` of a step has no effect, if the step has streamed parameters.
-
-    torch's compiler makes assumptions about the state of an optimizer that do not hold for a state in the
-    store, so it does not get the step at all.
-    """
-    if next(_homes(optimizer), None) is None:
-        return
-    name = type(optimizer).__name__
-    never_compile(type(optimizer).step)
-    warnings.warn(
-        f"your torch.compile has no effect on {name}.step from now on, for any {name} of this process, "
-        "because the weight store updates streamed parameters: do not compile this step",
-        CompilerOffWarning,
-        stacklevel=2,
-    )
-
-
-@functools.partial(uncompiled, if_compiled=_note_compiler)
-@uninterrupted
-def _place_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Register the hooks around the step that begins now (a hook of torch for every optimizer).
-
-    `_before_step` runs after the user's hooks, which may still change gradients and options. `_after_step`
-    runs before the user's hooks, which must not find the gradients missing.
-    """
-    if _is_nested(optimizer):
-        return
-    record = record_of(optimizer)
-    for handle in record.step_hooks:
-        handle.remove()
-    _end_step(optimizer)  # the step before may have failed
-    before = optimizer.register_step_pre_hook(_before_step)
-    after = optimizer.register_step_post_hook(_after_step)
-    # torch calls global hooks first, then those of the optimizer in this order.
-    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-    record.step_hooks = before, after
-
-
-@uncompiled
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Commit the updates of streamed parameters before an optimizer's step (a hook of torch).
-
-    The optimizer then finds `grad is None` for these parameters and skips them. If `step` gets a closure, the
-    closure computes the gradients, and it may call the model for the first time, which begins the streaming.
-    So the updates are committed after the closure.
-
-    Returns:
-        The new arguments of `step`, or `None` to leave them as they are.
-    """
-    if _is_nested(optimizer):
-        return None
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
-        _commit(optimizer, args[1:], kwargs)
-        return None
-
-    def closure_and_commit() -> Any:
-        loss = closure()
-        _commit(optimizer, args[1:], kwargs)
-        return loss
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure_and_commit}
-    return (args[0], closure_and_commit, *args[2:]), kwargs
-
-
-@uncompiled
-@functools.partial(uninterrupted, raises=False)  # plain parameters of the optimizer are updated after it
-def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Commit the optimizer's step to the stores of its streamed parameters, if it has any.
 
     Args:
@@ -213,10 +125,7 @@ def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         args: the arguments of its `step`.
         kwargs: its keyword arguments.
     """
-    check_between_forwards(optimizer)
-    _collect(optimizer)
-    _amend(optimizer)  # before the return: masks apply to plain parameters too
-    if next(_homes(optimizer), None) is None or runs_in_loop(optimizer):
+    if next(homes_of(optimizer), None) is None or runs_in_loop(optimizer):
         return
     if leaves_store(optimizer, args, kwargs):
         _move_to_loop(optimizer)
@@ -226,9 +135,9 @@ def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if runs_in_loop(optimizer):
         _move_to_loop(optimizer)
         return
-    check_not_consumed(_homes(optimizer))
+    check_not_consumed(homes_of(optimizer))
     if _scaler_found_overflow(optimizer):
-        for home in _homes(optimizer):
+        for home in homes_of(optimizer):
             home.set_gradient(None)
         return
     for model, parts in _parts(optimizer).items():
@@ -240,19 +149,12 @@ def _move_to_loop(optimizer: Optimizer) -> None:
 
     If this step clips or unscales gradients, the store would have done so. So it is done here.
     """
-    for model in {model_of(home.store) for home in _homes(optimizer)}:
+    for model in {model_of(home.store) for home in homes_of(optimizer)}:
         model.optimizers.give_up(optimizer)
     if not _prepare_gradients(optimizer, _options.value):
         _options.value.applied = False
         for param in params_of(optimizer):
             param.grad = None
-
-
-def _amend(optimizer: Optimizer) -> None:
-    """Change the gradients by the amendments of the optimizer's parameters, each once."""
-    amendments = [getattr(param, _AMENDMENT, None) for param in params_of(optimizer)]
-    for amendment in dict.fromkeys(each for each in amendments if each is not None):
-        amendment.before_step(optimizer)
 
 
 def _commit_to(
@@ -306,30 +208,6 @@ def _update(optimizer: Optimizer, step: int) -> Update:
     )
 
 
-@uncompiled
-@uninterrupted
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """End an optimizer's step (a hook of torch): the gradients that it has consumed can be seen again."""
-    if not _is_nested(optimizer):
-        _end_step(optimizer)
-
-
-def _is_nested(optimizer: Optimizer) -> bool:
-    """True if the step for which torch calls a hook was called by another step of the same optimizer.
-
-    The `step` of a subclass may change gradients and then call `super().step()`. torch runs the hooks for
-    both, but the outer step has committed the update of this class.
-    """
-    return sum(each is optimizer for each in running_steps()) > 1
-
-
-def _end_step(optimizer: Optimizer) -> None:
-    record = record_of(optimizer)
-    stepping, record.stepping = record.stepping, []
-    for store in stepping:
-        store.gradients.status.is_stepping = False
-
-
 def _scaler_found_overflow(optimizer: Optimizer) -> bool:
     """True if torch's `GradScaler` found an overflow, and expects a fused optimizer to skip the step."""
     return bool(getattr(optimizer, "found_inf", 0))
@@ -367,7 +245,7 @@ def adopt(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(take_stored_state)
         optimizer.register_load_state_dict_post_hook(reinstall)
     install(optimizer)
-    for model in {model_of(home.store) for home in _homes(optimizer)}:
+    for model in {model_of(home.store) for home in homes_of(optimizer)}:
         model.optimizers.update_with(optimizer)
     # After `update_with`, which may replace the stores.
     states = install(optimizer)
@@ -377,6 +255,3 @@ def adopt(optimizer: Optimizer) -> None:
         run_in_loop(optimizer, error)
     else:
         states.store()
-
-
-register_optimizer_step_pre_hook(_place_hooks)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from headwater.store.store import WeightStore
-
 if TYPE_CHECKING:
     from headwater.api.streamed import StreamedModel
+    from headwater.store.store import WeightStore
 
 _model_of: weakref.WeakKeyDictionary[WeightStore, weakref.ref[StreamedModel]] = weakref.WeakKeyDictionary()
 _kept: dict[int, StreamedModel] = {}

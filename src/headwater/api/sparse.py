@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwater.api import transaction
 from headwater.api.gradients import are_finite
-from headwater.api.optimizers import amend_with
+from headwater.api.step_hooks import amend_with
 from headwater.api.stored_state import params_of
 from headwater.core.errors import ConfigError
 from headwater.optim.catalog import optimizers, require_elementwise
