@@ -14,6 +14,7 @@ from headwater.core.units import MIB
 from headwater.core.warn_once import warn_once
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.update import Update
+from headwater.stream import compilation
 
 SGD = OptimizerSpec("SGD", {"lr": 0.5})
 BATCH = torch.ones(2, 3)
@@ -73,6 +74,18 @@ def test_a_users_loop_gets_one_warning_that_auto_compiles_no_blocks(plan, caplog
         with build_engine(make_model(), plan, SGD, BackendConfig(compile="auto")):
             pass
     assert caplog.text.count("compile: auto does not compile blocks in your own loop") == 1
+
+
+@pytest.mark.parametrize("option", [True, False, "auto"])
+def test_the_plan_of_a_users_loop_says_whether_blocks_are_compiled(option, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(compilation, "compile_forward", lambda module, name: compiled.append(name) or int)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    hw.compile(model, hw.backend("CSX", tier="memory", compile=option))
+    model(BATCH)
+    assert compiled == (["0", "1"] if option is True else [])
+    assert streamed(model).engine.plan.blocks.compiled == (option is True)
+    hw.release(model)
 
 
 def use_and_free():
