@@ -41,6 +41,29 @@ def test_a_value_of_the_wrong_type(headwater, params):
     assert_refused(result, "max_steps to be an integer", "command line")
 
 
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fit", f"{LONG}.yaml"],
+        ["fit", "PARAMS", f"trainer.fit.train_dataloader.data_dir={LONG}"],
+        ["validate", LONG],
+        ["evaluate", LONG, "--text", "x"],
+        ["plan", "PARAMS", "--png", LONG],
+        ["generate", "--model_dir", LONG, "--prompt", "x"],
+        ["checkpoint", "info", LONG],
+        ["data", LONG, "--out", "o"],
+        ["scaling", "fit", LONG],
+        ["serve", LONG],
+    ],
+)
+def test_a_path_that_the_system_refuses_to_look_up(headwater, params, words):
+    words = [params if word == "PARAMS" else word for word in words]
+    assert_refused(headwater(*words), "a path cannot be used: File name too long", "name a shorter path")
+
+
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
@@ -56,6 +79,10 @@ def test_a_value_of_the_wrong_type(headwater, params):
         ),
         (["plan", "PARAMS", "--num_layers", "9"], ["trainer.init.model.num_hidden_layers=VALUE"]),
         (["plan", "PARAMS", "--weight_decy=0"], ["trainer.init.optimizer.NAME.weight_decay=VALUE"]),
+        (
+            ["plan", "PARAMS", "trainer.init.model.hidden_size=1000000000000"],
+            ["the sizes of the model are too large", "sizes=[3000000000000, 1000000000000]", "model"],
+        ),
         (["plan", "PARAMS", "--qqq", "9"], ["remedy: see headwater plan --help"]),
         (
             ["plan", "PARAMS", "trainer.innit.seed=3"],

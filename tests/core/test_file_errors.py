@@ -1,11 +1,13 @@
 """Errors of files in words, without the numbers of the system and the names of Python's codecs."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 
-from headwater.core.errors import StoreError
-from headwater.core.files import disk_errors, why_unreadable
+from headwater.core.errors import ConfigError, StoreError
+from headwater.core.files import disk_errors, lookup_errors, why_unreadable
 
 
 def read_text(path):
@@ -41,3 +43,22 @@ def test_a_folder_that_cannot_be_created_because_a_file_is_there(tmp_path):
         path.mkdir(exist_ok=True)
     assert raised.value.what == "scratch cannot be created, because a file is there"
     assert raised.value.where == str(path) and "move it away" in raised.value.remedy
+
+
+def test_a_path_that_the_user_may_not_look_up():
+    path = Path("a" * 300)
+    with pytest.raises(ConfigError) as raised, lookup_errors():
+        path.is_file()
+    assert raised.value.what == "a path cannot be used: File name too long"
+    assert raised.value.where == "a" * 100 and raised.value.remedy == "name a shorter path"
+    with pytest.raises(ConfigError) as raised, lookup_errors():
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/other")
+    assert raised.value.what == "a path cannot be used: Permission denied"
+    assert raised.value.where == "runs/other" and "give this user the right" in raised.value.remedy
+
+
+def test_other_errors_of_the_system_stay_as_they_are():
+    with pytest.raises(FileNotFoundError), lookup_errors():
+        Path("missing").stat()
+    with pytest.raises(PermissionError), lookup_errors():  # no file is named, for example for a port
+        raise PermissionError(errno.EACCES, "Permission denied")

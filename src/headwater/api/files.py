@@ -25,7 +25,7 @@ from headwater.api.writing import write_tensors
 from headwater.core.checked_files import CHUNK_BYTES, Chunk
 from headwater.core.cleanup import on_failure
 from headwater.core.errors import CheckpointError
-from headwater.core.files import PARTIAL_SUFFIX, disk_errors, sync_folder
+from headwater.core.files import PARTIAL_SUFFIX, disk_errors, lookup_errors, sync_folder
 from headwater.core.interrupts import UninterruptedContext
 from headwater.core.lazy import LazyTensor
 from headwater.core.pickles import load_pickled
@@ -103,16 +103,19 @@ def load(path: str | os.PathLike[str], map_location: torch.device | str | None =
         CheckpointError: if the file is missing, damaged, of another kind, or a pickle that holds other
             objects than tensors and plain values.
         CorruptError: here or when a tensor is used, if its bytes do not match the checksum.
+        ConfigError: if this user may not look up the path.
     """
     path = Path(path)
-    if path.is_dir():
+    with lookup_errors():
+        is_folder, is_pickled = path.is_dir(), _is_pickled(path)
+    if is_folder:
         raise CheckpointError(
             "expected a file, found a folder",
             where=str(path),
             remedy="read a folder in Hugging Face's format with load_pretrained; for a checkpoint of "
             "headwater fit, first run headwater checkpoint export",
         )
-    if _is_pickled(path):
+    if is_pickled:
         return load_pickled(path, map_location or "cpu")
     file = TensorFile(path, hold=True)
     is_state = any(key.startswith("headwater.") for key in file.metadata)

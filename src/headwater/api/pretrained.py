@@ -28,7 +28,7 @@ from headwater.convert.stored import PICKLED_FILE, pickled_tensors
 from headwater.core.cleanup import on_failure
 from headwater.core.empty import give_values, record_values, recorded_values
 from headwater.core.errors import CheckpointError
-from headwater.core.files import disk_errors, sync_folder
+from headwater.core.files import disk_errors, lookup_errors, sync_folder
 from headwater.core.lazy import pieces_of
 from headwater.core.names import nearest
 from headwater.core.safetensors import TensorFile
@@ -78,6 +78,7 @@ def load_pretrained(
     Raises:
         CheckpointError: if files are missing or damaged, names are missing or unexpected, or shapes differ.
             The error says which, and the model is unchanged.
+        ConfigError: if this user may not look up the folder.
     """
     directory = Path(directory)
     loading = _compare(model, directory, strict=strict)
@@ -177,12 +178,13 @@ def _places(model: nn.Module) -> dict[str, Tensor]:
 def _checkpoint_tensors(directory: Path) -> dict[str, Tensor]:
     """Return every tensor of a checkpoint by name, in file order, lazy or mapped into memory."""
     tensors: dict[str, Tensor] = {}
-    if has_weights(directory, PICKLED_FILE) and not has_weights(directory):
-        for path in weight_files(directory, PICKLED_FILE):
-            tensors |= pickled_tensors(path)
-    else:
-        for path in weight_files(directory):
-            tensors |= lazy_tensors(TensorFile(path, hold=True))
+    with lookup_errors():
+        if has_weights(directory, PICKLED_FILE) and not has_weights(directory):
+            for path in weight_files(directory, PICKLED_FILE):
+                tensors |= pickled_tensors(path)
+        else:
+            for path in weight_files(directory):
+                tensors |= lazy_tensors(TensorFile(path, hold=True))
     return tensors
 
 

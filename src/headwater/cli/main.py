@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.exit_codes import INTERRUPTED
-from headwater.core.files import unencodable
+from headwater.core.files import lookup_errors, unencodable
 from headwater.core.signals import speaks_for_all
 from headwater.core.spins import never_spin
 from headwater.core.terminal import outlive_terminal, silence
@@ -131,7 +131,8 @@ def guarded(run: Callable[[], int]) -> int:
     from headwater.cli.output import print_error
 
     try:
-        return run()
+        with lookup_errors():
+            return run()
     except (HeadwaterError, UnicodeEncodeError) as raised:
         error = raised if isinstance(raised, HeadwaterError) else unencodable(raised)
         # If a launcher has started this process, the launcher prints the error, once for all ranks.

@@ -18,10 +18,12 @@ PARTIAL_SUFFIX = ".partial"
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_REFUSED = {*_NOT_ALLOWED, errno.ENAMETOOLONG}
 _BAD_BYTES = {errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
 _WRONG_KIND = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
 _MAKE_WAY = "move it away, or name another folder"
 _MAKE_WRITABLE = "give this user the right to write there, or name another folder"
+_MAKE_REACHABLE = "give this user the right to it and to the folders on the way to it, or name another path"
 _AROUND = 100
 """Characters of a long line that an error shows on each side of the fault."""
 _OTHER_DISK = "check the disk and how it is mounted, or name a folder on another disk"
@@ -42,6 +44,29 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise _explained(error, path) from error
+
+
+@contextmanager
+def lookup_errors() -> Iterator[None]:
+    """Enter a context in which an `OSError` for a path that the user may not look up becomes a `ConfigError`.
+
+    Python's `Path.is_file` and the like return false for a missing file, but raise such errors.
+
+    Raises:
+        ConfigError: if the user has no right to a file or to a folder on the way to it, or its name is too
+            long. Other errors of the system are raised unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error.filename, str) or error.errno not in _REFUSED:
+            raise
+        too_long = error.errno == errno.ENAMETOOLONG
+        raise ConfigError(
+            f"a path cannot be used: {error.strerror}",
+            where=_around(error.filename, 0),
+            remedy="name a shorter path" if too_long else _MAKE_REACHABLE,
+        ) from error
 
 
 def is_damage(error: StoreError) -> bool:

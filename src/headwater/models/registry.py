@@ -181,10 +181,20 @@ def build_model(config: ModelConfig, *, device: str = "cpu", seed: int = 0) -> n
         seed: seed of the initial weights.
 
     Raises:
-        ConfigError: if a pattern in `freeze` is invalid or matches no parameter of the model.
+        ConfigError: if a pattern in `freeze` is invalid or matches no parameter of the model, or if a weight
+            has more elements than torch can count.
     """
-    with torch.device(device):
-        model = FAMILIES[config.name].model(config, seed=seed)
+    try:
+        with torch.device(device):
+            model = FAMILIES[config.name].model(config, seed=seed)
+    except RuntimeError as error:
+        if "overflowed" not in str(error):
+            raise
+        raise ConfigError(
+            f"the sizes of the model are too large: {error}",
+            where="model",
+            remedy="set smaller sizes, such as hidden_size or vocab_size",
+        ) from error
     _freeze(model, getattr(config, "freeze", ()))
     return model
 
