@@ -5,7 +5,15 @@ import pytest
 from hypothesis import example, given, settings
 
 from headwater.core.errors import ConfigError
-from headwater.core.units import GIB, format_bytes, format_count, format_duration, parse_bytes, parse_rate
+from headwater.core.units import (
+    GIB,
+    format_bytes,
+    format_count,
+    format_duration,
+    listed,
+    parse_bytes,
+    parse_rate,
+)
 
 
 @pytest.mark.parametrize(
@@ -112,3 +120,9 @@ def test_format_duration(seconds, text):
 @example(1152)
 def test_a_formatted_size_parses_to_nearly_the_same(count):
     assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.0051, abs=1)
+
+
+def test_a_long_list_of_names_ends_with_the_number_of_the_others():
+    assert listed("abc", 3) == "a, b, c"
+    assert listed("abcde", 3, "; ") == "a; b; c and 2 more"
+    assert listed((), 3) == ""

@@ -22,6 +22,7 @@ from headwater.core.units import MIB
 from headwater.plan import calibrate as module
 from headwater.plan import machine_cache, measuring, probes
 from headwater.plan.calibrate import Known
+from headwater.plan.machine import resident_bytes
 from headwater.plan.measuring import measure_apart
 from headwater.plan.probes import Measurement, Probe, Timing, measure, time_probes
 from headwater.plan.rates import Calibration
@@ -347,8 +348,8 @@ def test_a_measurement_ends_with_the_process_that_started_it(tmp_path):
 
 def test_a_measurement_needs_free_memory(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
-        assert measure_apart("cpu", None, budget=measuring.resident_bytes() + (100 << 20)) is None
-        monkeypatch.setattr(measuring, "free_host_bytes", lambda: 50 << 20)
+        assert measure_apart("cpu", None, budget=resident_bytes() + (100 << 20)) is None
+        monkeypatch.setattr(measuring, "free_host_bytes", lambda budget: 50 << 20)
         assert measure_apart("cpu", None) is None
     assert "50.0 MiB are free" in caplog.text
 

@@ -33,7 +33,7 @@ from headwater.core.lazy import pieces_of
 from headwater.core.names import nearest
 from headwater.core.safetensors import TensorFile
 from headwater.core.scratch import scratch_folder
-from headwater.core.units import parse_bytes
+from headwater.core.units import listed, parse_bytes
 from headwater.fabric.membership import current
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -157,7 +157,7 @@ def _require_buffers(model: nn.Module) -> None:
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
         raise CheckpointError(
-            f"these buffers of the model are on the meta device and have no values: {_listed(empty)}",
+            f"these buffers of the model are on the meta device and have no values: {listed(empty, _LISTED)}",
             where=type(model).__name__,
             remedy="build the model inside headwater.empty_parameters(), where buffers get values; most "
             "checkpoints do not contain buffers",
@@ -196,7 +196,7 @@ def _require_shapes(found: Mapping[str, Tensor], places: Mapping[str, Tensor], d
     ]
     if lines:
         raise CheckpointError(
-            f"the checkpoint is of another architecture: {_listed(lines, '; ')}",
+            f"the checkpoint is of another architecture: {listed(lines, _LISTED, '; ')}",
             where=str(directory),
             remedy="build the model from the checkpoint's own config.json",
         )
@@ -271,7 +271,7 @@ def _require_values(params: Mapping[str, nn.Parameter], directory: Path) -> None
     untouched = [name for name, param in params.items() if param.isnan().any()]
     if untouched:
         raise CheckpointError(
-            f"{_listed(untouched)}: neither the checkpoint nor the model's initialization has values",
+            f"{listed(untouched, _LISTED)}: neither the checkpoint nor the model's initialization has values",
             where=str(directory),
             remedy="build the model outside of headwater.empty_parameters(), or load a checkpoint with them",
         )
@@ -280,9 +280,11 @@ def _require_values(params: Mapping[str, nn.Parameter], directory: Path) -> None
 def _names_differ(report: LoadReport, directory: Path) -> CheckpointError:
     parts = []
     if report.missing:
-        parts.append(f"the checkpoint lacks {_listed(_with_nearest(report.missing, report.unexpected))}")
+        parts.append(
+            f"the checkpoint lacks {listed(_with_nearest(report.missing, report.unexpected), _LISTED)}"
+        )
     if report.unexpected:
-        parts.append(f"the model has no {_listed(report.unexpected)}")
+        parts.append(f"the model has no {listed(report.unexpected, _LISTED)}")
     return CheckpointError(
         "; ".join(parts),
         where=str(directory),
@@ -298,12 +300,6 @@ def _with_nearest(names: Iterable[str], candidates: Iterable[str]) -> list[str]:
         near = nearest(name, candidates)
         lines.append(f"{name} (similar there: {near})" if near else name)
     return lines
-
-
-def _listed(lines: Iterable[str], separator: str = ", ") -> str:
-    lines = list(lines)
-    more = f" and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
-    return separator.join(lines[:_LISTED]) + more
 
 
 def save_pretrained(

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import nn
 
+from headwater.core.units import listed
 from headwater.plan.alive import has_storage
 from headwater.stream.parameters import ParameterAtRest
 
@@ -45,8 +46,9 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     gc.collect()  # unreachable tensors need no warning
     found = _shared(names, known)
     if found:
+        shown = listed([name for name in names.values() if name in found], _SHOWN)
         warnings.warn(
-            f"a tensor that was made from {_listed(names.values(), found)} before the first forward keeps "
+            f"a tensor that was made from {shown} before the first forward keeps "
             "its present values, because streaming moves the weights; make it after the first forward "
             "(parameter.detach()), or clone() it if it is to keep the values",
             StaleTensorWarning,
@@ -70,8 +72,9 @@ def warn_of_kept_views(params: Iterable[ParameterAtRest], number: int) -> None:
     gc.collect()
     found = _viewed(names)
     if found:
+        shown = listed([name for name in names.values() if name in found], _SHOWN)
         warnings.warn(
-            f"a view of {_listed(names.values(), found)} that was made in a forward exists at "
+            f"a view of {shown} that was made in a forward exists at "
             "optimizer.step() and keeps the values from before the step, because the weight is streamed; "
             "make it again after the step, or clone() it if it is to keep the values",
             StaleTensorWarning,
@@ -98,13 +101,6 @@ def _viewed(names: Mapping[int, str]) -> set[str]:
     """
     bases = (id(tensor._base) for tensor in _tensors() if tensor._is_view())
     return {names[base] for base in bases if base in names}
-
-
-def _listed(names: Iterable[str], found: Collection[str]) -> str:
-    """Return the first of the names that are in `found`, and the number of the others, as text."""
-    first = [name for name in names if name in found]
-    more = f" and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
-    return f"{', '.join(first[:_SHOWN])}{more}"
 
 
 def _shared(names: Mapping[int, str], known: Collection[int]) -> set[str]:

@@ -133,11 +133,7 @@ def _with_masters_of(
             param, dtype=old.dtype, wire_dtype=old.dtype if in_fp32 else old.wire_dtype
         )
 
-    stages = (
-        dataclasses.replace(stage, params=tuple(corrected(param) for param in stage.params))
-        for stage in partition.stages
-    )
-    return dataclasses.replace(partition, stages=tuple(stages))
+    return partition.with_params(corrected)
 
 
 @contextmanager

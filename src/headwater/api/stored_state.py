@@ -53,12 +53,7 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: if the state is of another optimizer or another shape, or has no values.
     """
-    layouts = layouts_of(home)
-    tensors = {
-        name: value  # state tensors of a 0-dimensional parameter have no dimensions
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and (value.dim() > 0 or name in layouts)
-    }
+    layouts, tensors = layouts_of(home), _tensors_of(home, state)
     if tensors.keys() != layouts.keys():
         raise CheckpointError(
             f"expected optimizer state with the tensors {sorted(layouts)}, got {sorted(tensors)}",
@@ -92,12 +87,7 @@ def check_storable(home: Home, state: Mapping[str, Any]) -> None:
     and computes with both. It may have more tensors: an optimizer that calls another one, such as Lookahead,
     keeps its own tensors there.
     """
-    layouts = layouts_of(home)
-    tensors = {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and (value.dim() > 0 or name in layouts)
-    }
+    layouts, tensors = layouts_of(home), _tensors_of(home, state)
     added = sorted(tensors.keys() - layouts.keys())
     if added and tensors.keys() > layouts.keys():
         raise ConfigError(
@@ -113,6 +103,16 @@ def check_storable(home: Home, state: Mapping[str, Any]) -> None:
                 f"parameter {home.spec.name} has become {home.spec.dtype}",
                 remedy="convert the model before the first step, or make a new optimizer after it",
             )
+
+
+def _tensors_of(home: Home, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state. Those of a 0-dimensional parameter have no dimensions, as scalars."""
+    layouts = layouts_of(home)
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and (value.dim() > 0 or name in layouts)
+    }
 
 
 def set_scalars(home: Home, value: Scalars | None) -> None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 from headwater.core.errors import StreamError
 from headwater.core.gather import gather
 from headwater.core.interrupts import uninterrupted
+from headwater.core.operators import argument_values, written_arguments
 from headwater.core.read_only_storage import read_only
 from headwater.core.transfers import RUN_BYTES
 
@@ -67,12 +68,9 @@ class StoredTensor(Tensor):
         kwargs = kwargs or {}
         if func in _DETACH:
             return cls(args[0].read_pieces, args[0].shape, args[0].dtype, args[0].device)
-        schema = func._schema.arguments
-        given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
-        for argument in schema:
-            # From the operator's schema, which also covers operators of other libraries.
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                _refuse_write(given.get(argument.name))
+        # From the operator's schema, which also covers operators of other libraries.
+        for value in argument_values(written_arguments(func), func, args, kwargs):
+            _refuse_write(value)
         args, kwargs = tree_map_only(StoredTensor, StoredTensor.materialize, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -24,6 +24,7 @@ from headwater.core.errors import CheckpointError
 from headwater.core.file_order import FileOrder
 from headwater.core.files import disk_errors, why_unreadable
 from headwater.core.gather import gather
+from headwater.core.tensor_values import in_dtype
 from headwater.core.threads import one_core
 from headwater.core.transfers import PADDING_BYTES, Read, read_ahead, shared_transfers
 
@@ -253,7 +254,7 @@ class TensorFile:
             yield self.read(name, 0, math.prod(place.shape))
         else:
             for data in self._in_order.pieces(name):
-                yield _in_dtype(data, place.dtype)
+                yield in_dtype(data, place.dtype)
 
     def _runs(self, name: str, start: int, count: int) -> list[Run]:
         """Return `count` elements of tensor `name` as runs of up to `CHUNK_BYTES`, in order."""
@@ -287,12 +288,7 @@ def read_runs(runs: Iterable[Run]) -> Generator[torch.Tensor, None, None]:
             yield count * dtype.itemsize, partial(file.read_padded, name, start, count)
 
     for data in read_ahead(reads()):
-        yield _in_dtype(data, dtypes.popleft())
-
-
-def _in_dtype(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as a tensor of `dtype`: a copy if a file has them at an odd place."""
-    return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
+        yield in_dtype(data, dtypes.popleft())
 
 
 def _parse_header(

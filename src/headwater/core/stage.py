@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -197,6 +197,13 @@ class StageSpec:
             slab[offset : offset + param.wire_bytes].view(param.wire_dtype)
             for param, offset in zip(self.params, self.offsets, strict=True)
         ]
+
+
+def with_params(
+    stages: Sequence[StageSpec], changed: Callable[[ParamSpec], ParamSpec]
+) -> tuple[StageSpec, ...]:
+    """Return stages whose parameters are the results of `changed`."""
+    return tuple(dataclasses.replace(stage, params=tuple(map(changed, stage.params))) for stage in stages)
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:

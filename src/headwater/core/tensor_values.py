@@ -1,4 +1,4 @@
-"""Copies of the values of tensors, to undo changes in place."""
+"""Values of tensors: copies to undo changes in place, and bytes as a tensor of a dtype."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ OF_DTYPE = frozenset({
     torch.Tensor.element_size,
 })  # fmt: skip
 """Functions of torch that tell the dtype of their argument or the size of an element."""
+
+
+def in_dtype(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes as a tensor of `dtype`: a view if they are aligned for it, otherwise a copy."""
+    return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
 
 
 def may_change(tensor: torch.Tensor) -> bool:

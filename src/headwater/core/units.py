@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from headwater.core.errors import ConfigError
 
@@ -72,6 +73,13 @@ def format_bytes(count: float) -> str:
 def counted(number: int, one: str, many: str) -> str:
     """Return `number` with its noun: `1 batch`, `2 batches`."""
     return f"{number} {one if number == 1 else many}"
+
+
+def listed(names: Iterable[str], most: int, separator: str = ", ") -> str:
+    """Return the first `most` names and the number of the others as text."""
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return separator.join(every[:most]) + more
 
 
 def format_count(count: float) -> str:

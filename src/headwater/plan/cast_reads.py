@@ -79,7 +79,7 @@ class CastReads:
     @property
     def observed(self) -> Partition:
         """The stages for the dry run that is observed: it sends each weight in its own dtype."""
-        return _with_params(self._partition, _in_own_dtype)
+        return self._partition.with_params(_in_own_dtype)
 
     @property
     def result(self) -> Partition:
@@ -87,7 +87,7 @@ class CastReads:
 
         Wire dtypes of 16 bits stay only where the forward reads the weight through casts to this dtype alone.
         """
-        return _with_params(self._partition, self._needed)
+        return self._partition.with_params(self._needed)
 
     def _needed(self, param: ParamSpec) -> ParamSpec:
         if param.name not in self._cast or param.name in self._uncast:
@@ -177,11 +177,3 @@ def _in_own_dtype(param: ParamSpec) -> ParamSpec:
     return dataclasses.replace(
         param, wire_dtype=param.dtype, exact_cast=False, full_gradient=False, one_cast=False
     )
-
-
-def _with_params(partition: Partition, changed: Callable[[ParamSpec], ParamSpec]) -> Partition:
-    """Return the same stages with changed parameters."""
-    stages = (
-        dataclasses.replace(stage, params=tuple(map(changed, stage.params))) for stage in partition.stages
-    )
-    return dataclasses.replace(partition, stages=tuple(stages))

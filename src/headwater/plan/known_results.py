@@ -20,6 +20,8 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from headwater.core.operators import written_arguments
+
 _MOST = 20_000
 """If this number of results is reached, all are forgotten."""
 
@@ -236,10 +238,6 @@ def _is_known_by_layouts(func: Any) -> bool:
     if any(tag in func.tags for tag in _BY_VALUES) or func._opname.startswith(_BY_STORAGES):
         return False
     arguments = func._schema.arguments
-    written = [
-        index
-        for index, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    written = written_arguments(func)
     # If an operator changes another argument than the first, it is unknown which argument it returns.
-    return not written or (written == [0] and str(arguments[0].type) == "Tensor")
+    return not written or (written == (arguments[0].name,) and str(arguments[0].type) == "Tensor")

@@ -177,14 +177,19 @@ def group_memory() -> GroupMemory:
     return GroupMemory(tuple(memory_levels()), resident_bytes())
 
 
-def free_host_bytes() -> int:
+def free_host_bytes(budget: int | None = None) -> int:
     """Return the bytes of host memory that this process can still take.
 
     That is the free memory of the machine, or less within a container (control groups) or under a limit of
     the address space (`ulimit -v`).
+
+    Args:
+        budget: bytes of host memory that this process may hold, if there is a limit. The result is negative
+            if it holds more.
     """
     # The tightest limit counts: memory beyond it ends the process, or makes the system slow.
-    rooms = (psutil.virtual_memory().available, memory_room(), _address_room())
+    left = None if budget is None else budget - resident_bytes()
+    rooms = (psutil.virtual_memory().available, memory_room(), _address_room(), left)
     return min(room for room in rooms if room is not None)
 
 

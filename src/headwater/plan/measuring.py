@@ -25,7 +25,7 @@ from headwater.core.kernels import context_of
 from headwater.core.patience import notice_if_long
 from headwater.core.units import MIB, format_bytes
 from headwater.fabric.parent import end_with
-from headwater.plan.machine import free_host_bytes, resident_bytes
+from headwater.plan.machine import free_host_bytes
 from headwater.plan.probes import Measurement, measure
 from headwater.plan.rates import Calibration
 
@@ -61,7 +61,7 @@ def measure_apart(
     Raises:
         ConfigError: if `folder` cannot be written to.
     """
-    free = free_host_bytes() if budget is None else min(free_host_bytes(), budget - resident_bytes())
+    free = free_host_bytes(budget)
     if free < NEEDED_BYTES:
         logger.info(
             "the speed of this machine is not measured: that takes %s of host memory, and %s are free; "

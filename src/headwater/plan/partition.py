@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from headwater.core.errors import PlanError
 from headwater.core.precision import Precision
-from headwater.core.stage import ParamSpec, StageSpec, dense_strides
+from headwater.core.stage import ParamSpec, StageSpec, dense_strides, with_params
 
 _NORM_LAYERS = (
     nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm,
@@ -39,6 +39,10 @@ class Partition:
 
     stages: tuple[StageSpec, ...]
     units: tuple[Unit, ...]
+
+    def with_params(self, changed: Callable[[ParamSpec], ParamSpec]) -> Partition:
+        """Return the same stages, whose parameters are the results of `changed`."""
+        return dataclasses.replace(self, stages=with_params(self.stages, changed))
 
 
 def find_stages(model: nn.Module, precision: Precision) -> Partition:

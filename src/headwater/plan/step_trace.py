@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from functools import cached_property
 
-from headwater.core.stage import OptimizerState, ParamSpec, StageSpec
+from headwater.core.stage import OptimizerState, ParamSpec, StageSpec, with_params
 
 
 @dataclasses.dataclass
@@ -135,13 +136,8 @@ class Trace:
         """Return this trace with `ParamSpec.bf16_state` set if `optimizer_state` is `bf16`."""
         if optimizer_state == "exact":
             return self
-
-        def changed(stage: StageSpec) -> StageSpec:
-            params = (dataclasses.replace(param, bf16_state=True) for param in stage.params)
-            return dataclasses.replace(stage, params=tuple(params))
-
-        stages = map(changed, self.stages)
-        return dataclasses.replace(self, stages=tuple(stages))
+        in_bf16 = functools.partial(dataclasses.replace, bf16_state=True)
+        return dataclasses.replace(self, stages=with_params(self.stages, in_bf16))
 
     def keeping(self, kept: Mapping[str, int]) -> Trace:
         """Return this trace with `ParamSpec.kept` set for masked parameters.
@@ -155,7 +151,4 @@ class Trace:
         def changed(param: ParamSpec) -> ParamSpec:
             return param.keeping(kept[param.name]) if param.name in kept else param
 
-        stages = (
-            dataclasses.replace(stage, params=tuple(map(changed, stage.params))) for stage in self.stages
-        )
-        return dataclasses.replace(self, stages=tuple(stages))
+        return dataclasses.replace(self, stages=with_params(self.stages, changed))

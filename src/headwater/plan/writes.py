@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from headwater.core.errors import StreamError
+from headwater.core.operators import argument_values, written_arguments
 from headwater.core.trees import operands
 from headwater.plan.alive import has_storage
 
@@ -33,21 +33,10 @@ _UPDATES_STATISTICS = frozenset(
 
 def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the arguments that an operator changes in place."""
-    changed = _changed_arguments(func)
-    if not changed:
-        return []
-    # `zip` is not strict, because arguments at the end may be left out, or given by name.
-    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-    return operands(given.get(name) for name in changed)
-
-
-@functools.cache
-def _changed_arguments(func: Any) -> tuple[str, ...]:
-    """Return the names of the arguments that an operator changes in place."""
+    changed = written_arguments(func)
     if func._schema.name in _UPDATES_STATISTICS:
-        return "running_mean", "running_var"
-    arguments = func._schema.arguments
-    return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+        changed = "running_mean", "running_var"
+    return operands(argument_values(changed, func, args, kwargs))
 
 
 class ParameterWrites(TorchFunctionMode):

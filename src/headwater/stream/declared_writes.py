@@ -14,6 +14,8 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
+from headwater.core.operators import written_arguments
+
 
 def declared_writes(func: Callable[..., Any], tree: Callable[[], Any]) -> set[int]:
     """Return the identities of the leaves among the arguments that an operation changes by its schema.
@@ -43,6 +45,6 @@ def _names(operator: OpOverload | OpOverloadPacket) -> frozenset[int | str]:
     found: set[int | str] = set()
     for overload in overloads:
         for index, argument in enumerate(overload._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.name in written_arguments(overload):
                 found |= {argument.name} if argument.kwarg_only else {index, argument.name}
     return frozenset(found)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from headwater.core.operators import argument_values, written_arguments
+
 
 @final
 class ExposedGradient(Tensor):
@@ -116,10 +118,6 @@ def _is_view(func: Any) -> bool:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ExposedGradient]:
     """Return the gradients that an operator changes in place."""
-    schema = func._schema.arguments
-    given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
     found: list[ExposedGradient] = []
-    for argument in schema:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            tree_map_only(ExposedGradient, found.append, given.get(argument.name))
+    tree_map_only(ExposedGradient, found.append, argument_values(written_arguments(func), func, args, kwargs))
     return found

@@ -31,7 +31,7 @@ from headwater.core.units import MIB, format_bytes
 from headwater.core.version import __version__
 from headwater.optim.spec import NO_UPDATES
 from headwater.plan.compilation import MOST_VARIANTS, BlockTimes, Kind, choose, repeated_stages, too_short
-from headwater.plan.machine import free_host_bytes, resident_bytes
+from headwater.plan.machine import free_host_bytes
 from headwater.plan.machine_cache import cache_file, machine_key, read_entries, write_entries
 from headwater.plan.measuring import NEEDED_BYTES
 from headwater.plan.types import Activations, Blocks, Plan
@@ -232,7 +232,7 @@ def _measure(run: _Run) -> list[BlockTimes] | str:
     """Measure one block of each group, store the times and return them. If that fails, return the reason."""
     plan, trainable = run.plan, run.trainable
     limit = None if plan.budget is None else plan.budget.host_memory
-    free = free_host_bytes() if limit is None else min(free_host_bytes(), limit - resident_bytes())
+    free = free_host_bytes(limit)
     needed = max(map(run.needed_bytes, run.groups))
     if free < needed:
         left = format_bytes(max(0, free))

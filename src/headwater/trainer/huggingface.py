@@ -21,6 +21,7 @@ from headwater.core.errors import CheckpointError
 from headwater.core.lazy import LazyTensor
 from headwater.core.side_files import copy_side_files
 from headwater.core.stage import ParamSpec
+from headwater.core.units import listed
 from headwater.models.huggingface import HuggingFaceModel
 from headwater.models.registry import build_model, init_parameter
 from headwater.store.snapshot_load import SavedCheckpoint
@@ -76,14 +77,14 @@ def _pretrained(model: HuggingFaceModel) -> dict[str, Tensor]:
     # Only a head may be missing, because training for another task begins with a random head.
     if lacking := [name for name in report.missing if name.startswith(prefix)]:
         raise CheckpointError(
-            f"{len(lacking)} tensors of the model are missing: {_listed(lacking)}",
+            f"{len(lacking)} tensors of the model are missing: {listed(lacking, _LISTED)}",
             where=str(folder),
             remedy="name a folder with the weights of this model, or write weights: random",
         )
     if report.missing:
-        logger.warning("missing in %s, initialized randomly: %s", folder, _listed(report.missing))
+        logger.warning("missing in %s, initialized randomly: %s", folder, listed(report.missing, _LISTED))
     if report.unexpected:
-        logger.warning("in %s, but not in the model: %s", folder, _listed(report.unexpected))
+        logger.warning("in %s, but not in the model: %s", folder, listed(report.unexpected, _LISTED))
     found = ((name, recorded_values(parameter)) for name, parameter in model.named_parameters())
     return {name: tensor for name, tensor in found if tensor is not None}
 
@@ -103,7 +104,7 @@ def weights_folder(config: HuggingFaceConfig) -> Path | None:
     other = sorted({path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern)})
     if other or config.weights is not None:
         raise CheckpointError(
-            f"expected model.safetensors or {PICKLED_FILE}, found {_listed(other) or 'no weights'}",
+            f"expected model.safetensors or {PICKLED_FILE}, found {listed(other, _LISTED) or 'no weights'}",
             where=str(folder),
             remedy="save the model with save_pretrained, or write weights: random in the model's section",
         )
@@ -150,8 +151,3 @@ def _readers(saved: SavedCheckpoint) -> dict[str, Callable[[], Tensor]]:
     return {
         name: functools.partial(file.read_whole, name) for file in saved.weights() for name in file.places
     }
-
-
-def _listed(names: tuple[str, ...] | list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

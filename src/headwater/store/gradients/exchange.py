@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from headwater.core.stage import ParamKey, StageSpec
+from headwater.core.tensor_values import in_dtype
 from headwater.fabric.fabric import PIECE_BYTES
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Exchange:
             position = span.stop
             total = torch.zeros(own.numel(), dtype=torch.promote_types(own.dtype, torch.float32))
             for host, theirs in enumerate(received):
-                total += own if host == self._link.host else _typed(theirs[span], dtype)
+                total += own if host == self._link.host else in_dtype(theirs[span], dtype)
             # The sum is rounded once, after all hosts were added.
             self._storage.write(key, total, start)
 
@@ -108,13 +109,8 @@ class Exchange:
         for key, start, stop in runs:
             dtype = self._dtypes[key]
             span = slice(position, position + (stop - start) * dtype.itemsize)
-            self._storage.write(key, _typed(data[span], dtype), start)
+            self._storage.write(key, in_dtype(data[span], dtype), start)
             position = span.stop
-
-
-def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as a tensor of this dtype: a view if they are aligned for it, otherwise a copy."""
-    return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
 
 
 def _num_bytes(runs: Runs, dtypes: Mapping[ParamKey, torch.dtype]) -> int:
