@@ -2,12 +2,14 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from headwater.core.errors import ConfigError, StoreError
-from headwater.core.files import disk_errors, lookup_errors, why_unreadable
+import headwater as hw
+from headwater.core.errors import ConfigError, RunError, StoreError
+from headwater.core.files import disk_errors, lookup_errors, replace_file, why_unreadable
 
 
 def read_text(path):
@@ -62,3 +64,15 @@ def test_other_errors_of_the_system_stay_as_they_are():
         Path("missing").stat()
     with pytest.raises(PermissionError), lookup_errors():  # no file is named, for example for a port
         raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_pipe_or_a_device_is_never_replaced_by_a_file(tmp_path):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(os.devnull)
+    for path in (pipe, link):
+        for write in (lambda path: replace_file(path, b"content"), lambda path: hw.save({"step": 1}, path)):
+            with pytest.raises(RunError, match="found a device or a pipe"):
+                write(path)
+    assert pipe.is_fifo() and link.readlink() == Path(os.devnull)
+    assert sorted(tmp_path.iterdir()) == [link, pipe]

@@ -15,9 +15,10 @@ import psutil
 import pytest
 import torch
 
+from children import exit_code_of_child
+from headwater.core import half_products
 from headwater.core.attention import attention_kernel_available
 from headwater.core.errors import ConfigError
-from headwater.core.half_products import slow_half_dtypes
 from headwater.core.units import MIB
 from headwater.plan import calibrate as module
 from headwater.plan import machine_cache, measuring, probes
@@ -472,14 +473,17 @@ def test_rates_are_stored_for_each_choice_of_kernels(tmp_path, machine, monkeypa
     assert measured == ["exact", "converted"]
 
 
-@pytest.mark.skipif(
-    torch.bfloat16 not in slow_half_dtypes(), reason="needs a processor without products in bf16"
-)
-def test_products_by_fp32_kernels_are_measured_as_fast_ones():
-    rates = [
-        measure_apart("cpu", None, kernels=each, most_wall_s=300).rates for each in ("exact", "converted")
-    ]
-    assert rates[1].bf16_flops_per_s > 2 * rates[0].bf16_flops_per_s
+def measure_with(kernels):
+    used = []
+    measuring.measure = lambda *_: used.append(half_products._is_used()) or taken()
+    sys.argv = ["measuring", str(os.getppid()), "cpu", "1", kernels]
+    measuring.main()
+    assert used == [kernels == "converted"]
+
+
+@pytest.mark.parametrize("kernels", ["exact", "converted"])
+def test_a_measurement_computes_with_the_kernels_of_the_run(kernels):
+    assert exit_code_of_child(measure_with, kernels) == 0
 
 
 def test_the_rates_that_tests_share_stay_recent(tmp_path, monkeypatch):

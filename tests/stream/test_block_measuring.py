@@ -19,7 +19,7 @@ from headwater.stream.block_call import BlockCall, find_calls, pack, unpack
 from headwater.stream.block_measuring import measure_block
 from headwater.stream.block_probe import Conditions
 
-CONDITIONS = Conditions("cpu", "bf16", 1, False, [str(Path(__file__).parent), *sys.path])
+CONDITIONS = Conditions("cpu", "bf16", 1, "exact", [str(Path(__file__).parent), *sys.path])
 DTYPES = {"linear.weight": torch.bfloat16, "linear.bias": torch.bfloat16}
 
 

@@ -25,7 +25,7 @@ from headwater.api.writing import write_tensors
 from headwater.core.checked_files import CHUNK_BYTES, Chunk
 from headwater.core.cleanup import on_failure
 from headwater.core.errors import CheckpointError
-from headwater.core.files import PARTIAL_SUFFIX, disk_errors, lookup_errors, sync_folder
+from headwater.core.files import PARTIAL_SUFFIX, check_replaceable, disk_errors, lookup_errors, sync_folder
 from headwater.core.interrupts import UninterruptedContext
 from headwater.core.lazy import LazyTensor
 from headwater.core.pickles import load_pickled
@@ -60,6 +60,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: if the state holds any other value (the error says where), if another process or
             thread is saving this file, or if several ranks save within a step.
+        RunError: if a folder, a device or a pipe lies at `path`.
         DiskFullError: if the disk is full.
     """
     if current().size > 1 and is_open():
@@ -72,6 +73,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
 
 
 def _save(state: Any, path: Path) -> None:
+    check_replaceable(path)
     structure, tensors = encode(state)
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with UninterruptedContext(_replacing(path)) as unfinished:

@@ -199,13 +199,24 @@ def check_place(path: Path, *, expected: str) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise if `path` is a folder, which `replace_file` cannot replace. A link is replaced.
+    """Raise if `path` is a folder, a device or a pipe, which no file replaces. Links to files are replaced.
 
     Raises:
-        RunError: if a folder lies there.
+        RunError: if one of these lies there. A link to a device, such as `/dev/stdout`, counts as a device.
     """
-    if path.is_dir() and not path.is_symlink():
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if stat.S_ISDIR(mode) and not path.is_symlink():
         raise RunError("expected a file or nothing, found a folder", where=str(path), remedy=_MAKE_WAY)
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        # A user with the right to it would replace `/dev/null` by a file, for all programs of the machine.
+        raise RunError(
+            "expected a file or nothing, found a device or a pipe",
+            where=str(path),
+            remedy="write to a file; to see its content, print the file afterwards",
+        )
 
 
 def sync_folder(folder: Path) -> None:
@@ -230,8 +241,10 @@ def replace_file(path: Path, data: bytes) -> None:
     """Write a file atomically: after a crash, `path` has either the old content or the new one.
 
     Raises:
+        RunError: if a folder, a device or a pipe lies there.
         DiskFullError: if there is too little space; the old content stays.
     """
+    check_replaceable(path)
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     with disk_errors(path):
         try:
