@@ -1,14 +1,16 @@
 """`torch.compile` of a streamed model, of a part of it, or of a function that a forward calls."""
 
+import copy
 import warnings
 
 import pytest
 import torch
-from any_loop import adamw, check, every_plan, some_plan
+from any_loop import Place, adamw, check, every_plan, some_plan
 from test_changed_models import inputs, stack, train
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
+from headwater.core.errors import StreamError
 from headwater.core.uncompiled import CompilerOffWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
@@ -59,6 +61,20 @@ def test_torch_compiles_a_streamed_model(plan, streamed_before, tmp_path):
 
     with pytest.warns(CompilerOffWarning, match="no effect on this Sequential"):
         check(script, plan, tmp_path)
+
+
+@pytest.mark.parametrize("record", [torch.jit.script, lambda model: torch.jit.trace(model, inputs(0))])
+def test_a_model_of_torchscript_is_refused_and_the_remedy_works(record, tmp_path):
+    place = Place("recompute", tmp_path)
+    with pytest.raises(StreamError, match="got one of TorchScript") as raised:
+        place.compile(record(stack()))
+    assert "headwater.compile(torch.nn.Sequential(model))" in raised.value.remedy
+    place._compiled.clear()
+    torch.manual_seed(0)
+    plain = stack()
+    model = place.compile(nn.Sequential(record(copy.deepcopy(plain))))
+    losses, expected = (train(each, adamw(each.parameters())) for each in (model, plain))
+    assert losses == pytest.approx(expected)  # TorchScript rounds differently after some calls
 
 
 class Counter:

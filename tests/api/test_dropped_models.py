@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import os
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +39,8 @@ def test_a_dropped_model_is_freed_with_its_store_and_its_threads(plan, tmp_path)
         left.pop().join(0.2)
     assert [reference() for reference in references] == [None] * len(references)
     assert set(threading.enumerate()) <= threads
+    files = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+    assert [file for file in files if file.startswith(str(tmp_path))] == []
 
 
 @every_plan

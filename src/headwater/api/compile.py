@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from headwater.api import step_hooks as _step_hooks  # noqa: F401 they serve streamed parameters
@@ -35,7 +36,7 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
         `model`.
 
     Raises:
-        StreamError: if the module, or a module in it, is compiled already.
+        StreamError: if the module, or a module in it, is compiled already, or if it is of TorchScript.
         ConfigError: if the backend is not known.
     """
     if isinstance(backend, str):
@@ -67,6 +68,13 @@ def _refuse_compiled_by_torch(model: nn.Module) -> None:
             where="compile",
             remedy="call headwater.compile(model) with the original model; to compile its parts, call "
             "block.compile() for each block",
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise StreamError(
+            "expected a module of Python, got one of TorchScript, which runs the whole model at once",
+            where="compile",
+            remedy="call headwater.compile(model) with the original model; or stream its weights at once: "
+            "headwater.compile(torch.nn.Sequential(model))",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,9 @@ class BlockFile:
             except OSError:
                 os.close(self._fd)
                 raise
+        # If its model is dropped, no `close` is called. The system frees the space of a file that is closed.
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False  # threads may still use it, and the end of the process closes it
 
     def read(self, offset: int, into: torch.Tensor) -> None:
         """Fill `into` (uint8) from `offset`.
@@ -139,7 +143,7 @@ class BlockFile:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._close()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
