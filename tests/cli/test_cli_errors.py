@@ -41,6 +41,12 @@ def test_a_value_of_the_wrong_type(headwater, params):
     assert_refused(result, "max_steps to be an integer", "command line")
 
 
+def test_a_drawing_of_a_plan_that_cannot_be_written(headwater, params, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = headwater("plan", params, "--png", tmp_path)
+    assert result[0] == 1 and "Is a directory; found a folder" in result[2] and "Traceback" not in result[2]
+
+
 LONG = "x" * 300
 
 
@@ -51,7 +57,6 @@ LONG = "x" * 300
         ["fit", "PARAMS", f"trainer.fit.train_dataloader.data_dir={LONG}"],
         ["validate", LONG],
         ["evaluate", LONG, "--text", "x"],
-        ["plan", "PARAMS", "--png", LONG],
         ["generate", "--model_dir", LONG, "--prompt", "x"],
         ["checkpoint", "info", LONG],
         ["data", LONG, "--out", "o"],
@@ -82,6 +87,10 @@ def test_a_path_that_the_system_refuses_to_look_up(headwater, params, words):
         (
             ["plan", "PARAMS", "trainer.init.model.hidden_size=1000000000000"],
             ["the sizes of the model are too large", "sizes=[3000000000000, 1000000000000]", "model"],
+        ),
+        (
+            ["evaluate", "PARAMS", "--text", "x.txt", "--eos_id", "-1"],
+            ["expected the id of a token", "got -1"],
         ),
         (["plan", "PARAMS", "--qqq", "9"], ["remedy: see headwater plan --help"]),
         (

@@ -128,7 +128,14 @@ def test_memory_counts_every_beam():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"num_beams": 0}, {"num_beams": 257}, {"num_beams": 2, "no_repeat_ngram_size": -1}]
+    "bad",
+    [
+        {"num_beams": 0},
+        {"num_beams": 257},
+        {"num_beams": 2, "no_repeat_ngram_size": -1},
+        {"num_beams": 2, "length_penalty": 1000.0},
+        {"num_beams": 2, "length_penalty": float("nan")},
+    ],
 )
 def test_settings_out_of_range(bad):
     model = Decoder(DecoderConfig.model_validate(GPT)).eval()

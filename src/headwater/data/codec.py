@@ -182,9 +182,15 @@ def open_codec(path: Path, end: int | str | None = None, known_ends: tuple[int, 
         known_ends: ids of end tokens that are known from elsewhere, used after those in the files.
 
     Raises:
-        ConfigError: if the tokenizers library is not installed.
+        ConfigError: if the tokenizers library is not installed, or the id is negative.
         DataError: if the tokenizer is missing or damaged, or has no end token.
     """
+    if isinstance(end, int) and end < 0:
+        raise ConfigError(
+            f"expected the id of a token, at least 0, got {end}",
+            where="eos_id",
+            remedy="leave it out: the end-of-text token is found in the tokenizer's files",
+        )
     tokenizer = open_tokenizer(path)
     from headwater.data.tokenizer import end_of_text_id
 

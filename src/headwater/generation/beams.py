@@ -19,6 +19,10 @@ _NEVER = -1e9
 """Added to the score of a text that must not be chosen. The transformers library has the same number."""
 
 
+LARGEST_PENALTY = 50
+"""Largest power of a text's length. With a larger one the score of a long text would overflow."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BeamSearch:
     """Settings of beam search, with the meaning that they have in the transformers library.
@@ -45,6 +49,10 @@ class BeamSearch:
         if not 2 <= self.num_beams <= LARGEST_NUM_BEAMS:
             what = f"expected num_beams from 2 to {LARGEST_NUM_BEAMS}, got {self.num_beams}"
             raise ConfigError(what, where="num_beams", remedy="use, for example, 4")
+        if not -LARGEST_PENALTY <= self.length_penalty <= LARGEST_PENALTY:
+            limits = f"from -{LARGEST_PENALTY} to {LARGEST_PENALTY}"
+            what = f"expected length_penalty {limits}, got {self.length_penalty}"
+            raise ConfigError(what, where="length_penalty", remedy="use, for example, 1.0")
         if self.no_repeat_ngram_size < 0:
             what = f"expected no_repeat_ngram_size of at least 0, got {self.no_repeat_ngram_size}"
             raise ConfigError(what, where="no_repeat_ngram_size", remedy="use 0 (no limit) or more")

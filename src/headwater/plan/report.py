@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from headwater.core.errors import ConfigError
+from headwater.core.files import disk_errors
 from headwater.core.stage import StageSpec
 from headwater.core.units import counted, format_bytes, format_count
 from headwater.plan.belady import replay, slab_capacity, slab_policy, slab_positions
@@ -292,6 +293,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
     Raises:
         ConfigError: if matplotlib is not installed.
+        StoreError: if the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -304,8 +306,9 @@ def draw_plan(plan: Plan, path: Path) -> None:
     schedule, memory = figure.subplots(2, 1, height_ratios=[3, 1])
     _draw_schedule(plan, schedule)
     _draw_memory(plan, memory)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=120)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", dpi=120)
 
 
 def _draw_schedule(plan: Plan, axes: Axes) -> None:

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from headwater.generation.beams import LARGEST_NUM_BEAMS, BeamSearch
+from headwater.generation.beams import LARGEST_NUM_BEAMS, LARGEST_PENALTY, BeamSearch
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
@@ -90,7 +90,7 @@ class BeamSettings(Section):
 
     num_beams: Annotated[int, Field(ge=1, le=LARGEST_NUM_BEAMS)] = 1
     early_stopping: bool | Literal["never"] = False
-    length_penalty: Annotated[float, Field(ge=-100, le=100)] = 1.0
+    length_penalty: Annotated[float, Field(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)] = 1.0
     no_repeat_ngram_size: NgramSize = 0
 
     @property
