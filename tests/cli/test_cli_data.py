@@ -6,7 +6,7 @@ import gzip
 import pytest
 
 from headwater.cli.data import add_arguments, run
-from headwater.core.errors import DataError
+from headwater.core.errors import ConfigError, DataError
 from headwater.data.assets import sample_text
 from headwater.data.statistics import read_statistics
 
@@ -63,6 +63,12 @@ def test_tokenizer_and_vocab_size_exclude_each_other(text_file, tmp_path, capsys
     with pytest.raises(SystemExit):
         parse(text_file, "--out", tmp_path / "out", "--vocab_size", 300, "--tokenizer", "x")
     assert "not allowed with argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "limit"), [(256, "at least 257"), (10**11, "at most 4,194,304")])
+def test_the_size_of_a_vocabulary_has_limits(text_file, tmp_path, size, limit):
+    with pytest.raises(ConfigError, match=f"expected vocab_size of {limit}"):
+        run(parse(text_file, "--out", tmp_path / "out", "--vocab_size", size))
 
 
 def test_error_names_the_input(tmp_path):

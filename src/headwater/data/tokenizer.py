@@ -37,6 +37,8 @@ _MERGES_NAMES = ("vocab.bpe", "merges.txt")
 _MODEL_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SMALLEST_VOCAB = 257
 """Number of tokens of the smallest vocabulary: 256 bytes and the end-of-text token."""
+_LARGEST_VOCAB = 1 << 22
+"""The library reserves memory for all tokens before it reads a text, and ends the process if it gets none."""
 
 
 _LONGEST_WORD = 64
@@ -55,7 +57,7 @@ class TrainBPE:
         special_tokens: tokens that never come from text, such as the end-of-text token.
 
     Raises:
-        ConfigError: if `vocab_size` is too small.
+        ConfigError: if `vocab_size` is too small or too large.
     """
 
     vocab_size: int
@@ -68,6 +70,9 @@ class TrainBPE:
                 f"got {self.vocab_size}"
             )
             raise ConfigError(what, where="vocab_size", remedy="use a larger one, for example 4096")
+        if self.vocab_size > _LARGEST_VOCAB:
+            what = f"expected vocab_size of at most {_LARGEST_VOCAB:,}, got {self.vocab_size:,}"
+            raise ConfigError(what, where="vocab_size", remedy="use a smaller one, for example 50000")
 
     def train(self, texts: Iterable[str]) -> Tokenizer:
         """Return a tokenizer trained on `texts`. It is the same if a text is cut between two words."""
