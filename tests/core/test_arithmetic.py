@@ -6,7 +6,7 @@ import torch.utils.deterministic
 
 from headwater.core.arithmetic import exact_arithmetic, fast_arithmetic
 from headwater.core.errors import StreamError
-from headwater.stream import engine
+from headwater.core.kernels import context_of
 from headwater.stream.device_errors import device_errors
 
 
@@ -73,5 +73,5 @@ def test_fast_arithmetic_uses_tf32():
 
 
 def test_an_engine_on_a_gpu_computes_in_these_contexts():
-    assert engine._arithmetic("cuda", fast=False) is exact_arithmetic
-    assert engine._arithmetic("cuda", fast=True) is fast_arithmetic
+    assert context_of("exact", "cuda") is exact_arithmetic
+    assert context_of("fast", "cuda") is fast_arithmetic

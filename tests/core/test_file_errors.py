@@ -66,13 +66,14 @@ def test_other_errors_of_the_system_stay_as_they_are():
         raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_a_pipe_or_a_device_is_never_replaced_by_a_file(tmp_path):
-    pipe, link = tmp_path / "pipe", tmp_path / "link"
+def test_devices_and_links_to_devices_and_pipes_are_never_replaced_by_a_file(tmp_path):
+    pipe, to_pipe, to_device = (tmp_path / name for name in ("pipe", "to_pipe", "to_device"))
     os.mkfifo(pipe)
-    link.symlink_to(os.devnull)
-    for path in (pipe, link):
+    to_pipe.symlink_to(pipe)
+    to_device.symlink_to(os.devnull)
+    for path in (to_pipe, to_device):
         for write in (lambda path: replace_file(path, b"content"), lambda path: hw.save({"step": 1}, path)):
-            with pytest.raises(RunError, match="found a device or a pipe"):
+            with pytest.raises(RunError, match="found a device"):
                 write(path)
-    assert pipe.is_fifo() and link.readlink() == Path(os.devnull)
-    assert sorted(tmp_path.iterdir()) == [link, pipe]
+    assert to_pipe.readlink() == pipe and to_device.readlink() == Path(os.devnull)
+    assert sorted(tmp_path.iterdir()) == [pipe, to_device, to_pipe]

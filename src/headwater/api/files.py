@@ -60,7 +60,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: if the state holds any other value (the error says where), if another process or
             thread is saving this file, or if several ranks save within a step.
-        RunError: if a folder, a device or a pipe lies at `path`.
+        RunError: if a folder or a device lies at `path`.
         DiskFullError: if the disk is full.
     """
     if current().size > 1 and is_open():

@@ -199,10 +199,11 @@ def check_place(path: Path, *, expected: str) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise if `path` is a folder, a device or a pipe, which no file replaces. Links to files are replaced.
+    """Raise if `path` is a folder or a device, which no file replaces. Pipes and links to files are replaced.
 
     Raises:
-        RunError: if one of these lies there. A link to a device, such as `/dev/stdout`, counts as a device.
+        RunError: if one of these lies there. A link to a device or a pipe, such as `/dev/stdout`, counts as a
+            device.
     """
     try:
         mode = path.stat().st_mode
@@ -210,10 +211,11 @@ def check_replaceable(path: Path) -> None:
         return
     if stat.S_ISDIR(mode) and not path.is_symlink():
         raise RunError("expected a file or nothing, found a folder", where=str(path), remedy=_MAKE_WAY)
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+    is_pipe = stat.S_ISFIFO(mode) and not path.is_symlink()
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or is_pipe):
         # A user with the right to it would replace `/dev/null` by a file, for all programs of the machine.
         raise RunError(
-            "expected a file or nothing, found a device or a pipe",
+            "expected a file or nothing, found a device",
             where=str(path),
             remedy="write to a file; to see its content, print the file afterwards",
         )
@@ -241,7 +243,7 @@ def replace_file(path: Path, data: bytes) -> None:
     """Write a file atomically: after a crash, `path` has either the old content or the new one.
 
     Raises:
-        RunError: if a folder, a device or a pipe lies there.
+        RunError: if a folder or a device lies there.
         DiskFullError: if there is too little space; the old content stays.
     """
     check_replaceable(path)
