@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -53,7 +53,8 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: if the state is of another optimizer or another shape, or has no values.
     """
-    layouts, tensors = layouts_of(home), _tensors_of(home, state)
+    layouts = layouts_of(home)
+    tensors = _tensors_of(layouts, state)
     if tensors.keys() != layouts.keys():
         raise CheckpointError(
             f"expected optimizer state with the tensors {sorted(layouts)}, got {sorted(tensors)}",
@@ -87,7 +88,8 @@ def check_storable(home: Home, state: Mapping[str, Any]) -> None:
     and computes with both. It may have more tensors: an optimizer that calls another one, such as Lookahead,
     keeps its own tensors there.
     """
-    layouts, tensors = layouts_of(home), _tensors_of(home, state)
+    layouts = layouts_of(home)
+    tensors = _tensors_of(layouts, state)
     added = sorted(tensors.keys() - layouts.keys())
     if added and tensors.keys() > layouts.keys():
         raise ConfigError(
@@ -105,9 +107,13 @@ def check_storable(home: Home, state: Mapping[str, Any]) -> None:
             )
 
 
-def _tensors_of(home: Home, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state. Those of a 0-dimensional parameter have no dimensions, as scalars."""
-    layouts = layouts_of(home)
+def _tensors_of(layouts: Collection[str], state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state. Those of a 0-dimensional parameter have no dimensions, as scalars.
+
+    Args:
+        layouts: names of the tensors that the store has.
+        state: the state of a parameter.
+    """
     return {
         name: value
         for name, value in state.items()
