@@ -70,7 +70,6 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         made_up_sweep(folder / "runs", HERE / "profile_timeline.png")
         jobs = jobs_of_a_queue(folder)
-        stack.callback(jobs.close)
         address = serve_board(stack, folder / "runs", jobs)
         play = stack.enter_context(sync_playwright())
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])

@@ -76,9 +76,14 @@ def made_up_sweep(folder, timeline):
 
 
 def serve_board(stack, folder, jobs=None):
-    """Serve a board in this process until `stack` is closed, and return its address."""
+    """Serve a board in this process until `stack` is closed, and return its address.
+
+    The server ends before the thread of the jobs: an open page asks for jobs as long as it is served.
+    """
     import uvicorn
 
+    if jobs is not None:
+        stack.callback(jobs.close)
     board = stack.enter_context(Board(folder))
     listener = stack.enter_context(listen("127.0.0.1", 0))
     config = uvicorn.Config(make_app(board, jobs, TOKEN), log_config=None, timeout_graceful_shutdown=1)

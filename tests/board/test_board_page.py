@@ -172,7 +172,6 @@ def test_jobs_are_cancelled_and_get_another_priority(serve, open_page, tmp_path)
     wait_for(lambda: page.get_by_label(f"Cancel {first.name}").count() == 0)
     assert page.get_by_label(f"Cancel {second.name}").count() == 1
     assert "<script>alert(1)</script>" in page.locator("#job-rows").inner_text()
-    jobs.close()
 
 
 def test_a_wrong_token_is_refused_and_a_right_one_accepted(serve, open_page, tmp_path):
