@@ -22,6 +22,7 @@ PLAIN = System("plain PyTorch", "torch_")
 SYSTEMS = [
     PLAIN,
     System("plain PyTorch, allocator tuned", "torch_", ("--tuned",)),
+    System("plain PyTorch, Headwater's GPT", "zoo_"),
     System("FSDP2, CPU offload", "torch_", ("--fsdp2",)),
     System("Hugging Face Trainer", "trainer_"),
     System("DeepSpeed ZeRO-3, CPU", "deepspeed_", limit_s=DEEPSPEED_LIMIT_S),

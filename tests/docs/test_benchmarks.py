@@ -80,6 +80,16 @@ def test_a_system_that_takes_too_long_is_ended_and_a_row_says_so():
     assert row["failed"].startswith("no result within 0 s; its last line: ")
 
 
+@pytest.mark.real_start
+def test_plain_pytorch_and_the_streamed_run_of_one_model_have_equal_losses(tmp_path):
+    workload = Workload(layers=2, width=64, heads=2, vocab=300, sequence=16, batch=2, dtype="fp32", steps=2)
+    systems = [System("plain", "zoo_"), System("disk", "headwater_", ("--tier=disk", "--disk={disk}"))]
+    runs = interleave(systems, workload, rounds=1, disk=tmp_path).runs
+    losses = {name: (run["first_loss"], run["last_loss"]) for name, (run,) in runs.items()}
+    assert losses["disk"] == losses["plain"]
+    assert losses["plain"][0] != losses["plain"][1], "a loss that stays the same shows nothing"
+
+
 def test_locks_that_a_killed_run_has_left_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "elsewhere")
     (tmp_path / "async_io").mkdir()
