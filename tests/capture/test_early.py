@@ -16,6 +16,7 @@ import headwater
 from headwater.api.early import compile_only, validate_only
 from headwater.api.planner import Planner
 from headwater.config import load_params, shipped_params
+from headwater.core import kernels
 from headwater.core.errors import ConfigError, ModelError
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB
@@ -304,6 +305,16 @@ def test_the_plan_follows_the_decisions_of_the_backend(tmp_path):
     with pytest.raises(SystemExit):
         headwater.compile(model, backend)(torch.zeros(2, 8))
     assert json.loads((tmp_path / "plan.json").read_text())["slabs"] == 3
+
+
+def test_the_plan_for_an_own_loop_has_its_kernels_and_its_gradients(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "slow_half_dtypes", lambda: frozenset({torch.bfloat16}))
+    backend = headwater.backend("CSX", compile_only=True, compile_dir=tmp_path, matmul="fast")
+    with pytest.raises(SystemExit), torch.autocast("cpu", torch.bfloat16):
+        headwater.compile(nn.Linear(8, 4), backend)(torch.zeros(2, 8))
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["kernels"], plan["user_loop"]) == ("converted", True)
+    assert "products in bf16: by fp32 kernels" in (tmp_path / "plan.txt").read_text()
 
 
 class InHalfPrecision(nn.Linear):

@@ -1,6 +1,7 @@
 """Products of bf16 and fp16 by kernels of fp32, against products in fp64."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -226,6 +227,22 @@ def test_other_threads_and_later_products_have_the_bits_of_torch(slow):
     assert exit_code_of_child(products_in_and_outside_of_the_context) == 0
 
 
+def multiply_in_each_context():
+    left, right = matrices(torch.bfloat16, (30, 90), (90, 53))
+    torchs = left @ right
+    convert_half_products_everywhere()
+    half_products._piece = None  # a converted product raises an error
+    with kernels.context_of("exact", "cpu")():
+        assert torch.equal(left @ right, torchs)
+    for context in (kernels.context_of("converted", "cpu"), nullcontext):
+        with context(), pytest.raises(TypeError):
+            left @ right
+
+
+def test_an_exact_run_after_a_fast_loop_in_the_same_process_has_the_bits_of_torch(slow):
+    assert exit_code_of_child(multiply_in_each_context) == 0
+
+
 @pytest.mark.parametrize("matmul", ["auto", "exact", "fast"])
 def test_own_loops_in_half_precision_use_them_if_products_may_be_fast(slow, slow_choice, matmul, monkeypatch):
     calls = []
@@ -237,8 +254,7 @@ def test_own_loops_in_half_precision_use_them_if_products_may_be_fast(slow, slow
 @pytest.fixture
 def slow_choice(monkeypatch):
     """Makes runs choose their kernels as on a processor without instructions for half precision."""
-    for module in (kernels, engines):
-        monkeypatch.setattr(module, "slow_half_dtypes", lambda: frozenset(HALF))
+    monkeypatch.setattr(kernels, "slow_half_dtypes", lambda: frozenset(HALF))
 
 
 def train_a_streamed_layer(matmul, dtype):
@@ -265,8 +281,15 @@ def test_slow_products_cause_one_warning(slow_choice, monkeypatch, caplog, matmu
     assert caplog.text.count("no instructions for bf16") == warnings
 
 
+def test_an_own_loop_that_another_model_makes_inexact_causes_a_warning(slow_choice, monkeypatch, caplog):
+    monkeypatch.setattr(engines, "converts_half_products", lambda: True)
+    warn_once.cache_clear()
+    train_a_streamed_layer("exact", torch.bfloat16)
+    assert "fp32 kernels multiply matrices in bf16 for this model too" in caplog.text
+
+
 def test_other_processors_cause_no_warning(monkeypatch, caplog):
-    monkeypatch.setattr(engines, "slow_half_dtypes", frozenset)
+    monkeypatch.setattr(kernels, "slow_half_dtypes", frozenset)
     warn_once.cache_clear()
     train_a_streamed_layer("exact", torch.bfloat16)
     assert "no instructions" not in caplog.text
@@ -284,7 +307,7 @@ def test_kernels_follow_option_precision_device_and_loop(slow_choice):
     assert chosen("fast", "bf16") == ["fast", "converted"]
     assert chosen("fast", "fp32") == ["fast", "exact"]
     assert chosen("auto", "bf16", "cuda") == ["exact", "exact"]
-    assert chosen("fast", "bf16", "cuda") == ["fast", "fast"]
+    assert chosen("fast", "bf16", "cuda") == ["fast", "exact"]
 
 
 FEATURES = {

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from children import exit_code_of_child
-from headwater.core import half_products
 from headwater.core.attention import attention_kernel_available
 from headwater.core.errors import ConfigError
+from headwater.core.modes import converts_half_products
 from headwater.core.units import MIB
 from headwater.plan import calibrate as module
 from headwater.plan import machine_cache, measuring, probes
@@ -475,7 +475,7 @@ def test_rates_are_stored_for_each_choice_of_kernels(tmp_path, machine, monkeypa
 
 def measure_with(kernels):
     used = []
-    measuring.measure = lambda *_: used.append(half_products._is_used()) or taken()
+    measuring.measure = lambda *_: used.append(converts_half_products()) or taken()
     sys.argv = ["measuring", str(os.getppid()), "cpu", "1", kernels]
     measuring.main()
     assert used == [kernels == "converted"]

@@ -14,6 +14,7 @@ from torch import nn
 from headwater.api.compile_dir import write_compile_dir
 from headwater.api.early_reports import CompileReport, ValidateReport
 from headwater.api.loop_steps import runs_in_loop
+from headwater.core.arithmetic import Kernels
 from headwater.core.errors import DoesNotFitError, ModelError
 from headwater.core.loss_function import LossFunction
 from headwater.core.precision import Precision
@@ -92,6 +93,7 @@ def compile_only(
     device: str = "cpu",
     resources: Resources | None = None,
     fixed: Fixed = NOT_FIXED,
+    kernels: Kernels = "exact",
     plan: Plan | DoesNotFitError | None = None,
     own_loop: bool = True,
 ) -> CompileReport:
@@ -111,6 +113,7 @@ def compile_only(
         device: `cpu` or `cuda`.
         resources: resource limits of the run; the free resources of the machine if not given.
         fixed: decisions that the planner must keep; the micro-batch is always the given batch.
+        kernels: the kernels of matrix products.
         plan: the plan, or the error that says why no plan fits, if the caller has planned already.
         own_loop: see `validate_only`.
 
@@ -131,7 +134,8 @@ def compile_only(
     )
     record = valid.record
     if plan is None:
-        planner = _RecordPlanner(model, (args, kwargs or {}), record, _loss_of(loss_function), device)
+        batch, loss = (args, kwargs or {}), _loss_of(loss_function)
+        planner = _RecordPlanner(model, batch, record, loss, device, kernels, own_loop)
         plan = planner.plan(valid.optimizer or ASSUMED_OPTIMIZER, resources or Resources(), fixed)
     lowering = find_lowering()
     captured = capture_stages(model, record, lowering)
@@ -209,6 +213,8 @@ class _RecordPlanner:
         record: the step.
         loss_function: returns the loss.
         device: `cpu` or `cuda`.
+        kernels: the kernels of matrix products.
+        own_loop: see `validate_only`.
     """
 
     model: nn.Module
@@ -216,6 +222,8 @@ class _RecordPlanner:
     record: StepRecord
     loss_function: LossFunction
     device: str
+    kernels: Kernels
+    own_loop: bool
 
     def plan(self, optimizer: OptimizerSpec, resources: Resources, fixed: Fixed) -> Plan | DoesNotFitError:
         """Plan a step with one micro-batch. Return the plan, or the error if no plan fits the limits.
@@ -243,6 +251,8 @@ class _RecordPlanner:
                     resources=resources,
                     device=self.device,
                     fixed=dataclasses.replace(fixed, micro_batch_size=size),
+                    user_loop=self.own_loop,
+                    kernels=self.kernels,
                 )
             )
         except DoesNotFitError as error:

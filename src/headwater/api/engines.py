@@ -11,8 +11,10 @@ from torch import nn
 from headwater.config.sections import BackendConfig
 from headwater.core.arithmetic import Kernels
 from headwater.core.files import disk_errors
-from headwater.core.half_products import convert_half_products_everywhere, slow_half_dtypes
+from headwater.core.half_products import convert_half_products_everywhere
+from headwater.core.kernels import multiplies_slowly
 from headwater.core.loss_function import LossFunction, call_model
+from headwater.core.modes import converts_half_products
 from headwater.core.precision import Precision
 from headwater.core.tensor_memory import tune_allocator
 from headwater.core.warn_once import warn_once
@@ -82,7 +84,7 @@ def build_engine(
         StreamError: if weights have no values, or another engine streams them.
         DiskFullError: if the files of the disk tier do not fit.
     """
-    if plan.user_loop and plan.kernels == "converted":
+    if plan.user_loop and plan.converts_half_products:
         convert_half_products_everywhere()  # the user's loop computes outside of the contexts of the engine
     # Before the engine allocates memory: the setting has no effect on memory that is allocated already.
     if plan.device == "cpu" and backend.allocator == "tuned":
@@ -107,20 +109,31 @@ def build_engine(
     )
 
 
-def advise_fast_products(device: str, precision: Precision, kernels: Kernels) -> None:
-    """Log a warning, once, if `matmul: fast` would make a run in bf16 or fp16 several times faster here.
+def warn_of_half_products(device: str, precision: Precision, kernels: Kernels, *, own_loop: bool) -> None:
+    """Log a warning, once, if products in bf16 or fp16 are slow here, or not computed by the plan's kernels.
 
     Args:
         device: `cpu` or `cuda`.
         precision: precision of the run.
         kernels: the kernels of its matrix products.
+        own_loop: True if the user's own loop trains.
     """
-    if device == "cpu" and kernels == "exact" and precision.wire_dtype in slow_half_dtypes():
+    if kernels != "exact" or not multiplies_slowly(precision, device):
+        return
+    if own_loop and converts_half_products():
         warn_once(
             logger,
-            "this processor has no instructions for %s, so torch multiplies matrices in %s several times "
-            "slower than in fp32; with the option `matmul: fast` of the backend, fp32 kernels multiply them "
-            "instead, and results differ by rounding",
-            precision.name,
+            "fp32 kernels multiply matrices in %s for this model too, because another model of this process "
+            "has the option `matmul: fast`: results differ by rounding from those of torch's kernels",
             precision.name,
         )
+        return
+    warn_once(
+        logger,
+        "this processor has no instructions for %s, so torch multiplies matrices in %s several times "
+        "slower than in fp32; with the option `matmul: %s` of the backend, fp32 kernels multiply them "
+        "instead, and results differ by rounding",
+        precision.name,
+        precision.name,
+        "fast" if own_loop else "auto",
+    )

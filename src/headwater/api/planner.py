@@ -13,7 +13,7 @@ from headwater.api.backend import Backend
 from headwater.api.calls import Call
 from headwater.api.early import compile_only, validate_only
 from headwater.api.early_reports import CompileReport, ValidateReport
-from headwater.api.engines import advise_fast_products, disk_folder
+from headwater.api.engines import disk_folder, warn_of_half_products
 from headwater.core.patience import notice_if_long
 from headwater.core.precision import Precision
 from headwater.core.tensor_memory import return_free_memory
@@ -83,6 +83,7 @@ class Planner:
                     device=self.device,
                     resources=resources_of(backend.config),
                     fixed=fixed_by(backend.config),
+                    kernels=backend.config.kernels(precision, self.device, own_loop=True),
                 )
         elif backend.validate_only:
             with notice_if_long("checking the model"):
@@ -119,7 +120,7 @@ class Planner:
 
         def make() -> Plan:
             kernels = config.kernels(precision, self.device, own_loop=True)
-            advise_fast_products(self.device, precision, kernels)
+            warn_of_half_products(self.device, precision, kernels, own_loop=True)
             request = PlanRequest(
                 _always(trace),
                 divided=lambda: map(_always, divided),

@@ -9,10 +9,10 @@ the results are rounded. Both ways sum in fp32, in another order, so results dif
 Torch's kernels are replaced for the whole process: so forward and backward of any model reach this module,
 and dry runs and counts of operations see the same operators as before. The new kernels compute as torch does,
 except in a thread that is in the context `converted_half_products`, and everywhere after
-`convert_half_products_everywhere`. Autograd computes the backward on a CPU in the thread that calls it.
-Products with an argument `out` and in-place ones, as in code of `torch.compile`, stay torch's own, unless the
-code calls `multiply_into` and `add_product`. The backward of torch's attention is replaced likewise; its
-forward is not slow.
+`convert_half_products_everywhere`, except in the context `half_kernels(converted=False)`. Autograd computes
+the backward on a CPU in the thread that calls it. Products with an argument `out` and in-place ones, as in
+code of `torch.compile`, stay torch's own, unless the code calls `multiply_into` and `add_product`. The
+backward of torch's attention is replaced likewise; its forward is not slow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import itertools
 import platform
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from headwater.core.dry_run import counts_costs
+from headwater.core.modes import convert_everywhere, converts_half_products, half_kernels
 from headwater.core.native import processor_flags
 
 _MOST_ELEMENTS = 8 * 1024**2
@@ -43,36 +43,21 @@ _X86 = frozenset({"x86_64", "AMD64"})
 _BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert"})
 """The features of x86 processors that multiply or convert bf16."""
 
-_EVERYWHERE = threading.Event()
-"""Set once all threads use the products of this module."""
-
-
-class _Thread(threading.local):
-    """Data of a thread: how many contexts of `converted_half_products` it is in."""
-
-    contexts = 0
-
-
-_THREAD = _Thread()
-
 
 @contextmanager
 def converted_half_products() -> Iterator[None]:
     """Enter a context in which this thread uses the products of this module, if torch's are slow here."""
     if slow_half_dtypes():
         _install()
-    _THREAD.contexts += 1
-    try:
+    with half_kernels(converted=True):
         yield
-    finally:
-        _THREAD.contexts -= 1
 
 
 def convert_half_products_everywhere() -> None:
-    """Use the products of this module in all threads from now on, if torch's are slow here."""
+    """Use the products of this module outside of all contexts from now on, if torch's are slow here."""
     if slow_half_dtypes():
         _install()
-        _EVERYWHERE.set()
+        convert_everywhere()
 
 
 @functools.cache
@@ -173,16 +158,11 @@ def sum_kernel(torchs: Callable[..., Tensor], compute: Callable[..., Tensor]) ->
     return add
 
 
-def _is_used() -> bool:
-    """True if this thread uses the products of this module."""
-    return _THREAD.contexts > 0 or _EVERYWHERE.is_set()
-
-
 def _computes(left: Tensor, right: Tensor, added: Tensor | None = None) -> bool:
     """True if this module computes a product. It leaves errors and empty products to torch."""
     return (
         left.dtype in slow_half_dtypes()
-        and _is_used()
+        and converts_half_products()
         and left.dtype == right.dtype
         and left.dim() == right.dim()
         and left.shape[-1] == right.shape[-2]
@@ -296,7 +276,7 @@ def attention_backward_kernel(torchs: Callable[..., Any]) -> Callable[..., tuple
             return results
 
         read = gradient, query, key, value, output, log_sums
-        if query.dtype not in slow_half_dtypes() or not _is_used():
+        if query.dtype not in slow_half_dtypes() or not converts_half_products():
             return compute(*read, mask=attn_mask)
         # The layout of torch's results: the heads of a token are adjacent.
         results = tuple(

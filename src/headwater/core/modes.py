@@ -1,7 +1,8 @@
-"""Modes of torch that change how operators are computed: transforms of functions, and autocast."""
+"""Modes that change how operators compute: transforms of functions, autocast, products in 16 bits."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -11,6 +12,18 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch as dispatch
 
 _DEVICES = ("cpu", "cuda")
+
+_EVERYWHERE = threading.Event()
+"""Set once threads outside of the context `half_kernels` use the products of `core/half_products.py`."""
+
+
+class _Thread(threading.local):
+    """The argument of the context `half_kernels` in which a thread is; `None` outside of such contexts."""
+
+    converted: bool | None = None
+
+
+_THREAD = _Thread()
 
 _OF_TRANSFORMS = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode).add(
     torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
@@ -66,8 +79,9 @@ def only_autocast(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
 def apart_from_modes() -> Iterator[None]:
     """Enter a context without the caller's autocast, modes, transforms of `torch.func` and inference mode.
 
-    A forward that needs a stage makes the store update it first. The context around this forward must not
-    change what the optimizer computes.
+    Products in half precision are those outside of the contexts `half_kernels`. A forward that needs a stage
+    makes the store update it first. The context around this forward must not change what the optimizer
+    computes, because other threads run updates too.
     """
     with (
         torch._C._ExcludeDispatchKeyGuard(_OF_TRANSFORMS),
@@ -75,5 +89,31 @@ def apart_from_modes() -> Iterator[None]:
         torch._C.DisableTorchFunction(),
         torch.inference_mode(False),
         only_autocast({}),
+        half_kernels(converted=None),
     ):
         yield
+
+
+@contextmanager
+def half_kernels(*, converted: bool | None) -> Iterator[None]:
+    """Enter a context that decides by which kernels this thread multiplies bf16 and fp16.
+
+    Args:
+        converted: true for the products of `core/half_products.py`, once it has replaced torch's kernels;
+            false for torch's; `None` for those that threads outside of such contexts use.
+    """
+    before, _THREAD.converted = _THREAD.converted, converted
+    try:
+        yield
+    finally:
+        _THREAD.converted = before
+
+
+def convert_everywhere() -> None:
+    """Make threads outside of the context `half_kernels` use the products of `core/half_products.py`."""
+    _EVERYWHERE.set()
+
+
+def converts_half_products() -> bool:
+    """True if this thread uses the products of `core/half_products.py` where torch's are slow."""
+    return _EVERYWHERE.is_set() if _THREAD.converted is None else _THREAD.converted

@@ -296,6 +296,11 @@ class Plan:
         return any(param.bf16_state for stage in self.trace.stages for param in stage.params)
 
     @property
+    def converts_half_products(self) -> bool:
+        """True if fp32 kernels compute products in bf16 and fp16 on CPUs where torch's kernels are slow."""
+        return self.device == "cpu" and self.kernels != "exact"
+
+    @property
     def uses_attention_kernel(self) -> bool:
         """True if the package's kernel computes attention; see `core.attention`."""
         # Dry runs are on fake tensors of the CPU, whatever the device of the plan is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,7 @@ class MicroBatches:
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Return the loss of a batch. The caller must be in the contexts `precision` and `matmul`."""
-        on_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
+        on_device = tree_map_only(torch.Tensor, operator.methodcaller("to", self._device), batch)
         return self._loss_function(self._model, on_device)
 
     def _forward(self, batch: Any, step: int, index: int) -> torch.Tensor:

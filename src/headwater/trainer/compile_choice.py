@@ -203,7 +203,7 @@ def _refusal(run: _Run, steps: int | None) -> str | None:
         return "blocks are divided into smaller stages"
     if not run.groups:
         return "no two stages have the same class and equal shapes"
-    if run.plan.device == "cpu" and run.plan.kernels != "exact":
+    if run.plan.converts_half_products:
         return "on this CPU other kernels replace single products, which compiled blocks do not have"
     if steps is None:
         return "the number of steps is known only to the run itself, which measures blocks"

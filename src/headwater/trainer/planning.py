@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headwater.api.engines import EngineSteps, advise_fast_products, build_engine
+from headwater.api.engines import EngineSteps, build_engine, warn_of_half_products
 from headwater.config.sections import LoopConfig
 from headwater.core.errors import ConfigError
 from headwater.core.patience import notice_if_long
@@ -192,7 +192,7 @@ def plan_run(
             )
         )
     warn_of_budgets(request.resources, plan.device)
-    advise_fast_products(plan.device, plan.precision, plan.kernels)
+    warn_of_half_products(plan.device, plan.precision, plan.kernels, own_loop=False)
     return dataclasses.replace(plan, placement=placement)
 
 
