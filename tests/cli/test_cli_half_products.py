@@ -49,3 +49,13 @@ def test_a_resumed_run_in_bf16_multiplies_by_fp32_kernels_to_the_same_bits(
     assert headwater("fit", params, BF16, model_dir(stopped), "--max_steps=3")[0] == 0
     assert headwater("fit", params, BF16, model_dir(stopped))[0] == 0
     assert history(stopped) == history(tmp_path / "run")
+
+
+def test_a_run_that_continues_with_other_kernels_of_products_warns(headwater, params, converted):
+    changes = []
+    for number, matmul in enumerate(("auto", "auto", "exact", "fast", "auto"), start=1):
+        options = BF16, f"--trainer.init.backend.matmul={matmul}", f"--max_steps={number}"
+        code, _, error = headwater("fit", params, *options)
+        assert code == 0, error
+        changes.append(error.partition("matrix products were computed by ")[2].partition(" up to step")[0])
+    assert changes == ["", "", "fp32 kernels", "torch's kernels", "the kernels of matmul: fast"]

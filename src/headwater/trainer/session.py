@@ -222,7 +222,7 @@ def _announce(trainer: Trainer, start: Start, checkpoints: CheckpointManager) ->
         else:
             logger.info("continuing from step %d: %s", trainer.state.step, start.path)
             if trainer.leads:
-                start.warn_of_other_attention(trainer.plan)
+                start.warn_of_other_kernels(trainer.plan)
     first_step = trainer.state.step
     # A run that has already reached its end does not repeat a step, so later checkpoints keep their names.
     if first_step < trainer.end_step and trainer.leads:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from headwater.convert.shards import has_weights
+from headwater.core.arithmetic import Kernels
 from headwater.core.errors import CheckpointError, ConfigError, CorruptError
 from headwater.core.stage import StageSpec
 from headwater.optim.loss_scale import LossScale
@@ -30,7 +31,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _START_OVER = "--autoload_last_checkpoint=false"
-_KERNELS = {True: "the package's kernel", False: "torch's kernel"}
+_ATTENTION = {True: "the package's kernel", False: "torch's kernel"}
+_ATTENTION_REMEDIES = {
+    True: "the package's kernel needs backend.attention: auto, a C compiler, and a processor with AVX-512 "
+    "and without AMX",
+    False: "backend.attention: torch continues with torch's kernel",
+}
+"""What the run needs to continue with the kernel of attention that it had before."""
+
+_PRODUCTS: dict[Kernels, str] = {
+    "exact": "torch's kernels",
+    "converted": "fp32 kernels",
+    "fast": "the kernels of matmul: fast",
+}
+_PRODUCTS_REMEDIES: dict[Kernels, str] = {
+    "exact": "backend.matmul: exact continues with torch's kernels",
+    "converted": "fp32 kernels need a run in 16 bits, backend.matmul: auto, and a processor without "
+    "instructions for these 16 bits",
+    "fast": "backend.matmul: fast continues with its kernels",
+}
+"""What the run needs to continue with the kernels of matrix products that it had before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,32 +137,44 @@ class Start:
             micro_batch_size=engine.plan.micro_batch_size,
             compiled=engine.plan.blocks.compiled,
             attention_kernel=engine.plan.uses_attention_kernel,
+            kernels=engine.plan.kernels,
             returned_to=self.returned_to,
         )
 
-    def warn_of_other_attention(self, plan: Plan) -> None:
-        """Log a warning if another kernel computes attention than before this start.
+    def warn_of_other_kernels(self, plan: Plan) -> None:
+        """Log a warning if other kernels compute attention or matrix products than before this start.
 
         Args:
             plan: the plan of the run that starts here.
         """
-        before = self.state.attention_kernel if self.state else None
-        now = plan.uses_attention_kernel
-        if before is None or before == now:
+        if self.state is None:
             return
-        if now:
-            remedy = "backend.attention: torch continues with torch's kernel"
-        else:
-            remedy = (
-                "the package's kernel needs backend.attention: auto, a C compiler, and a processor with "
-                "AVX-512 and without AMX"
+        attention, kernels = self.state.attention_kernel, self.state.kernels
+        if attention is not None and attention != plan.uses_attention_kernel:
+            now = _ATTENTION[plan.uses_attention_kernel]
+            self._warn(
+                "attention was",
+                _ATTENTION[attention],
+                f"is computed by {now}",
+                _ATTENTION_REMEDIES[attention],
             )
+        if kernels is not None and kernels != plan.kernels:
+            now = _PRODUCTS[plan.kernels]
+            self._warn(
+                "matrix products were",
+                _PRODUCTS[kernels],
+                f"are computed by {now}",
+                _PRODUCTS_REMEDIES[kernels],
+            )
+
+    def _warn(self, subject: str, before: str, now: str, remedy: str) -> None:
         logger.warning(
-            "attention was computed by %s up to step %d, and is computed by %s now: results differ by "
+            "%s computed by %s up to step %d, and %s now: results differ by "
             "rounding from those of a run without this change; %s",
-            _KERNELS[before],
+            subject,
+            before,
             self.step,
-            _KERNELS[now],
+            now,
             remedy,
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headwater.core.arithmetic import Kernels
 from headwater.core.errors import CheckpointError
 from headwater.optim.loss_scale import LossScale
 
@@ -27,6 +28,7 @@ class RunState:
         masks: masks of the weights that are kept sparse; `None` without sparse training.
         attention_kernel: True if the package's kernel computes attention, which changes rounding; `None` if
             that is unknown.
+        kernels: the kernels of matrix products, which change rounding; `None` if they are unknown.
         returned_to: step of the run's own checkpoint to which `ckpt_path` last sent it back; `None` if never.
     """
 
@@ -39,6 +41,7 @@ class RunState:
     returned_to: int | None = None
     compiled: bool | None = None
     attention_kernel: bool | None = None
+    kernels: Kernels | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as plain data, for a checkpoint."""
