@@ -18,7 +18,7 @@ from headwater.plan.options import Fixed, PlanRequest
 from headwater.plan.outlook import RunLength
 from headwater.plan.predict import NOMINAL
 from headwater.plan.report import draw_plan, group_stages, render_plan
-from headwater.plan.types import Resources
+from headwater.plan.types import Blocks, Resources
 
 
 def plan_for(host_memory, **changes):
@@ -72,6 +72,21 @@ def test_the_printed_plan_shows_its_decisions(streamed):
     text = printed(streamed)
     for word in ("blocks.0…11", "120 MiB", "disk", "weight store", "step", "overlap", "4 samples"):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("kernels", "sentence"),
+    [
+        ("exact", ""),
+        ("converted", "products in bf16: by fp32 kernels (`matmul: exact` turns them off)"),
+        ("fast", "products: by kernels that may round differently (`matmul: exact` turns them off)"),
+    ],
+)
+def test_the_report_names_other_kernels_than_torchs_and_where_they_are_used(streamed, kernels, sentence):
+    plan = dataclasses.replace(streamed, kernels=kernels)
+    assert sentence in printed(plan) and bool(sentence) == ("`matmul: exact`" in printed(plan))
+    compiled = printed(dataclasses.replace(plan, blocks=Blocks(True)))
+    assert ("outside of compiled blocks: by" in compiled) == bool(sentence)
 
 
 def test_times_have_units_and_the_overlap_is_explained(streamed):

@@ -191,8 +191,7 @@ def _decisions(plan: Plan) -> Iterator[str]:
     tier = _tiers_text(plan)
     yield from _divided(plan)
     yield f"weights: {plan.precision.name} on {plan.device}, {where}"
-    if plan.kernels == "converted":
-        yield f"products in {plan.precision.name}: by fp32 kernels (`matmul: exact` turns them off)"
+    yield from _products_text(plan)
     if plan.uses_attention_kernel:
         yield "attention: by the kernel of this package, in bf16 (`attention: torch` turns it off)"
     if plan.trace.inference:
@@ -223,6 +222,16 @@ def _decisions(plan: Plan) -> Iterator[str]:
         share = format_count(sum(stage.numel for stage in plan.trace.stages) // len(owners))
         names = f"rank {owners[0]}" if len(owners) == 1 else f"ranks {owners[0]} to {owners[-1]}"
         yield f"masters are updated by {names}, {share} parameters each; these ranks do not compute"
+
+
+def _products_text(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about the kernels of matrix products, if these are not torch's."""
+    # Compiled code on a CPU calls torch's kernels itself.
+    where = " outside of compiled blocks" if plan.device == "cpu" and plan.blocks.compiled else ""
+    if plan.kernels == "converted":
+        yield f"products in {plan.precision.name}{where}: by fp32 kernels (`matmul: exact` turns them off)"
+    if plan.kernels == "fast":
+        yield f"products{where}: by kernels that may round differently (`matmul: exact` turns them off)"
 
 
 def _blocks_text(plan: Plan) -> Iterator[str]:
