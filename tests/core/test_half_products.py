@@ -170,9 +170,12 @@ def test_gradients_of_attention_are_as_exact_as_those_of_torch(slow, dtype):
 def test_temporary_tensors_of_attention_are_bounded(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     query = torch.empty(2, 9, 16384, 64, device="meta")
-    parts = list(half_products._parts_of_attention(query, query))
-    assert [part[1].stop - part[1].start for part in parts] == 10 * [2]
+    parts = [part for part, _ in half_products._parts_of_attention(query, query)]
+    assert [part[1].stop - part[1].start for part in parts] == 2 * [2, 2, 2, 2, 1]
     assert sorted({part[0].start for part in parts}) == [0, 1]
+    # Three heads share the keys of a head.
+    parts = [(part[1], keys[1]) for part, keys in half_products._parts_of_attention(query, query[:, ::3])]
+    assert parts == 2 * [(slice(3 * head, 3 * head + 3), slice(head, head + 1)) for head in range(3)]
 
 
 def test_the_head_uses_the_products_of_torch_where_they_are_not_replaced(monkeypatch):

@@ -21,7 +21,7 @@ import functools
 import itertools
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -269,45 +269,55 @@ def attention_backward_kernel(torchs: Callable[..., Any]) -> Callable[..., tuple
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient, query, key, value, output, log_sums, dropout, is_causal = arguments
 
-        def compute(*tensors: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        def compute(read: Iterable[Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
             results: tuple[Tensor, Tensor, Tensor] = torchs(
-                keys, *tensors, dropout, is_causal, attn_mask=mask, scale=scale
+                keys, *read, dropout, is_causal, attn_mask=mask, scale=scale
             )
             return results
 
         read = gradient, query, key, value, output, log_sums
         if query.dtype not in slow_half_dtypes() or not converts_half_products():
-            return compute(*read, mask=attn_mask)
+            return compute(read, attn_mask)
         # The layout of torch's results: the heads of a token are adjacent.
         results = tuple(
             each.new_empty(each.transpose(1, 2).shape).transpose(1, 2) for each in (query, key, value)
         )
-        for part in _parts_of_attention(query, key):
+        for part, part_of_keys in _parts_of_attention(query, key):
             mask = None if attn_mask is None else _part_of_mask(attn_mask, part)
-            found = compute(*(each[part].float() for each in read), mask=mask)
-            for result, gradient_of_part in zip(results, found, strict=True):
-                result[part] = gradient_of_part
+            parts = part, part, part_of_keys, part_of_keys, part, part
+            found = compute([each[own].float() for each, own in zip(read, parts, strict=True)], mask)
+            for result, own, gradient_of_part in zip(results, parts[1:4], found, strict=True):
+                result[own] = gradient_of_part
         return results[0], results[1], results[2]
 
     return backward
 
 
-def _parts_of_attention(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the samples and heads whose backward is computed at once: temporary tensors are small then.
+_Part = tuple[slice, slice]
+"""Samples and heads."""
+
+
+def _parts_of_attention(query: Tensor, key: Tensor) -> Iterator[tuple[_Part, _Part]]:
+    """Yield the parts whose backward is computed at once: temporary tensors are small then.
 
     Args:
         query: [batch, heads, queries, size].
-        key: [batch, heads or fewer, keys, size].
+        key: [batch, heads or fewer, keys, size]; the same number of query heads shares each of its heads.
+
+    Yields:
+        The samples and heads of the queries, and those of their keys.
     """
-    batch, heads, queries, size = query.shape
+    (batch, heads, queries, size), key_heads = query.shape, key.shape[1]
+    shared = heads // key_heads
     elements = _TENSORS_OF_BACKWARD * max(queries, key.shape[2]) * size
     # Each thread computes whole heads. Heads that share keys stay together.
-    most = heads if key.shape[1] != heads else max(torch.get_num_threads(), _MOST_ELEMENTS // elements)
-    for sample, head in itertools.product(range(batch), range(0, heads, most)):
-        yield slice(sample, sample + 1), slice(head, head + most)
+    most = -(-max(torch.get_num_threads(), _MOST_ELEMENTS // elements) // shared)
+    for sample, head in itertools.product(range(batch), range(0, key_heads, most)):
+        samples, end = slice(sample, sample + 1), min(head + most, key_heads)
+        yield (samples, slice(shared * head, shared * end)), (samples, slice(head, end))
 
 
-def _part_of_mask(mask: Tensor, part: tuple[slice, slice]) -> Tensor:
+def _part_of_mask(mask: Tensor, part: _Part) -> Tensor:
     """Return the mask of some samples and heads, in fp32, as torch's kernel takes it.
 
     Args:
