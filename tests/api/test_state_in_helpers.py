@@ -227,6 +227,27 @@ def test_state_behind_functions_and_methods_is_as_in_plain_pytorch(kind, plan, t
     check(script, plan, tmp_path)
 
 
+@pytest.mark.parametrize("plan", ["memory", "recompute"])
+def test_state_behind_a_forward_that_replaces_that_of_its_class_is_as_in_plain_pytorch(plan, tmp_path):
+    def script(place):
+        restart()
+
+        class Replaced(Layer):
+            def forward(self, x):
+                return self.linear(x)
+
+        def counting(self, x):
+            return self.linear(x) / count()
+
+        model = place.compile(nn.Sequential(*(Replaced() for _ in range(3))))
+        model(randn(2, 6, seed=0)).square().mean().backward()
+        Replaced.forward = counting
+        model(randn(8, 6, seed=1)).square().mean().backward()  # a larger batch needs a new plan
+        return list(COUNTS), [param.grad for param in model.parameters()]
+
+    check(script, plan, tmp_path)
+
+
 class Called(Layer):
     def forward(self, x, function):
         return super().forward(x) * function(x.detach().mean())

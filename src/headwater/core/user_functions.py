@@ -33,13 +33,15 @@ def functions_of(model: nn.Module) -> list[Any]:
     found: dict[int, Any] = {}
     for registry in ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks"):
         found.update((id(hook), hook) for hook in getattr(global_hooks, registry, {}).values())
+    kinds: dict[type[nn.Module], None] = {}
     for module in model.modules():
         attributes = vars(module)
         for name in HOOKS:
             found.update((id(hook), hook) for hook in attributes.get(name, {}).values())
         if (forward := attributes.get("forward")) is not None:
             found[id(forward)] = forward
-        kind: Any = type(module)
+        kinds[type(module)] = None
+    for kind in kinds:  # not cached by class: a user may replace the forward of a class
         found.update((id(method), method) for method in _methods_of(kind))
     return [function for function in found.values() if not is_foreign(function)]
 
@@ -53,7 +55,6 @@ def functions_in(call: object) -> list[Any]:
     return [leaf for leaf in tree_leaves(call) if isinstance(leaf, kinds)]
 
 
-@functools.lru_cache(maxsize=4096)
 def _methods_of(cls: type[nn.Module]) -> list[Any]:
     """Return the methods of a module's class that Python or torch runs in a call of it."""
     others = (getattr(cls, name, None) for name in _RUN_WITH_FORWARDS)
