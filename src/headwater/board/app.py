@@ -56,7 +56,7 @@ def make_app(board: Board, jobs: Jobs | None, token: str) -> Starlette:
         return FileResponse(str(_static() / "index.html"))
 
     async def state(_: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(_state, board, jobs))
+        return _Json(await run_in_threadpool(_state, board, jobs))
 
     async def events(_: Request) -> Response:
         return StreamingResponse(_events(board, jobs), media_type="text/event-stream")
@@ -64,10 +64,10 @@ def make_app(board: Board, jobs: Jobs | None, token: str) -> Starlette:
     async def curves(request: Request) -> Response:
         points = _points(request.query_params.get("points", ""))
         names = request.query_params.getlist("run")
-        return JSONResponse(await run_in_threadpool(board.curves, names, points))
+        return _Json(await run_in_threadpool(board.curves, names, points))
 
     async def details(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(board.details, _asked(request, "run")))
+        return _Json(await run_in_threadpool(board.details, _asked(request, "run")))
 
     async def log(request: Request) -> Response:
         text = await run_in_threadpool(board.log, _asked(request, "run"), _asked(request, "log"))
@@ -78,11 +78,11 @@ def make_app(board: Board, jobs: Jobs | None, token: str) -> Starlette:
 
     async def cancel(request: Request) -> Response:
         (name,) = await _fields(request, "name")
-        return JSONResponse(await run_in_threadpool(_present(jobs).cancel, name))
+        return _Json(await run_in_threadpool(_present(jobs).cancel, name))
 
     async def priority(request: Request) -> Response:
         name, chosen = await _fields(request, "name", "priority")
-        return JSONResponse(await run_in_threadpool(_present(jobs).set_priority, name, chosen))
+        return _Json(await run_in_threadpool(_present(jobs).set_priority, name, chosen))
 
     api = [
         *(Route(f"/{each.__name__}", each) for each in (state, events, curves, details, log, timeline)),
@@ -155,7 +155,14 @@ def _present(jobs: Jobs | None) -> Jobs:
 
 
 def _refused(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=400)
+    return _Json({"error": str(error)}, status_code=400)
+
+
+class _Json(JSONResponse):
+    """An answer in JSON. It is ASCII, because names of folders and words of commands may not be UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
 
 
 class _Protected:
@@ -171,9 +178,7 @@ class _Protected:
         if hmac.compare_digest(given, self._expected):
             await self._app(scope, receive, send)
         else:
-            await JSONResponse({"error": "the token is missing or wrong"}, status_code=401)(
-                scope, receive, send
-            )
+            await _Json({"error": "the token is missing or wrong"}, status_code=401)(scope, receive, send)
 
 
 class _WithHeaders:

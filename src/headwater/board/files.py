@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,17 @@ def find_runs(folder: Path) -> Iterator[str]:
 
 def logs(run: RunDir) -> list[str]:
     """Return the names of the log files of a run, such as those of its jobs; the newest last."""
-    found = [path for path in run.path.glob("*.log") if is_file(path)]
-    return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+    return [path.name for path in _by_age(run.path.glob("*.log"))]
+
+
+def _by_age(paths: Iterable[Path]) -> list[Path]:
+    """Return the regular files among some paths, the newest last. Leave out files that vanish meanwhile."""
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            if is_file(path):
+                found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found)]
 
 
 def end_of_log(path: Path) -> str:
@@ -55,8 +65,7 @@ def end_of_log(path: Path) -> str:
 
 def timeline(run: RunDir) -> Path | None:
     """Return the newest picture of a profiled step; `None` if no step was profiled."""
-    found = [path for path in run.profile.glob("**/timeline.png") if is_file(path)]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    return next(reversed(_by_age(run.profile.glob("**/timeline.png"))), None)
 
 
 def plan_text(run: RunDir) -> str:
@@ -73,8 +82,7 @@ def samples(run: RunDir) -> list[dict[str, str]]:
     Returns:
         Records with the keys `source` (name of the file), `prompt` and `text`; at most 20.
     """
-    files = [path for path in run.path.glob("*_*.json") if is_file(path)]
-    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+    for path in reversed(_by_age(run.path.glob("*_*.json"))):
         found = list(_samples_in(path))
         if found:
             return found
@@ -83,9 +91,9 @@ def samples(run: RunDir) -> list[dict[str, str]]:
 
 def _samples_in(path: Path) -> Iterator[dict[str, str]]:
     """Yield the first samples in a file of lm-evaluation-harness; nothing if it is another file."""
-    if path.stat().st_size > _SAMPLES_BYTES:
-        return
     try:
+        if path.stat().st_size > _SAMPLES_BYTES:
+            return
         records = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return

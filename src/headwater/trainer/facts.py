@@ -10,6 +10,8 @@ from pathlib import Path
 from headwater.core.files import replace_file
 from headwater.trainer.callback import Callback, FitStart
 
+_TOO_LARGE = 2**63
+
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
@@ -62,6 +64,17 @@ def read_facts(path: Path) -> RunFacts | None:
     """Return the facts in a file; `None` if it is missing or damaged."""
     # A run of another version may have written other fields; damaged JSON may be nested without end.
     try:
-        return RunFacts(**json.loads(path.read_bytes()))
+        facts = RunFacts(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
+    return facts if _is_valid(facts) else None
+
+
+def _is_valid(facts: RunFacts) -> bool:
+    """True if the values have the types of their fields. Another program may have written the file."""
+    steps = facts.start_step, facts.end_step
+    optional = facts.memory_budget, facts.memory_planned, facts.step_s_planned
+    numbers = (*steps, facts.started, *(each for each in optional if each is not None))
+    # The comparison is false for NaN.
+    is_number = all(type(each) in (int, float) and abs(each) < _TOO_LARGE for each in numbers)
+    return is_number and all(type(step) is int for step in steps) and isinstance(facts.device, str)
