@@ -32,12 +32,14 @@ def running(queue, job):
         (("sh", "-c", "exit 3"), Phase.FAILED, "ended with exit code 3", 3),
         (("sh", "-c", "kill -SEGV $$"), Phase.FAILED, "ended by SIGSEGV", -11),
         (("no-such-program",), Phase.FAILED, "no-such-program: No such file or directory", 127),
+        ((os.fsdecode(b"\xff-program"),), Phase.FAILED, "-program: No such file or directory", 127),
     ],
 )
 def test_how_jobs_end(submit, queue, command, phase, reason, exit_code):
     job = queue.wait(submit(*command).name, 120)
     assert (job.phase, job.exit_code) == (phase, exit_code)
     assert (reason is None and job.reason is None) or reason in job.reason
+    assert job.reason is None or "\n" not in job.reason, "a list of jobs has a row for each job"
     assert job.created <= job.started <= job.ended
     assert len(job.systems) == 1
 

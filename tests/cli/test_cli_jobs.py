@@ -151,6 +151,7 @@ def test_bad_input_of_csctl(control, queue_dir, words, message):
         (("list", "--", "true"), "unexpected argument 'true'"),
         (("serve", "--num_csx", "0"), "expected --num_csx >= 1, got 0"),
         (("serve", "--grace", "-1"), "expected --grace >= 0, got -1"),
+        (("serve", "--grace", "nan"), "expected --grace >= 0, got nan"),
         (("lst",), "did you mean list?"),
     ],
 )

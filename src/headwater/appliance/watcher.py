@@ -193,7 +193,9 @@ def _start(database: Database, row: sqlite3.Row) -> tuple[int, str | None]:
         try:
             _become(row, database.folder.path, job.log, slots, watcher)
         except BaseException as error:  # noqa: BLE001 (every error is reported to the parent)
-            os.write(child_end, str(error).encode())
+            # One line, because lists of jobs have a row for each job. `fsencode`, because words and paths may
+            # not be UTF-8.
+            os.write(child_end, os.fsencode("; ".join(map(str.strip, str(error).splitlines()))))
         finally:
             os._exit(NOT_STARTED)
     # This process closes its copy of the writing end. Otherwise the read below would never end.

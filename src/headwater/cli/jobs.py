@@ -336,7 +336,7 @@ def run_serve(args: argparse.Namespace) -> int:
     """Run the supervisor until it is stopped; return the exit code."""
     for name, least in (("num_csx", 1), ("grace", 0)):
         value = getattr(args, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # NaN is refused too
             raise ConfigError(
                 f"expected --{name} >= {least}, got {value:g}",
                 where="command line",
