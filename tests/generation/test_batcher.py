@@ -201,6 +201,7 @@ def test_repeated_sequences():
 def test_extreme_settings_still_choose_a_token():
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0])
     assert Chooser(Sampling(1e-308)).choose(logits, ()).token == 1
+    assert Chooser(Sampling(1.0, top_p=1e-300)).choose(logits, ()).token == 1
     assert Chooser(Sampling(0, no_repeat_ngram_size=1)).choose(logits, (0, 1, 2, 3)).token == 1
 
 

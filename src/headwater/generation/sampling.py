@@ -137,4 +137,5 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     """Return `logits` [vocab] with -inf outside of the nucleus (nucleus sampling, arXiv:1904.09751)."""
     ordered, order = logits.softmax(-1).sort(descending=True)
     outside = ordered.cumsum(-1) - ordered >= top_p  # the more likely tokens already reach top_p
+    outside[0] = False  # otherwise no token would be left if `top_p` is 0 in fp32
     return logits.masked_fill(torch.zeros_like(outside).scatter(0, order, outside), -torch.inf)
