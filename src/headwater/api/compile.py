@@ -73,7 +73,7 @@ def _refuse_compiled_by_torch(model: nn.Module) -> None:
         raise StreamError(
             "expected a module of Python, got one of TorchScript, which runs the whole model at once",
             where="compile",
-            remedy="call headwater.compile(model) with the original model; or stream its weights at once: "
+            remedy="call headwater.compile(model) with the original model; or stream it as a single stage: "
             "headwater.compile(torch.nn.Sequential(model))",
         )
 

@@ -55,6 +55,6 @@ def record_of(optimizer: torch.optim.Optimizer) -> OptimizerRecord:
 
 
 def is_state_replaced(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the user has assigned another mapping to `optimizer.state` since ours was installed."""
+    """True if the user has replaced the mapping that this package had assigned to `optimizer.state`."""
     installed = record_of(optimizer).state
     return installed is not None and installed() is not optimizer.state

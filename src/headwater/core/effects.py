@@ -94,7 +94,7 @@ _HOLDERS = (
 """Python's own classes whose objects have their state in attributes."""
 
 _PARTS_OF_CODE = (FunctionType, MethodType, functools.partial, *CONTAINERS, *_FIXED)
-"""Python's own classes whose objects are those of the user's code."""
+"""Python's own classes whose objects count as parts of the user's code."""
 
 _STATE_OF_TORCH = (
     *("_parameters", "_buffers", "_modules", *HOOKS),
@@ -172,8 +172,8 @@ def state_of_methods(cls: type, others: Iterable[Any] = ()) -> PythonState:
 class _Visitor:
     """Visits objects, and all objects that they refer to.
 
-    Objects that fewer references lead to are visited first, so each is visited with the largest number of
-    references left to follow.
+    Objects that are fewer references away are visited first. So of several ways to an object the shortest one
+    counts, which leaves the most references to follow from it.
 
     Attributes:
         state: the state of the objects that were visited.

@@ -199,7 +199,7 @@ def check_place(path: Path, *, expected: str) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise if `path` is a folder or a device, which no file replaces. Pipes and links to files are replaced.
+    """Raise if `path` is a folder or a device: a file must not replace it. It may replace a pipe or a link.
 
     Raises:
         RunError: if one of these lies there. A link to a device or a pipe, such as `/dev/stdout`, counts as a

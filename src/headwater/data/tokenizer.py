@@ -38,7 +38,8 @@ _MODEL_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SMALLEST_VOCAB = 257
 """Number of tokens of the smallest vocabulary: 256 bytes and the end-of-text token."""
 _LARGEST_VOCAB = 1 << 22
-"""The library reserves memory for all tokens before it reads a text, and ends the process if it gets none."""
+"""Most tokens. The tokenizers library first reserves memory for all of them. If there is too little, it ends
+the process."""
 
 
 _LONGEST_WORD = 64

@@ -20,7 +20,8 @@ _NEVER = -1e9
 
 
 LARGEST_PENALTY = 50
-"""Largest power of a text's length. With a larger one the score of a long text would overflow."""
+"""Largest `length_penalty`. The score of a text is divided by its length to this power, which must not
+overflow for a long text."""
 
 
 @dataclasses.dataclass(frozen=True)
