@@ -182,8 +182,11 @@ def test_masks_of_two_ranks_equal_those_of_one():
          "for x in hw.utils.data.DataExecutor(batches):\n    head(model(x)).mean().backward()\n"
          "    optimizer.step()",
          ["is not in a compiled model"]),
+        ("for x in hw.utils.data.DataExecutor(batches):\n    step(x)\n"
+         "    if rank == 0: optimizer.state_dict()",
+         ["rank 0 waits for the state of an optimizer, and rank 1 waits for the next batch"]),
     ],
-    ids=["raises", "killed", "odd", "undivided", "plain parameter"],
+    ids=["raises", "killed", "odd", "undivided", "plain parameter", "state on one rank"],
 )  # fmt: skip
 def test_an_error_of_a_rank_ends_all_ranks_and_is_printed_once(text, told):
     code, output, error = run("-c", loop(text))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.rank_processes import run_ranks
 
-from headwater.core.errors import ConfigError, RankError
+from headwater.core.errors import ConfigError, RankError, StreamError
 from headwater.fabric.cluster import join_ranks
 from headwater.fabric.parent import is_stopped
 from headwater.fabric.secret import SECRET
@@ -97,10 +97,33 @@ def test_waiting_for_a_stopped_rank_reports_that_it_is_stopped():
         os.kill(stopped, signal.SIGCONT)
         return told
 
-    first, second = run_ranks(wait)[0]
-    said = r"rank 0 has waited \d+ s for the values of all ranks: rank 1 \(process N\) is stopped"
-    assert re.fullmatch(said, first)
-    assert ": timed out after 1 s: rank 1 (process N) is stopped" in second
+    told = run_ranks(wait)[0]
+    for what, text in zip(("number", "value"), told, strict=True):
+        said = rf"rank 0 has waited \d+ s for a {what} of each rank: rank 1 \(process N\) is stopped"
+        assert re.fullmatch(said, text)
+
+
+@pytest.mark.parametrize("alone", ["gather", "gather_objects", "agree", "barrier"])
+def test_ranks_that_run_different_operations_raise_an_error_at_once(alone):
+    """Each would wait for the other until the timeout, or get its value for another operation."""
+
+    def ask(fabric):
+        what = "the state of an optimizer"
+        calls = {
+            "gather": lambda: fabric.gather(1.0, what),
+            "gather_objects": lambda: fabric.gather_objects(1, int, what),
+            "agree": lambda: fabric.agree(lambda: 1, int, what),
+            "barrier": lambda: fabric.barrier(what),
+        }
+        with pytest.raises(StreamError) as caught:
+            calls[alone]() if fabric.rank == 1 else fabric.gather(2.0, "the model to be called")
+        return caught.value.what
+
+    for text in run_ranks(ask):
+        assert text == (
+            "all ranks must run the same operations, but rank 0 waits for the model to be called, "
+            "and rank 1 waits for the state of an optimizer"
+        )
 
 
 def test_a_run_that_is_refused_closes_its_connections(monkeypatch):

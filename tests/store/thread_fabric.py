@@ -49,10 +49,10 @@ class ThreadFabric(Fabric):
     def barrier(self, what: str) -> None:
         self._shared.barrier.wait(200)
 
-    def gather(self, value):
+    def gather(self, value, what=""):
         return self.gather_objects(value, float)
 
-    def gather_objects(self, value, kind):
+    def gather_objects(self, value, kind, what=""):
         value = encode(value, kind)
         self._shared.values[self.rank] = value
         self.barrier("all values")
@@ -63,7 +63,7 @@ class ThreadFabric(Fabric):
     def gather_tensors(self, value):
         return self.gather_objects(value, torch.Tensor)
 
-    def agree(self, make, kind):
+    def agree(self, make, kind, what=""):
         (value,) = self.gather_objects([make()] if self.rank == 0 else [], list[kind])[0]
         return value
 

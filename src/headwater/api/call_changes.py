@@ -58,6 +58,7 @@ class CallChanges:
         """
         # Size and flags are packed into one number: exchanging objects at every forward would be slower.
         flags = sum(getattr(self, name) << bit for bit, name in enumerate(_FLAGS))
-        seen = [int(each) for each in fabric.gather(self.size << len(_FLAGS) | flags)]
+        packed = self.size << len(_FLAGS) | flags
+        seen = [int(each) for each in fabric.gather(packed, "the model to be called")]
         merged = {name: any(each >> bit & 1 for each in seen) for bit, name in enumerate(_FLAGS)}
         return dataclasses.replace(self, size=max(seen) >> len(_FLAGS), **merged)

@@ -69,7 +69,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
             where=str(path),
             remedy="save it after the step, or in a checkpoint_closure",
         )
-    current().agree(lambda: _save(state, Path(path)), None)
+    current().agree(lambda: _save(state, Path(path)), None, "a file to be saved")
 
 
 def _save(state: Any, path: Path) -> None:

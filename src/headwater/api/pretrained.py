@@ -326,7 +326,8 @@ def save_pretrained(
         CheckpointError: if a weight has no values.
         DiskFullError: if the disk is full; the files of an earlier save stay.
     """
-    current().agree(lambda: _save(model, Path(directory), parse_bytes(max_shard_size), dtype), None)
+    size = parse_bytes(max_shard_size)
+    current().agree(lambda: _save(model, Path(directory), size, dtype), None, "a model to be saved")
 
 
 def _save(model: nn.Module, directory: Path, max_shard_bytes: int, dtype: torch.dtype | None) -> None:

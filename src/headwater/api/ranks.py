@@ -19,6 +19,9 @@ from headwater.stream.at_rest import AtRest
 
 Batch = TypeVar("Batch")
 
+_WHOLE = "a value of the whole batch"
+"""What `whole` waits for."""
+
 _part_samples = ProcessValue[int | None](None)
 """Number of samples in this rank's part of the last divided batch; `None`: no batch was divided yet.
 
@@ -89,8 +92,8 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     value = value.detach()
     if value.dim() == 0 and value.is_floating_point():
         # The ranks exchange a number, because objects are slower.
-        return value.new_tensor(sum(fabric.gather(value.item())) / fabric.size)
-    every = fabric.gather_objects(value.cpu(), torch.Tensor)
+        return value.new_tensor(sum(fabric.gather(value.item(), _WHOLE)) / fabric.size)
+    every = fabric.gather_objects(value.cpu(), torch.Tensor, _WHOLE)
     if value.dim() and len(value) == _part_samples.value:
         return torch.cat(every).to(value.device)
     if value.is_floating_point() or value.is_complex():

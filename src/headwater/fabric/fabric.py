@@ -29,6 +29,9 @@ PIECE_BYTES = 4 << 20
 class Fabric(abc.ABC):
     """Interface of a rank to all ranks of its run. Every rank makes the same calls in the same order.
 
+    The argument `what` of a call names what the rank waits for. If ranks of a host wait for different things
+    at a barrier or a gather, all of them raise `StreamError`.
+
     Attributes:
         rank: number of this rank, from 0.
         placement: number of compute ranks and store ranks.
@@ -112,11 +115,11 @@ class Fabric(abc.ABC):
         """Block until every rank has called this; see `wait_until`."""
 
     @abc.abstractmethod
-    def gather(self, value: float) -> list[float]:
+    def gather(self, value: float, what: str = "a number of each rank") -> list[float]:
         """Gather a number from each rank, and return all of them on every rank."""
 
     @abc.abstractmethod
-    def gather_objects(self, value: Value, kind: Any) -> list[Value]:
+    def gather_objects(self, value: Value, kind: Any, what: str = "a value of each rank") -> list[Value]:
         """Gather a value of any type that `headwater.fabric.codec` knows; slower than `gather`."""
 
     @abc.abstractmethod
@@ -124,12 +127,13 @@ class Fabric(abc.ABC):
         """Gather tensors of equal shape and dtype from the compute ranks. Only these ranks call it."""
 
     @abc.abstractmethod
-    def agree(self, make: Callable[[], Value], kind: Any) -> Value:
+    def agree(self, make: Callable[[], Value], kind: Any, what: str = "a value of rank 0") -> Value:
         """Broadcast from rank 0: return what `make` returns there, or raise what `make` raises there.
 
         Args:
             make: called only on rank 0.
             kind: the type of its value; see `headwater.fabric.codec`.
+            what: name of the value, for messages.
         """
 
     @abc.abstractmethod
@@ -160,16 +164,16 @@ class Alone(Fabric):
     def barrier(self, what: str) -> None:
         pass
 
-    def gather(self, value: float) -> list[float]:
+    def gather(self, value: float, what: str = "") -> list[float]:
         return [value]
 
-    def gather_objects(self, value: Value, kind: Any) -> list[Value]:
+    def gather_objects(self, value: Value, kind: Any, what: str = "") -> list[Value]:
         return [value]
 
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
         return [value]
 
-    def agree(self, make: Callable[[], Value], kind: Any) -> Value:
+    def agree(self, make: Callable[[], Value], kind: Any, what: str = "") -> Value:
         return make()
 
     def close(self) -> None:

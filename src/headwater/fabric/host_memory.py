@@ -19,6 +19,9 @@ from headwater.core.buffers import PAGE_BYTES, round_up
 from headwater.fabric.host_watch import HostWatch
 from headwater.fabric.roster import Roster
 
+_TEXT_WORDS = 12
+"""64-bit words of a text. A longer text is cut off."""
+
 
 @final
 class HostNumbers:
@@ -32,6 +35,8 @@ class HostNumbers:
         offered: descriptor of the leader's last allocation in its process, and the number of that allocation.
         taken: number of the last allocation that each rank of the host has mapped.
         arrived: number of the last barrier that each rank of the host has reached.
+        awaited: UTF-8 texts, what each rank of the host waits for in its barriers, for barriers with even and
+            odd numbers.
         values: float64, one of each rank of the run.
         called: time (ns, monotonic) of the leader's last call to other hosts; 0: never.
     """
@@ -44,12 +49,14 @@ class HostNumbers:
             # The ranks of a host share the leader's file, so this rank does not need the file it has made.
             os.close(self.file)
             self.file = open_file_of(leader.pid, leader.file)
-        sizes = [2, len(neighbours), len(neighbours), len(roster.processes), 1]
+        words = 2 * len(neighbours) * _TEXT_WORDS
+        sizes = [2, len(neighbours), len(neighbours), len(roster.processes), 1, words]
         os.ftruncate(self.file, round_up(8 * sum(sizes)))  # the leader may not have done this yet
         numbers = torch.frombuffer(mmap.mmap(self.file, 8 * sum(sizes)), dtype=torch.int64)
-        offered, taken, arrived, values, called = numbers.split(sizes)
+        offered, taken, arrived, values, called, awaited = numbers.split(sizes)
         self.offered, self.taken, self.arrived = offered.numpy(), taken.numpy(), arrived.numpy()
         self.values, self.called = values.view(torch.float64).numpy(), called.numpy()
+        self.awaited = awaited.numpy().view(f"S{8 * _TEXT_WORDS}").reshape(2, len(neighbours))
 
 
 def open_file_of(process: int, number: int) -> int:

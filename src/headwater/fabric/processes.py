@@ -72,10 +72,10 @@ class ProcessFabric(Fabric):
             self._leaders.meet()
             self._host.barrier(what)
 
-    def gather(self, value: float) -> list[float]:
+    def gather(self, value: float, what: str = "a number of each rank") -> list[float]:
         values = self._host.values
         values[self.rank] = value
-        self._host.barrier("the values of all ranks")
+        self._host.barrier(what)
         if self._leaders is not None:
             self._leaders.share(values)
             self._host.barrier("the values of all hosts")
@@ -84,13 +84,16 @@ class ProcessFabric(Fabric):
         self._host.barrier("all ranks to read the values")
         return every
 
-    def gather_objects(self, value: Value, kind: Any) -> list[Value]:
+    def gather_objects(self, value: Value, kind: Any, what: str = "a value of each rank") -> list[Value]:
+        # Messages alone would not show that another rank is in a barrier: each would wait for the other.
+        self._host.barrier(what)
         return self._messages.gather(value, kind)
 
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
         return self._messages.gather_tensors(value)
 
-    def agree(self, make: Callable[[], Value], kind: Any) -> Value:
+    def agree(self, make: Callable[[], Value], kind: Any, what: str = "a value of rank 0") -> Value:
+        self._host.barrier(what)
         return self._messages.agree(make, kind)
 
     def close(self) -> None:
@@ -138,11 +141,11 @@ class _HostPart(Fabric):
     def barrier(self, what: str) -> None:
         self._host.barrier(what)
 
-    def gather(self, value: float) -> list[float]:
-        return self._here(self._every.gather(value))
+    def gather(self, value: float, what: str = "a number of each rank") -> list[float]:
+        return self._here(self._every.gather(value, what))
 
-    def gather_objects(self, value: Value, kind: Any) -> list[Value]:
-        return self._here(self._every.gather_objects(value, kind))
+    def gather_objects(self, value: Value, kind: Any, what: str = "a value of each rank") -> list[Value]:
+        return self._here(self._every.gather_objects(value, kind, what))
 
     def gather_tensors(self, value: torch.Tensor) -> list[torch.Tensor]:
         return self._here(self._every.gather_tensors(value))
@@ -151,8 +154,8 @@ class _HostPart(Fabric):
         first = self._every.rank - self.local_rank
         return values[first : first + self.local_size]
 
-    def agree(self, make: Callable[[], Value], kind: Any) -> Value:
-        return self._every.agree(make, kind)
+    def agree(self, make: Callable[[], Value], kind: Any, what: str = "a value of rank 0") -> Value:
+        return self._every.agree(make, kind, what)
 
     def close(self) -> None:
         """Do nothing: the ranks of all hosts own the connections."""

@@ -44,6 +44,6 @@ class OptimizerScalars:
             # One rank sends the scalars of a parameter: the owners of its other pieces have the same.
             if self._ownership.is_first_of_mine(stage.index, index)
         }
-        for scalars in self._fabric.gather_objects(mine, _SCALARS_BY_KEY):
+        for scalars in self._fabric.gather_objects(mine, _SCALARS_BY_KEY, "the state of an optimizer"):
             for (stage, param), value in scalars.items():
                 self.by_stage[stage][param] = value

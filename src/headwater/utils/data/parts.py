@@ -54,7 +54,8 @@ class Parts:
         while True:
             batch = next(own, _END)
             # A rank without further batches gathers too; otherwise the others would wait for its next batch.
-            marks = fabric.gather(_NO_BATCH if batch is _END else float(fingerprint(batch)))
+            mark = _NO_BATCH if batch is _END else float(fingerprint(batch))
+            marks = fabric.gather(mark, "the next batch")
             if _NO_BATCH in marks:
                 _check_end(marks)
                 return
