@@ -50,7 +50,7 @@ def check_same_trained(
         StreamError: on every rank, if the models differ.
     """
     # One number is exchanged much faster than all names.
-    if _is_same(fabric, sorted(trained)):
+    if _is_same(fabric, sorted(trained), "the model to be called"):
         return
     check_same_model(fabric, model, kept)
 
@@ -77,7 +77,7 @@ def check_same_options(
         # A checksum of the names is needed too: ranks may have groups of equal size with other parameters.
         own = [names[id(param)] for param in group["params"] if id(param) in names]
         told[f"the parameters of {place}"] = f"{len(own)} with the checksum {_checksum(own):08x}"
-    if _is_same(fabric, sorted(told.items())):
+    if _is_same(fabric, sorted(told.items()), "the step of an optimizer"):
         return
     difference = _difference(fabric.gather_objects(told, dict[str, str]))
     if difference is not None:
@@ -89,10 +89,10 @@ def check_same_options(
         )
 
 
-def _is_same(fabric: Fabric, value: Sequence[object]) -> bool:
-    """True if `value` is the same on every rank. All ranks call this."""
+def _is_same(fabric: Fabric, value: Sequence[object], what: str) -> bool:
+    """True if `value` is the same on every rank. All ranks call this. For `what` see `Fabric`."""
     # A checksum has 32 bits, so a float represents it exactly.
-    return len(set(fabric.gather(float(_checksum(value))))) == 1
+    return len(set(fabric.gather(float(_checksum(value)), what))) == 1
 
 
 def _checksum(value: Sequence[object]) -> int:
