@@ -5,10 +5,11 @@ import io
 import itertools
 import os
 import queue
+import sys
 import weakref
 from collections import deque
 from contextvars import ContextVar
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -263,12 +264,36 @@ def list_in_an_object_of_an_object():
     return draw
 
 
+def module_in_a_closure():
+    module = ModuleType("calls_in_a_closure")
+    module.calls = 0
+
+    def draw():
+        module.calls += 1
+        return module.calls
+
+    return draw
+
+
+def module_that_the_function_imports():
+    sys.modules["calls_of_an_import"] = module = ModuleType("calls_of_an_import")
+    module.calls = 0
+
+    def draw():
+        import calls_of_an_import
+
+        calls_of_an_import.calls += 1
+        return calls_of_an_import.calls
+
+    return draw
+
+
 MAKERS = [
     class_attribute, function_attribute, list_of_a_class, method_of_python, numpy_array, tensor,
     tensor_that_is_an_attribute, context_variable, environment, waiting_numbers, file_in_memory, namespace,
     iterator_over_a_tuple, iterator_over_a_list, list_in_a_tuple, dictionary_behind_a_proxy, bytes_of_python,
     array_of_python, object_of_a_weak_reference, object_of_a_weak_proxy, weak_dictionary, key_of_a_dictionary,
-    class_of_a_class, list_in_an_object_of_an_object,
+    class_of_a_class, list_in_an_object_of_an_object, module_in_a_closure, module_that_the_function_imports,
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import sys
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -267,19 +268,25 @@ class _Visitor:
             self._visit_object(value, depth)
 
     def _visit_function(self, function: FunctionType, depth: int) -> None:
+        names = names_of(function.__code__)
         for cell in function.__closure__ or ():
             try:
                 record = OfCell(cell)
             except ValueError:  # it is empty
                 continue
             self.state.records.append(record)
-            self.visit(record.content, depth - 1)
+            if isinstance(record.content, ModuleType):
+                self._visit_module_of_python(record.content, names, depth)
+            else:
+                self.visit(record.content, depth - 1)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.visit(default, depth - 1)
         self._visit_attributes(function, depth)
-        names = names_of(function.__code__)
         self._visit_variables(function.__globals__, names, depth)
         for name in names:
+            module = None if name in function.__globals__ else sys.modules.get(name)
+            if isinstance(module, ModuleType):  # the function may import it
+                self._visit_module_of_python(module, names, depth)
             if name not in self._named:
                 self._named.add(name)
                 for method, depth_of_method in self._unnamed.pop(name, ()):
@@ -295,8 +302,7 @@ class _Visitor:
         self.state.records.append(used)
         for value in used.values.values():
             if isinstance(value, ModuleType) and value is not os:
-                if depth > 0:  # `tanh` in `torch.tanh`, which a context may replace
-                    self._visit_variables(vars(value), names, depth - 1)
+                self._visit_module_of_python(value, names, depth)
             elif is_of_foreign(space.get("__name__")):
                 continue
             # The code of a library's functions would lead through all of the library.
@@ -304,6 +310,11 @@ class _Visitor:
                 self._visit_shared(value, depth - 1)
             elif not is_foreign(value):
                 self._visit_attributes(value, depth - 1)
+
+    def _visit_module_of_python(self, module: ModuleType, names: tuple[str, ...], depth: int) -> None:
+        """Record the variables of a Python module that a function names, where it refers to the module."""
+        if depth > 0:  # `tanh` in `torch.tanh`, which a context may replace
+            self._visit_variables(vars(module), names, depth - 1)
 
     def _visit_shared(self, value: Any, depth: int) -> None:
         """Record the state of a variable of a Python module or a class. A dictionary is a registry."""
