@@ -101,3 +101,43 @@ def test_memory_stays_small(tmp_path):
     found = json.loads(done.stdout)
     assert found["bytes"] == 1 << 30
     assert found["rise"] < 300 << 20
+
+
+LOADED_AND_TRAINED = """
+import json, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from torch import nn
+import headwater as hw
+
+def status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) << 10
+
+folder = Path(sys.argv[1])
+save_file({f"{number}.weight": torch.eye(1024) for number in range(96)}, folder / "model.safetensors")
+before = status("VmRSS")
+backend = hw.backend("CSX", disk=folder / "store", host_memory=before + (400 << 20))
+with backend.device:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(96)))
+hw.load_pretrained(model, folder)
+loaded = status("VmRSS") - before
+hw.compile(model, backend)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+x = torch.ones(4, 1024)
+loss = (model(x) - 2).square().mean()
+loss.backward()
+optimizer.step()
+print(json.dumps({"loaded": loaded, "rise": status("VmHWM") - before, "loss": loss.item()}))
+"""
+
+
+@pytest.mark.real_start
+def test_weights_in_files_count_in_no_budget_and_are_loaded_in_little_memory(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED_AND_TRAINED, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["loaded"] < 200 << 20  # the weights have 384 MiB
+    assert found["rise"] < 400 << 20
+    assert found["loss"] == 1.0

@@ -1,7 +1,7 @@
 """Construction of a model that is larger than host memory: its large tensors are in files.
 
 The constructor initialises the parameters in the usual order and with the usual random numbers. Only the
-memory of the parameters differs: it is a mapped file without a name. Written pages are dropped from the
+memory of the parameters differs: it is a mapped file without a name. Written pages are removed from the
 process from time to time, so that its resident memory stays small.
 """
 
@@ -14,7 +14,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -25,6 +25,36 @@ _LARGE_BYTES = 1 << 20
 """Smaller tensors stay in memory. Files would save little, and a process may have only so many mappings."""
 _TOUCHED_BYTES = 128 << 20
 """Bytes that may be written to tensors in files before their pages are removed from memory."""
+
+
+@final
+class FilePages:
+    """The mapped pages of all tensors in files."""
+
+    def __init__(self) -> None:
+        self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._touched = 0
+
+    def map(self, file: IO[bytes]) -> mmap.mmap:
+        """Return a mapping of a whole file, which keeps the data after the file is closed."""
+        pages = mmap.mmap(file.fileno(), 0)
+        self._mappings.add(pages)
+        return pages
+
+    def count_written(self, num_bytes: int) -> None:
+        """Count bytes that may have been written to tensors in files. Above a limit, `release` the pages."""
+        self._touched += num_bytes
+        if self._touched >= _TOUCHED_BYTES:
+            self.release()
+
+    def release(self) -> None:
+        """Remove all pages from the memory of this process. The next use of a tensor reads them again."""
+        for pages in list(self._mappings):
+            pages.madvise(mmap.MADV_DONTNEED)  # the mappings are shared: the files keep the data
+        self._touched = 0
+
+
+FILE_PAGES = FilePages()
 
 _Fill = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]
 _FACTORIES: dict[Any, _Fill] = {
@@ -52,8 +82,6 @@ class BuildInFiles(TorchFunctionMode):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
-        self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-        self._touched = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,7 +95,7 @@ class BuildInFiles(TorchFunctionMode):
             tensor = _FACTORIES[func](self._allocate(shape, dtype), args)
             result = tensor.requires_grad_(bool(kwargs.get("requires_grad", False)))
         if isinstance(result, torch.Tensor) and (shape is not None or _is_in_place(func)):
-            self._count_written(result.nbytes)
+            FILE_PAGES.count_written(result.nbytes)
         return result
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -76,18 +104,8 @@ class BuildInFiles(TorchFunctionMode):
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 # Not `truncate`: if the disk fills up, a write to a page without a block kills the process.
                 os.posix_fallocate(file.fileno(), 0, math.prod(shape) * dtype.itemsize)
-                # The mapping keeps the data after the file is closed, and the tensor keeps the mapping.
-                pages = mmap.mmap(file.fileno(), 0)
-        self._mappings.add(pages)
-        return torch.frombuffer(pages, dtype=dtype).view(shape)
-
-    def _count_written(self, num_bytes: int) -> None:
-        """Count bytes that may have been written. Above a limit, remove their pages from memory."""
-        self._touched += num_bytes
-        if self._touched >= _TOUCHED_BYTES:
-            for pages in self._mappings:
-                pages.madvise(mmap.MADV_DONTNEED)  # the mapping is shared: the file keeps the data
-            self._touched = 0
+                pages = FILE_PAGES.map(file)
+        return torch.frombuffer(pages, dtype=dtype).view(shape)  # the tensor keeps the mapping
 
 
 def _shape_in_file(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:

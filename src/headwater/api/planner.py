@@ -10,6 +10,7 @@ from rich.console import Console
 from torch import nn
 
 from headwater.api.backend import Backend
+from headwater.api.building import FILE_PAGES
 from headwater.api.calls import Call
 from headwater.api.early import compile_only, validate_only
 from headwater.api.early_reports import CompileReport, ValidateReport
@@ -138,6 +139,7 @@ class Planner:
                 user_loop=True,
                 kernels=kernels,
             )
+            FILE_PAGES.release()  # a model in files needs no memory, but its written pages count as used
             if before is None:
                 warn_of_budgets(request.resources, self.device)
                 return make_plan(request)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.api import huggingface
+from headwater.api.building import FILE_PAGES
 from headwater.api.files import lazy_tensors
 from headwater.api.writing import write_tensors
 from headwater.convert.shards import (
@@ -127,6 +128,7 @@ class _Loading:
                     record_values(place, values)
                 else:
                     place.copy_(values)  # the store of a streamed parameter keeps the full precision
+                    FILE_PAGES.count_written(place.nbytes)
 
 
 def _compare(model: nn.Module, directory: Path, *, strict: bool) -> _Loading:
