@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,10 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
     Data, optimizer, schedule, evaluation, callbacks and logs are those of `Trainer`. Both classes can resume
     each other's checkpoints. This class never holds all weights or the whole optimizer state in memory.
 
+    Before a subclass of `Trainer`, such as a trainer of TRL, it streams the weights of that trainer:
+    `class StreamedDPO(StreamedTrainer, DPOTrainer): pass`. Further models that the trainer prepares, such as
+    a reference model, are streamed too.
+
     Args:
         *args: arguments of `Trainer`.
         backend: a backend made by `headwater.backend`, or its name. The model is compiled for it, unless it
@@ -46,10 +52,29 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, backend: Backend | str = "CSX", **kwargs: Any) -> None:
         self._backend = make_backend(backend) if isinstance(backend, str) else backend
         super().__init__(*args, **kwargs)
+        self._stream(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator so that it streams models instead of moving them; batches are still moved.
+
+        `Trainer` calls this in its `__init__`, before a subclass loads further models.
+        """
+        super().create_accelerator_and_postprocess()
         if self._backend.kind == "CSX":
             self._refuse_what_is_not_streamed()
-            self.accelerator.device_placement = False  # keeps the model in place; batches are still moved
-        self._stream(self.model)
+            self.accelerator.device_placement = False
+            self.accelerator.prepare_model = partial(self._prepare_streamed, self.accelerator.prepare_model)
+
+    def _prepare_streamed(
+        self,
+        prepare: Callable[..., nn.Module],
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Stream `model` and prepare it as the accelerator does, but never move it to the device."""
+        self._stream(model)
+        return prepare(model, device_placement=False, evaluation_mode=evaluation_mode)
 
     def _refuse_what_is_not_streamed(self) -> None:
         args, device = self.args, self._backend.torch_device.type
