@@ -1,6 +1,7 @@
 """Processes of servers: tokens, ports, the end by a signal, and models that cannot be opened."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -118,6 +119,7 @@ def test_numbers_out_of_range_are_refused(words, folders, capsys):
 def test_models_that_cannot_be_served(folders, tmp_path, capsys):
     assert "expected a model to serve" in failed(capsys, "--port", 0)
     assert "a different name" in failed(capsys, folders["small"], folders["small"], "--port", 0)
+    assert "a model name of printable characters" in failed(capsys, os.fsdecode(b"m\xff"), "--port", 0)
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "remedy" in failed(capsys, empty, "--port", 0)

@@ -226,6 +226,12 @@ def models_by_name(words: list[str]) -> dict[str, Path]:
                 where="headwater serve",
                 remedy="write NAME=FOLDER",
             )
+        if not name.isprintable():  # for example a byte that is not UTF-8, which no answer could contain
+            raise ConfigError(
+                f"expected a model name of printable characters, got {name!a}",
+                where="headwater serve",
+                remedy="write NAME=FOLDER",
+            )
         found[name] = folder
     return found
 
