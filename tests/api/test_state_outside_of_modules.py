@@ -119,6 +119,17 @@ def environment():
     return draw
 
 
+def environment_in_a_closure():
+    system = os
+    system.environ["HEADWATER_TEST_CALLS"] = "0"
+
+    def draw():
+        system.environ["HEADWATER_TEST_CALLS"] = str(int(system.environ["HEADWATER_TEST_CALLS"]) + 1)
+        return int(system.environ["HEADWATER_TEST_CALLS"])
+
+    return draw
+
+
 def waiting_numbers():
     numbers = queue.Queue()
     numbers.put(1)
@@ -293,7 +304,8 @@ MAKERS = [
     tensor_that_is_an_attribute, context_variable, environment, waiting_numbers, file_in_memory, namespace,
     iterator_over_a_tuple, iterator_over_a_list, list_in_a_tuple, dictionary_behind_a_proxy, bytes_of_python,
     array_of_python, object_of_a_weak_reference, object_of_a_weak_proxy, weak_dictionary, key_of_a_dictionary,
-    class_of_a_class, list_in_an_object_of_an_object, module_in_a_closure, module_that_the_function_imports,
+    environment_in_a_closure, class_of_a_class, list_in_an_object_of_an_object, module_in_a_closure,
+    module_that_the_function_imports,
 ]  # fmt: skip
 
 

@@ -313,7 +313,9 @@ class _Visitor:
 
     def _visit_module_of_python(self, module: ModuleType, names: tuple[str, ...], depth: int) -> None:
         """Record the variables of a Python module that a function names, where it refers to the module."""
-        if depth > 0:  # `tanh` in `torch.tanh`, which a context may replace
+        if module is os:  # stands for the environment variables
+            self.visit(module, depth)
+        elif depth > 0:  # `tanh` in `torch.tanh`, which a context may replace
             self._visit_variables(vars(module), names, depth - 1)
 
     def _visit_shared(self, value: Any, depth: int) -> None:
