@@ -17,8 +17,8 @@ def merged(every):
     """Return the combined changes of each rank."""
     sent = []
     for changes in every:  # first record what each rank sends, then combine all of it
-        changes.of_any_rank(SimpleNamespace(gather=lambda value: sent.append(value) or [value]))
-    return [changes.of_any_rank(SimpleNamespace(gather=lambda value: sent)) for changes in every]
+        changes.of_any_rank(SimpleNamespace(gather=lambda value, *_: sent.append(value) or [value]))
+    return [changes.of_any_rank(SimpleNamespace(gather=lambda value, *_: sent)) for changes in every]
 
 
 def test_a_single_rank_keeps_its_call_changes():
