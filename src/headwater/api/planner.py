@@ -118,6 +118,7 @@ class Planner:
         """
         config = self._backend.config
         disk = disk_folder(config)
+        FILE_PAGES.release()  # a model in files needs no memory, but its written pages would count as used
 
         def make() -> Plan:
             kernels = config.kernels(precision, self.device, own_loop=True)
@@ -139,7 +140,6 @@ class Planner:
                 user_loop=True,
                 kernels=kernels,
             )
-            FILE_PAGES.release()  # a model in files needs no memory, but its written pages count as used
             if before is None:
                 warn_of_budgets(request.resources, self.device)
                 return make_plan(request)
