@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar, final
 
 from torch import Tensor, nn
 
@@ -31,26 +31,64 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _START_OVER = "--autoload_last_checkpoint=false"
-_ATTENTION = {True: "the package's kernel", False: "torch's kernel"}
-_ATTENTION_REMEDIES = {
-    True: "the package's kernel needs backend.attention: auto, a C compiler, and a processor with AVX-512 "
-    "and without AMX",
-    False: "backend.attention: torch continues with torch's kernel",
-}
-"""What the run needs to continue with the kernel of attention that it had before."""
 
-_PRODUCTS: dict[Kernels, str] = {
-    "exact": "torch's kernels",
-    "converted": "fp32 kernels",
-    "fast": "the kernels of matmul: fast",
-}
-_PRODUCTS_REMEDIES: dict[Kernels, str] = {
-    "exact": "backend.matmul: exact continues with torch's kernels",
-    "converted": "fp32 kernels need a run in 16 bits, backend.matmul: auto, and a processor without "
-    "instructions for these 16 bits",
-    "fast": "backend.matmul: fast continues with its kernels",
-}
-"""What the run needs to continue with the kernels of matrix products that it had before."""
+_Choice = TypeVar("_Choice", bound=Hashable)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Computation(Generic[_Choice]):
+    """Something that different kernels compute with different rounding, and the texts of its warning.
+
+    Attributes:
+        was: its name with the verb of the past.
+        now: the verb of the present.
+        kernels: name of the kernels of each choice.
+        remedies: what the run needs to continue with the kernels of each choice.
+    """
+
+    was: str
+    now: str
+    kernels: Mapping[_Choice, str]
+    remedies: Mapping[_Choice, str]
+
+    def warn_of_change(self, before: _Choice | None, now: _Choice, step: int) -> None:
+        """Log a warning if another choice holds than up to `step`; `None` if that one is unknown."""
+        if before is None or before == now:
+            return
+        logger.warning(
+            "%s computed by %s up to step %d, and %s computed by %s now: results differ by rounding from "
+            "those of a run without this change; %s",
+            self.was,
+            self.kernels[before],
+            step,
+            self.now,
+            self.kernels[now],
+            self.remedies[before],
+        )
+
+
+_ATTENTION = _Computation[bool](
+    "attention was",
+    "is",
+    {True: "the package's kernel", False: "torch's kernel"},
+    {
+        True: "the package's kernel needs backend.attention: auto, a C compiler, and a processor with "
+        "AVX-512 and without AMX",
+        False: "backend.attention: torch continues with torch's kernel",
+    },
+)
+_PRODUCTS = _Computation[Kernels](
+    "matrix products were",
+    "are",
+    {"exact": "torch's kernels", "converted": "fp32 kernels", "fast": "the kernels of matmul: fast"},
+    {
+        "exact": "backend.matmul: exact continues with torch's kernels",
+        "converted": "fp32 kernels need a run in 16 bits, backend.matmul: auto, and a processor without "
+        "instructions for these 16 bits",
+        "fast": "backend.matmul: fast continues with its kernels",
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,36 +185,9 @@ class Start:
         Args:
             plan: the plan of the run that starts here.
         """
-        if self.state is None:
-            return
-        attention, kernels = self.state.attention_kernel, self.state.kernels
-        if attention is not None and attention != plan.uses_attention_kernel:
-            now = _ATTENTION[plan.uses_attention_kernel]
-            self._warn(
-                "attention was",
-                _ATTENTION[attention],
-                f"is computed by {now}",
-                _ATTENTION_REMEDIES[attention],
-            )
-        if kernels is not None and kernels != plan.kernels:
-            now = _PRODUCTS[plan.kernels]
-            self._warn(
-                "matrix products were",
-                _PRODUCTS[kernels],
-                f"are computed by {now}",
-                _PRODUCTS_REMEDIES[kernels],
-            )
-
-    def _warn(self, subject: str, before: str, now: str, remedy: str) -> None:
-        logger.warning(
-            "%s computed by %s up to step %d, and %s now: results differ by "
-            "rounding from those of a run without this change; %s",
-            subject,
-            before,
-            self.step,
-            now,
-            remedy,
-        )
+        if self.state is not None:
+            _ATTENTION.warn_of_change(self.state.attention_kernel, plan.uses_attention_kernel, self.step)
+            _PRODUCTS.warn_of_change(self.state.kernels, plan.kernels, self.step)
 
 
 INITIAL_VALUES = Start()
