@@ -20,6 +20,9 @@ AUTO = (
     "--trainer.init.precision.enabled=true",
     "--trainer.init.backend.matmul=exact",  # blocks are never compiled where fp32 kernels compute products
 )
+WITHOUT_EVALUATIONS = "--trainer.init.loop.eval_frequency=null"
+"""A run without evaluations compiles one variant of the blocks instead of two."""
+
 FASTER = BlockTimes(1.0, 2.0, 0.5, 1.0, noise=0.0, compile_s=0.01, compiler_bytes=1)
 SLOWER = BlockTimes(1.0, 2.0, 1.5, 2.5, noise=0.0, compile_s=0.01, compiler_bytes=1)
 
@@ -83,20 +86,20 @@ def test_blocks_are_measured_once_and_stay_eager_in_a_resumed_run(headwater, par
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_compiled_blocks_stay_compiled_in_a_resumed_run_with_equal_bits(headwater, params, clock, tmp_path):
     clock.times = FASTER
-    assert headwater("fit", params, *AUTO)[0] == 0
+    auto = (*AUTO, WITHOUT_EVALUATIONS)
+    assert headwater("fit", params, *auto)[0] == 0
     whole = tmp_path / "run"
     assert compilation_line(whole).startswith("blocks are compiled: compiled blocks take 50.0% of the time")
     stopped = tmp_path / "stopped"
-    assert headwater("fit", params, *AUTO, model_dir(stopped), "--max_steps=3")[0] == 0
+    assert headwater("fit", params, *auto, model_dir(stopped), "--max_steps=3")[0] == 0
     forget(tmp_path)
     clock.times = SLOWER
-    assert headwater("fit", params, *AUTO, model_dir(stopped))[0] == 0
+    assert headwater("fit", params, *auto, model_dir(stopped))[0] == 0
     assert compilation_line(stopped) == "blocks are compiled: this run began so, as its checkpoint records"
     assert_same_checkpoint(stopped / "checkpoint_6", whole / "checkpoint_6")
     fixed = tmp_path / "fixed"
-    assert (
-        headwater("fit", params, "--trainer.init.backend.compile=true", *AUTO[1:], model_dir(fixed))[0] == 0
-    )
+    always = ("--trainer.init.backend.compile=true", *auto[1:])
+    assert headwater("fit", params, *always, model_dir(fixed))[0] == 0
     assert_same_checkpoint(fixed / "checkpoint_6", whole / "checkpoint_6")
 
 
@@ -115,8 +118,7 @@ def test_stored_times_of_zero_are_measured_again(headwater, params, clock, tmp_p
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
 def test_all_ranks_take_the_choice_of_the_first(data, clock, tmp_path, monkeypatch):
     clock.times = FASTER
-    # Without evaluations, each rank compiles one variant of the blocks instead of two.
-    options = (*AUTO[1:], "--num_csx=2", "--trainer.init.loop.eval_frequency=null")
+    options = (*AUTO[1:], "--num_csx=2", WITHOUT_EVALUATIONS)
     params = write_params(tmp_path, data)
     fixed, auto = tmp_path / "fixed", tmp_path / "auto"
     command = ["fit", str(params), *options, model_dir(fixed), "--trainer.init.backend.compile=true"]

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -93,7 +94,17 @@ def test_programs_of_several_ranks(message, library, tmp_path):
     assert "one rank writes the programs; got 2" in message("bigcode_eval", library, *options)
 
 
-def test_an_unknown_task_names_the_nearest(message, library):
+@pytest.fixture
+def few_shipped_tasks(tmp_path, monkeypatch):
+    """The harness ships the tasks of one of its folders only; the files of all take 12 s to read."""
+    from lm_eval.tasks import manager
+
+    folder = tmp_path / "shipped"
+    shutil.copytree(Path(manager.__file__).parent / "hellaswag", folder / "hellaswag")
+    monkeypatch.setattr(manager, "__file__", str(folder / "manager.py"))
+
+
+def test_an_unknown_task_names_the_nearest(message, library, few_shipped_tasks):
     error = message("lm_eval", library, "--tasks", "hellaswagg")
     assert "unknown task 'hellaswagg'" in error
     assert "hellaswag" in error.replace("hellaswagg", "")

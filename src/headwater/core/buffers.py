@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
 import sys
@@ -179,6 +180,7 @@ def return_pages() -> bool:
     return malloc_trim is not None and bool(malloc_trim(0))
 
 
+@functools.cache
 def _glibc(function: str) -> Callable[..., int] | None:
     """Return a function of the C library; `None` if it has no such function."""
     return getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None
