@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from any_loop import Place, adamw, extreme_plans, randn
-from safetensors.torch import load_file, save_file
+from safetensors.torch import _find_shared_tensors, load_file, save_file
 from torch import nn
 
 from headwater.core.errors import StreamError
@@ -118,6 +118,24 @@ def test_safetensors_saves_parameters(take, trained, tmp_path):
     saved = load_file(tmp_path / "saved")
     assert saved.keys() == {name for name, _ in model.named_parameters()}
     assert all(torch.equal(saved[name], param) for name, param in model.named_parameters())
+
+
+@extreme_plans
+def test_each_name_of_a_tied_weight_has_the_same_address_in_a_state_dict(plan, tmp_path):
+    place = Place(plan, tmp_path)
+    model = net()
+    model[3].weight = model[0].weight
+    model = place.compile(model)
+    step(model, adamw(model.parameters()))
+    state = model.state_dict()
+    assert _find_shared_tensors(state)[0] == {"0.weight", "3.weight"}
+    first, second = state["0.weight"], state["3.weight"]
+    assert first.data_ptr() == second.data_ptr() == first.untyped_storage().data_ptr()
+    assert first.data_ptr() == model[0].weight.data_ptr()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert torch.equal(values_at(second.data_ptr(), 36), model[0].weight.flatten())
+    place.release()
 
 
 @extreme_plans

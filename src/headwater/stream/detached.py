@@ -98,6 +98,19 @@ class DetachedAtRest(AtRest, StoredTensor):
         found.source, found.owner, found.again_of = self.source, self.owner, self
         return found
 
+    def data_ptr(self) -> int:
+        """Return the address of the parameter; the names of a tied weight have one. See [Note: addresses]."""
+        if self.is_cuda:  # values on a GPU have no such address
+            return super().data_ptr()
+        return int(on_values(torch.Tensor.data_ptr, (self,), {}))
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return a storage with a copy of the values, and with the address that `data_ptr` returns."""
+        if self.is_cuda:
+            return super().untyped_storage()
+        storage: torch.UntypedStorage = on_values(torch.Tensor.untyped_storage, (self,), {})
+        return storage
+
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `StreamError`: a tensor at rest cannot get other memory."""
         raise moved(self.home, "set_")
