@@ -27,9 +27,9 @@ class StoredTensor(Tensor):
     """A tensor without memory: its values are read each time an operation needs them.
 
     Shape, dtype, `detach`, `requires_grad_` and similar functions read no values. Every other operation reads
-    the values again and returns plain tensors; so do `clone`, `copy.deepcopy` and pickling. After a call of
-    `data_ptr` or `untyped_storage` the tensor keeps its values in memory. A `LazyTensor` is a stored tensor
-    that cannot be changed. Changes of the engine's stored tensors are written to the weight store.
+    the values again and returns plain tensors; so do `clone`, `copy.deepcopy` and pickling. A `LazyTensor` is
+    a stored tensor that cannot be changed. Changes of the engine's stored tensors are written to the weight
+    store.
 
     Args:
         read_pieces: reads the values. Lazy tensors with equal `read_pieces` are the same weights (tied).
@@ -87,13 +87,8 @@ class StoredTensor(Tensor):
     def tolist(self) -> Any:
         return self.materialize().tolist()
 
-    def data_ptr(self) -> int:
-        return self._keep().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return read_only(self._keep().untyped_storage())
-
-    def _keep(self) -> Tensor:
+    def keep(self) -> Tensor:
+        """Return a plain tensor with the values, which this tensor keeps in memory for later calls."""
         if self._kept is None:
             self._kept = self.materialize()
         return self._kept
@@ -121,7 +116,8 @@ class LazyTensor(StoredTensor):
     """A stored tensor that can only be read.
 
     An operation that would return a view of a plain tensor returns a view of a copy. In-place operations
-    raise an error. See `StoredTensor`.
+    raise an error. After a call of `data_ptr` or `untyped_storage` the tensor keeps its values in memory. See
+    `StoredTensor`.
     """
 
     # Every operation reaches __torch_dispatch__, so this layer above it would only cost time.
@@ -144,6 +140,12 @@ class LazyTensor(StoredTensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         _refuse_write(self)
+
+    def data_ptr(self) -> int:
+        return self.keep().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return read_only(self.keep().untyped_storage())
 
 
 def _refuse_write(written: object) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor, StoredTensor
+from headwater.core.read_only_storage import read_only
 from headwater.core.uncompiled import uncompiled
 from headwater.stream.at_rest import AtRest, PartAtRest, all_of, moved, on_values, plain_view
 from headwater.stream.home import Home
@@ -101,13 +102,13 @@ class DetachedAtRest(AtRest, StoredTensor):
     def data_ptr(self) -> int:
         """Return the address of the parameter; the names of a tied weight have one. See [Note: addresses]."""
         if self.is_cuda:  # values on a GPU have no such address
-            return super().data_ptr()
+            return self.keep().data_ptr()
         return int(on_values(torch.Tensor.data_ptr, (self,), {}))
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return a storage with a copy of the values, and with the address that `data_ptr` returns."""
         if self.is_cuda:
-            return super().untyped_storage()
+            return read_only(self.keep().untyped_storage())
         storage: torch.UntypedStorage = on_values(torch.Tensor.untyped_storage, (self,), {})
         return storage
 
