@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import quick_start
 from headwater.appliance.remote.connection import Connection
 
 SSHD = "/usr/sbin/sshd"
@@ -51,12 +52,12 @@ class Sshd:
         self.command.chmod(0o755)
         variables = {
             "HEADWATER_QUEUE_DIR": queue_dir,
-            "PYTHONPATH": _SOURCES,
+            "PYTHONPATH": quick_start.with_site(str(_SOURCES)),
             "OMP_NUM_THREADS": 1,
             "CUDA_VISIBLE_DEVICES": "",
             "XDG_STATE_HOME": folder / "state",
             "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"],
-            "HEADWATER_NO_PICTURES": "1",
+            quick_start.NO_PICTURES: "1",
         }
         lines = [
             f"Port {self.port}", "ListenAddress 127.0.0.1", f"HostKey {folder}/host",

@@ -39,6 +39,7 @@ class Cluster:
         # Otherwise each run starts two idle workers on each node before it asks for its ranks.
         quiet["RAY_prestart_worker_first_driver"] = quiet["RAY_enable_worker_prestart"] = "0"
         self._environment = {**os.environ, **quiet, "RAY_TMPDIR": str(folder)}
+        self._environment["PYTHONPATH"] = quick_start.with_site(os.environ.get("PYTHONPATH", ""))
         self._environment.pop("CUDA_VISIBLE_DEVICES", None)  # the nodes claim GPUs that this host has not
 
     def start_nodes(self):

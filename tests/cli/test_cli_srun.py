@@ -13,6 +13,7 @@ import psutil
 import pytest
 from run_samples import losses, wait_for
 
+import quick_start
 import slurm_cluster
 from headwater.core.exit_codes import INTERRUPTED
 from headwater.trainer.checkpoint_inspection import complete_checkpoints
@@ -37,6 +38,7 @@ def cluster():
     with slurm_cluster.cluster(HOST, f"{HOST}-too") as configuration, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", configuration)
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", quick_start.with_site(os.environ.get("PYTHONPATH", "")))
         yield
 
 

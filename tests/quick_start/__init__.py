@@ -16,7 +16,7 @@ when they are loaded, `preexec_fn`, another user. Tests of the start, the import
 have the mark `real_start`. HEADWATER_REAL_STARTS=1 makes all starts real.
 """
 
-from quick_start.client import install, real_starts
+from quick_start.client import install, real_starts, with_site
 from quick_start.pictures import NO_PICTURES, leave_pictures_out
 
-__all__ = ["NO_PICTURES", "install", "leave_pictures_out", "real_starts"]
+__all__ = ["NO_PICTURES", "install", "leave_pictures_out", "real_starts", "with_site"]

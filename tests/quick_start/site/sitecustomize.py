@@ -1,4 +1,8 @@
-"""Runs at the start of a program that a quickly started process has executed; see [Note: quick starts]."""
+"""Runs at the start of an interpreter whose PYTHONPATH has this folder.
+
+These are programs that a quickly started process has executed, see [Note: quick starts], and processes that
+Ray, Slurm and an SSH server start in tests.
+"""
 
 import os
 import sys
@@ -13,3 +17,6 @@ if _handed_over is not None:
 
     del sys.path[0]
     take_over(_handed_over)
+
+if "HEADWATER_NO_PICTURES" in os.environ:
+    sys.modules["matplotlib"] = None  # as if it were not installed, so no loss curve is drawn
