@@ -119,3 +119,13 @@ def test_the_server_ends_when_its_client_dies_in_the_middle_of_a_request():
         theirs.close()
         ours.sendall((100).to_bytes(8, "little") + b"a part of the 100 bytes")
     assert process.wait(60) == 0
+
+
+@pytest.mark.real_start
+@pytest.mark.parametrize("names", [(quick_start.NO_PICTURES,), ()])
+def test_an_interpreter_with_the_site_folder_draws_no_pictures(names):
+    path = quick_start.with_site(os.environ.get("PYTHONPATH", ""))
+    environment = {"PYTHONPATH": path, **dict.fromkeys(names, "1")}
+    code = "import importlib.util as util; print(util.find_spec('matplotlib') is not None)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == f"{not names}\n", done.stderr
