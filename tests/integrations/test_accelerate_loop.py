@@ -1,12 +1,14 @@
 """A loop of accelerate with a streamed model saves and loads the files of one with a plain model."""
 
 import pytest
-from accelerate import Accelerator
+from accelerate import Accelerator, cpu_offload, disk_offload
+from accelerate.hooks import remove_hook_from_submodules
 from places import assert_same_tensors, backend, every_plan, text_rows
 from safetensors import safe_open
 from test_transformers_trainer import gpt2
 
 import headwater
+from headwater.core.errors import StreamError
 
 ROWS = text_rows(8, 24)
 
@@ -49,3 +51,16 @@ def test_save_pretrained_of_a_streamed_model_writes_a_tied_weight_once(tmp_path)
     for name, place in (("plain", None), ("streamed", backend("slabs", tmp_path))):
         called(place).save_pretrained(tmp_path / name)
     assert names_in(tmp_path / "streamed/model.safetensors") == names_in(tmp_path / "plain/model.safetensors")
+
+
+@pytest.mark.parametrize("offload", [cpu_offload, lambda model: disk_offload(model, "offloaded")])
+def test_a_model_whose_weights_accelerate_keeps_elsewhere_is_refused(offload, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = gpt2()
+    offload(model)
+    with pytest.raises(StreamError, match=r"where: transformer\.wte(.|\n)*remove_hook_from_submodules"):
+        headwater.compile(model, backend("slabs", tmp_path))
+    remove_hook_from_submodules(model)
+    model.lm_head.weight = model.transformer.wte.weight  # accelerate has made two parameters
+    model = headwater.compile(model, backend("slabs", tmp_path))
+    assert model.eval()(ROWS).logits.equal(gpt2().eval()(ROWS).logits)

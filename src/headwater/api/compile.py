@@ -36,7 +36,8 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
         `model`.
 
     Raises:
-        StreamError: if the module, or a module in it, is compiled already, or if it is of TorchScript.
+        StreamError: if the module, or a module in it, is compiled already, if it is of TorchScript, or if
+            accelerate keeps its weights elsewhere.
         ConfigError: if the backend is not known.
     """
     if isinstance(backend, str):
@@ -50,6 +51,7 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
         )
     if backend.kind == "CSX":
         _refuse_compiled_by_torch(model)
+        _refuse_offloaded_by_accelerate(model)
         refuse_compiled_parts(model)
         setattr(model, ATTRIBUTE, StreamedModel(model, backend))
     else:
@@ -76,6 +78,20 @@ def _refuse_compiled_by_torch(model: nn.Module) -> None:
             remedy="call headwater.compile(model) with the original model; or stream it as a single stage: "
             "headwater.compile(torch.nn.Sequential(model))",
         )
+
+
+def _refuse_offloaded_by_accelerate(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        if any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ()))):
+            raise StreamError(
+                "accelerate keeps the weights of this module elsewhere and copies them at each forward "
+                "(device_map, cpu_offload or disk_offload)",
+                where=name or type(model).__name__,
+                remedy="load the model without device_map: build it within backend.device, then call "
+                "headwater.load_pretrained(model, FOLDER); or, if it fits in memory, first call "
+                "accelerate.hooks.remove_hook_from_submodules(model)",
+            )
 
 
 def is_compiled(model: nn.Module) -> bool:
