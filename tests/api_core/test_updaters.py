@@ -20,6 +20,13 @@ def names_of(params):
     return {id(param): name for name, param in params.items()}
 
 
+def specs(params):
+    return [
+        ParamSpec(name, tuple(param.shape), param.dtype, param.dtype, requires_grad=param.requires_grad)
+        for name, param in params.items()
+    ]
+
+
 def noted(params, optimizer):
     updaters = Updaters(lambda: "cpu")
     updaters.note(optimizer, names_of(params))
@@ -96,14 +103,22 @@ def test_a_state_cannot_get_a_tensor_that_it_began_without(params):
     ids=["SGD", "momentum", "Adam"],
 )
 def test_bytes_of_state_are_those_of_each_element(params, make, expected):
-    assert noted(params, make(list(params.values()))).state_bytes("exact") == expected
+    assert noted(params, make(list(params.values()))).state_bytes("exact", specs(params)) == expected
 
 
 def test_the_bytes_are_those_of_the_optimizer_that_keeps_most(params):
     updaters = noted(params, torch.optim.SGD([params["first"]], lr=0.1))
     adam = torch.optim.Adam([params["second"]])
     updaters.note(adam, names_of(params))
-    assert updaters.state_bytes("exact") == 8
+    assert updaters.state_bytes("exact", specs(params)) == 8
+
+
+def test_parameters_in_bf16_have_half_the_state(params):
+    updaters = noted(params, torch.optim.Adam(params.values()))
+    params["second"].data = torch.zeros(2, 6, dtype=torch.bfloat16)
+    assert updaters.state_bytes("exact", specs(params)) == (4 * 8 + 12 * 4) / 16
+    params["first"].requires_grad_(False)
+    assert updaters.state_bytes("exact", specs(params)) == 4
 
 
 def test_optimizers_are_found_by_their_parameters(params):

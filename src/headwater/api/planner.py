@@ -37,7 +37,7 @@ from headwater.plan.options import (
     resources_of,
 )
 from headwater.plan.step_trace import Trace
-from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
+from headwater.plan.types import ONE_MODEL, WHOLE_STORE, Plan, ProcessMemory, StoreShare
 from headwater.stream.store_settings import StoreSettings
 
 if TYPE_CHECKING:
@@ -59,6 +59,11 @@ class Planner:
     def device(self) -> str:
         """The device that computes: `cpu` or `cuda`."""
         return device_of(self._backend.config)
+
+    @property
+    def limits_device(self) -> bool:
+        """True if the backend limits the memory of the device."""
+        return self._backend.config.device_memory is not None
 
     def stop_early(self, model: nn.Module, call: Call, precision: Precision) -> None:
         """Print the report and end the script, if the backend only compiles or validates.
@@ -102,6 +107,7 @@ class Planner:
         updaters: Updaters,
         fabric: Fabric,
         before: Predecessor | None = None,
+        process: ProcessMemory = ONE_MODEL,
     ) -> Plan:
         """Make a plan for the model of a dry run. Every rank returns the same plan.
 
@@ -115,10 +121,13 @@ class Planner:
             updaters: the optimizer of each parameter.
             fabric: the ranks that train together.
             before: the engine that is replaced. If the new plan needs another store, both exist for a moment.
+            process: memory of this process that belongs to models.
         """
         config = self._backend.config
         disk = disk_folder(config)
         FILE_PAGES.release()  # a model in files needs no memory, but its written pages would count as used
+
+        params = [param for stage in trace.stages for param in stage.params]
 
         def make() -> Plan:
             kernels = config.kernels(precision, self.device, own_loop=True)
@@ -128,7 +137,7 @@ class Planner:
                 divided=lambda: map(_always, divided),
                 batch_size=trace.micro_batch_size,
                 precision=precision,
-                optimizer_state_bytes=updaters.state_bytes(config.optimizer_state),
+                optimizer_state_bytes=updaters.state_bytes(config.optimizer_state, params),
                 update_kind=updaters.update_kind_on(self.device),
                 resources=resources_of(config),
                 device=self.device,
@@ -139,6 +148,7 @@ class Planner:
                 device_tier=fabric.size == 1,  # the user's loop may change the weights of one replica only
                 user_loop=True,
                 kernels=kernels,
+                process=process,
             )
             if before is None:
                 warn_of_budgets(request.resources, self.device)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headwater.store.store import WeightStore
 
 _model_of: weakref.WeakKeyDictionary[WeightStore, weakref.ref[StreamedModel]] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
 _kept: dict[int, StreamedModel] = {}
 """With several ranks: all models. None is ever freed, because ranks would free them at different times."""
 
@@ -33,6 +34,16 @@ def register(store: WeightStore, model: StreamedModel) -> None:
 def unregister(model: StreamedModel) -> None:
     """Forget a model that is not streamed any more."""
     _kept.pop(id(model), None)
+
+
+def note_compiled(model: StreamedModel) -> None:
+    """Record a model that will be streamed from its first call on."""
+    _compiled.add(model)
+
+
+def compiled_models() -> list[StreamedModel]:
+    """Return the models that are streamed, and those that will be from their first call on, in any order."""
+    return list(_compiled)
 
 
 def find_model(store: WeightStore) -> StreamedModel | None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from headwater.api.calls import Call, autocast_precision
 from headwater.api.engine_swap import Predecessor, ReplaceableEngine
+from headwater.api.process_memory import process_memory
 from headwater.api.references import warn_of_references
 from headwater.api.retracing import restoring_state, traces_of
 from headwater.api.same_model import check_same_model
@@ -103,8 +104,9 @@ class Replanning:
                 return
             target = dataclasses.replace(target, unchanged=target.unchanged and same_dtypes)
             before = self._predecessor(target)
+            process = process_memory(now, self.device, is_limited=self._planner.limits_device)
             plan = interruptible(
-                self._planner.plan, trace, traces, precision, target.updaters, now.fabric, before
+                self._planner.plan, trace, traces, precision, target.updaters, now.fabric, before, process
             )
             now.replace(plan, target.updaters, target.kept, unchanged=target.unchanged)
             self.trained = target.trained

@@ -78,6 +78,7 @@ class StreamedModel:
         self._largest_batch = 0
         self._unguard = guard_call(model, self._before_call, self._randomness, self._forget_call)
         transaction.register(self.steps)
+        registry.note_compiled(self)
 
     def __deepcopy__(self, memo: object) -> bool:
         """Return the attribute of a copy of the module; see `ATTRIBUTE`."""

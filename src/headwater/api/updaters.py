@@ -6,7 +6,8 @@ import dataclasses
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 import torch
@@ -186,18 +187,27 @@ class Updaters:
         kinds = {entry.spec.update_kind_on(device) for entry in self._entries.values()}
         return max(kinds, key=get_args(UpdateKind).index, default="fused")
 
-    def state_bytes(self, stored: OptimizerState) -> int:
-        """Return the largest number of bytes of optimizer state per parameter element.
+    def state_bytes(self, stored: OptimizerState, params: Iterable[ParamSpec]) -> float:
+        """Return the bytes of optimizer state per trained element, if all have the optimizer that keeps most.
 
         Args:
             stored: how the store keeps optimizer state.
+            params: the parameters. If they differ in their dtype, the result is a mean.
         """
         # Each kind is made once: a model has thousands of parameters, but few options.
         kinds = {(id(each.spec), state_signature(each.options)): each for each in self._entries.values()}
-        return max(
-            (optimizer_state_bytes(each.spec, each.options, stored=stored) for each in kinds.values()),
-            default=0,
-        )
+
+        def most(dtype: torch.dtype) -> int:
+            all_bytes = (
+                optimizer_state_bytes(each.spec, each.options, stored=stored, dtype=dtype)
+                for each in kinds.values()
+            )
+            return max(all_bytes, default=0)
+
+        elements: Counter[torch.dtype] = Counter()
+        for param in params:
+            elements[param.dtype] += param.numel if param.requires_grad else 0
+        return sum(count * most(dtype) for dtype, count in elements.items()) / max(1, elements.total())
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Options, list[nn.Parameter]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, final
 
 from headwater.plan.memory.activations import activations_alive, all_offloaded_bytes
@@ -16,10 +17,16 @@ from headwater.plan.memory.stages import first_to_memory, largest_state_of_an_el
 from headwater.plan.memory.store import StoreMemory
 from headwater.plan.memory.updates import update_space
 from headwater.plan.step_trace import Trace
-from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
+from headwater.plan.types import ONE_MODEL, WHOLE_STORE, OthersBytes, Plan, ProcessMemory, StoreShare
+from headwater.store.layout import RETURNED_BYTES
 
 if TYPE_CHECKING:
     from headwater.optim.spec import UpdateKind
+
+OTHERS, _INITIAL = "other models", "initial weights"
+OTHER_MOMENTS = (OTHERS, _INITIAL)
+"""Names of the parts of a plan's bytes for the moments when its own steps do not run: in steps of the other
+models of the process, and while the store is filled."""
 
 # Bytes that the allocator holds beside the tensors, as a share of the tensors' bytes. There are three
 # allocators on a CPU: malloc that returns freed pages, ranges, and malloc that keeps pages. The last share
@@ -84,6 +91,24 @@ class Memory:
     disk: dict[str, int]
 
 
+def bytes_in_step(parts: Mapping[str, int]) -> int:
+    """Return the bytes that a model occupies during its steps only.
+
+    Gradients do not count: they may wait for the steps of other models.
+
+    Args:
+        parts: the predicted bytes by purpose.
+    """
+    return sum(parts.get(part, 0) for part in ("activations", "allocator", "masking"))
+
+
+def _beside(parts: dict[str, int], others: OthersBytes) -> dict[str, int]:
+    """Return `parts` with the bytes of other models."""
+    if beside := others.beside(bytes_in_step(parts)):
+        return parts | {OTHERS: beside}
+    return parts
+
+
 @final
 class Footprint:
     """Adds up the bytes of plans for one trace. The package `plan/memory` counts each of its parts.
@@ -105,19 +130,21 @@ class Footprint:
         share: the part of the store that counts.
         ranks: number of ranks on this host. They share the host's memory.
         worker_bytes: host memory of the data workers of one rank.
+        process: memory of each rank that belongs to models. What is occupied already is part of `base_bytes`.
     """
 
     def __init__(
         self,
         trace: Trace,
         *,
-        optimizer_state_bytes: int,
+        optimizer_state_bytes: float,
         base_bytes: int,
         update_kind: UpdateKind = "fused",
         checkpoints: bool = True,
         share: StoreShare = WHOLE_STORE,
         ranks: int = 1,
         worker_bytes: int = 0,
+        process: ProcessMemory = ONE_MODEL,
     ) -> None:
         self.trace, self.share = trace, share
         self.stages = stages_of(trace, optimizer_state_bytes)
@@ -126,9 +153,13 @@ class Footprint:
         self._compute_ranks = ranks - share.store_ranks
         # A store rank has an interpreter too, but no data workers.
         self._programs = {
-            "interpreter": ranks * base_bytes,
+            "interpreter": ranks * max(0, base_bytes - process.initial - process.waiting),
             "data workers": self._compute_ranks * worker_bytes,
         }
+        beyond = process.host.beyond(self._programs["interpreter"])
+        self._others_in_host_memory = OthersBytes(beyond.held + ranks * process.waiting, beyond.in_step)
+        self._others_on_device = process.device
+        self._initial_bytes = ranks * process.initial
         if masks := mask_bytes(trace):
             self._programs["masks"] = ranks * masks
         of_an_element = largest_state_of_an_element(self.stages)
@@ -156,12 +187,28 @@ class Footprint:
         if plan.gradient_tier == "disk":
             disk |= {"gradients": self.gradients.all_held(plan)}
         if plan.device == "cpu":  # its memory is host memory, and activations are offloaded to disk
-            return Memory({}, host | compute, disk | {"activations": moved})
+            host = self._with_initial_weights(host | compute, plan)
+            host = _beside(host, self._others_in_host_memory)
+            return Memory({}, host, disk | {"activations": moved})
         gradients = self.gradients.in_host_memory(plan)
         host |= {"gradients": gradients, "activations": self._compute_ranks * moved}
         if masking := max(self._masking):
             host["masking"] = masking
-        return Memory(compute, host, disk)
+        host = _beside(self._with_initial_weights(host, plan), self._others_in_host_memory)
+        return Memory(_beside(compute, self._others_on_device), host, disk)
+
+    def _with_initial_weights(self, parts: dict[str, int], plan: Plan) -> dict[str, int]:
+        """Return `parts` with the bytes that are needed while the store is filled, beyond those of a step."""
+        if not self._initial_bytes:
+            return parts
+        in_step = sum(size for part, size in parts.items() if part not in self._programs)
+        values = [self.stages[stage].values for stage in plan.in_host_memory]
+        # The memory of the first stages is free when that of the last ones is filled.
+        weights = max(self._initial_bytes, sum(values))
+        not_returned = min(self._initial_bytes, RETURNED_BYTES + max(values, default=0))
+        buffers = sum(parts.get(part, 0) for part in ("slabs", "staging"))
+        missing = weights + not_returned + buffers - in_step
+        return parts | {_INITIAL: missing} if missing > 0 else parts
 
     def peak(self, plan: Plan) -> Peak:
         """Return the bytes of activations and gradients on the compute device, when their sum is largest."""
@@ -194,6 +241,11 @@ class Footprint:
         if plan.gradient_tier == "disk":  # the gradients of one stage at a time are read
             held = self._compute_ranks * max(stage.gradient_sum for stage in self.stages)
         return [(0, 0, self._masking.first), (0, held, self._masking.in_step)]
+
+    def held_by_others(self, plan: Plan) -> int:
+        """Return the bytes of the compute memory that other models occupy during steps of `plan`."""
+        on_host = plan.device == "cpu"
+        return (self._others_in_host_memory if on_host else self._others_on_device).held
 
     def sizes_in_slabs(self, plan: Plan) -> tuple[int, ...]:
         """Return the bytes of the weights of each stage that is copied to a slab, in the order of stages."""

@@ -21,8 +21,10 @@ from headwater.plan.memory.slabs import minimum_slabs
 from headwater.plan.rates import Calibration
 from headwater.plan.step_trace import NO_MASKS, MaskedWeights, Trace
 from headwater.plan.types import (
+    ONE_MODEL,
     WHOLE_STORE,
     Activations,
+    ProcessMemory,
     Resources,
     StoreShare,
     Tier,
@@ -93,8 +95,8 @@ class PlanRequest:
         trace_for: micro-batch size -> its dry run.
         batch_size: samples of one optimizer step.
         precision: precision of the run.
-        optimizer_state_bytes: bytes of optimizer state for each trained parameter, as it is stored (8 for
-            Adam, 4 if it is in bf16).
+        optimizer_state_bytes: bytes of optimizer state for each trained element, as it is stored (8 for Adam,
+            4 if it or the model is in bf16); the mean, if elements differ.
         resources: budgets of the run; one that is not set is what the machine has free.
         device: `cpu` or `cuda`.
         calibration: rates of the machine. Without them plans are compared by nominal rates, and the plan
@@ -114,13 +116,14 @@ class PlanRequest:
         kept: name of a masked parameter -> the most elements that its masks keep, if the store may leave out
             the others; see `ParamSpec.kept`.
         masks: the masks of sparse training.
+        process: memory of this process that belongs to models.
     """
 
     trace_for: TraceFor
     _: dataclasses.KW_ONLY
     batch_size: int
     precision: Precision
-    optimizer_state_bytes: int
+    optimizer_state_bytes: float
     resources: Resources
     device: str = "cpu"
     calibration: Calibration | None = None
@@ -137,6 +140,7 @@ class PlanRequest:
     kernels: Kernels = "exact"
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
     masks: MaskedWeights = NO_MASKS
+    process: ProcessMemory = ONE_MODEL
 
     @property
     def may_use_device_tier(self) -> bool:
@@ -279,15 +283,17 @@ def optimizer_state_bytes(
     options: Mapping[str, Any] | None = None,
     *,
     stored: OptimizerState = "exact",
+    dtype: torch.dtype = torch.float32,
 ) -> int:
-    """Return the bytes of state that the store keeps for each element of a parameter (8 for Adam).
+    """Return the bytes of state that the store keeps for each element of a parameter (8 for Adam in fp32).
 
     Args:
         optimizer: the kind of optimizer.
         options: the options of the parameter's group.
         stored: the option `optimizer_state` of the backend.
+        dtype: dtype of the parameter.
     """
-    probe = ParamSpec("weight", (8, 8), torch.float32, torch.float32, bf16_state=stored == "bf16")
+    probe = ParamSpec("weight", (8, 8), dtype, dtype, bf16_state=stored == "bf16")
     layout = UpdateRule(optimizer, options).state_layout(probe)
     # A state with another shape than the parameter does not grow with its elements.
     return sum(stored_dtype(probe, tensor).itemsize for tensor in layout.values() if tensor.shape is None)

@@ -39,6 +39,9 @@ def refusal(request: LimitedRequest) -> DoesNotFitError:
     larger = enough(request)
     shortages = [_shortage(request.budgets, setting.request.budgets) for setting in larger]
     texts = [setting.text for setting in (*larger, *other_settings(request))]
+    if request.asked.process.host.held:
+        shortages[-1] += ", together with the other models that this process streams"
+        texts.append("lower limits for those models, or release them")
     return DoesNotFitError(
         f"the model does not fit: {', or '.join(shortages)}",
         where=_largest_stage(request),

@@ -52,6 +52,8 @@ _PART_COLORS = {
     "activations": "#d9a760",
     "gradients": "#b58bb5",
     "allocator": "#e3d9c9",
+    "other models": "#d0d0d0",
+    "initial weights": "#9fb8c9",
 }
 
 

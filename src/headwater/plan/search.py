@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from headwater.plan.footprint import Footprint
+from headwater.plan.footprint import OTHER_MOMENTS, Footprint
 from headwater.plan.ladder import Rung, activation_ladder, uniform
 from headwater.plan.machine import NO_GROUP, WORKER_BYTES, GroupMemory
 from headwater.plan.memory.stages import counted_bytes, stages_of
@@ -176,6 +176,7 @@ def _footprint(trace: Trace, asked: PlanRequest) -> Footprint:
         share=share,
         ranks=asked.ranks,
         worker_bytes=asked.data_workers * WORKER_BYTES,
+        process=asked.process,
     )
 
 
@@ -274,7 +275,9 @@ def _promising(footprint: Footprint, frame: Plan, ladder: Sequence[Rung], budget
     used, limit = memory.device, budgets.device_memory
     if frame.device == "cpu":
         used, limit = memory.host, budgets.host_memory
-    room = limit - sum(used.values()) + ladder[0].peak_bytes
+    # The other moments that a plan needs room for do not depend on the rung.
+    in_step = sum(used.values()) - sum(used.get(part, 0) for part in OTHER_MOMENTS)
+    room = limit - in_step - footprint.held_by_others(frame) + ladder[0].peak_bytes
     first = bisect_left(ladder, -room, key=lambda rung: -rung.peak_bytes)
     return sorted({min(first, len(ladder) - 1), len(ladder) - 1})
 

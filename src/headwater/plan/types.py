@@ -113,6 +113,54 @@ WHOLE_STORE = StoreShare()
 
 
 @dataclasses.dataclass(frozen=True)
+class OthersBytes:
+    """Bytes that other models of the process may occupy in one kind of memory.
+
+    Attributes:
+        held: bytes that all of them occupy at once, between their steps and in steps that have begun.
+        in_step: further bytes that one of them occupies during a step, at most.
+    """
+
+    held: int = 0
+    in_step: int = 0
+
+    def beyond(self, used: int) -> OthersBytes:
+        """Return the bytes that are not among the `used` bytes, which the process occupies already."""
+        held = max(0, self.held - used)
+        return OthersBytes(held, max(0, self.held + self.in_step - used) - held)
+
+    def beside(self, step: int) -> int:
+        """Return the bytes that must stay free beside a model whose step occupies `step` bytes.
+
+        Models that wait for their next step compute one after another, so their steps use the same bytes.
+        """
+        return self.held + max(0, self.in_step - step)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessMemory:
+    """Memory of the process that belongs to its models, when one of them gets a plan.
+
+    Attributes:
+        initial: bytes that the weights of this model occupy now, in host memory. They become free while the
+            store is filled.
+        waiting: bytes that the weights of models without a plan occupy now, in host memory.
+        host: host memory of the models with a plan. What the process occupied before the first of them counts
+            as held.
+        device: their memory of the compute device; on CPU, where `host` includes it, nothing.
+    """
+
+    initial: int = 0
+    waiting: int = 0
+    host: OthersBytes = OthersBytes()
+    device: OthersBytes = OthersBytes()
+
+
+ONE_MODEL = ProcessMemory()
+"""A process with one model, which has no values yet."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Prediction:
     """Predicted cost of a plan.
 

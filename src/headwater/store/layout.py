@@ -30,6 +30,9 @@ MOST_UNFINISHED = 1
 GROUP_BYTES = 16 << 20
 """Minimum size of a group. A disk reads and writes blocks of this size at full speed."""
 
+RETURNED_BYTES = 64 << 20
+"""While a store is filled, memory of freed weights returns to the system whenever it has this size."""
+
 STAGING_BUFFERS = 4
 """Buffers of a disk tier, each for a group: enough for two threads that read at full speed."""
 

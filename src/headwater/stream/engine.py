@@ -19,6 +19,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.types import Plan
 from headwater.plan.writes import refuse_assignments_after_use
+from headwater.store.layout import RETURNED_BYTES
 from headwater.store.named import keys_by_name
 from headwater.store.pieces import PieceState
 from headwater.store.replicas import checksum, refuse_unequal_replicas
@@ -130,12 +131,16 @@ class Engine:
         """Put all parameters at rest. Write their values to the store first, unless it has them already."""
         described = ((param, self.store.spec(key)) for key, param in self._binder.parameters())
         refuse_lost_hooks(described, self._device.torch_device)
-        checksums = {}
+        checksums, freed = {}, 0
         for stage in self.store.stages:
             if not isinstance(initial, WeightStore):
                 # The store is filled before `adopt`, which frees the present values.
                 checksums[stage.name] = self._fill(stage.index, initial)
+                freed += stage.slab_bytes
             self._binder.adopt(stage.index)
+            if freed >= RETURNED_BYTES:  # otherwise malloc may keep all of them until the store is full
+                return_free_memory()
+                freed = 0
         if checksums and self.store.ownership.replicated:
             refuse_unequal_replicas(self.fabric, self._device.product, checksums)
 

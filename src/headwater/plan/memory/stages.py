@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from math import ceil
 
 import torch
 
@@ -12,9 +13,7 @@ from headwater.plan.step_trace import Trace
 from headwater.plan.types import StoreShare
 from headwater.store.layout import Encoding, encoding_of, tie_bytes
 
-FP32_BYTES = 4
-
-_HALF_BYTES = 2
+FP32_BYTES, HALF_BYTES = 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +28,7 @@ class StageBytes:
         trained: number of trained parameters.
         elements: number of them for which the store has optimizer state; see `ParamSpec.kept`.
         has_ties: true if the store rounds ties to even: see [Note: ties to even] in `store/ties.py`.
+        values: bytes of the masters in the store.
         moved: bytes that an update in host memory reads and writes, by which its time is predicted.
     """
 
@@ -39,6 +39,7 @@ class StageBytes:
     trained: int
     elements: int
     has_ties: bool
+    values: int
     moved: int
 
     @property
@@ -47,7 +48,7 @@ class StageBytes:
         return self.slab + self.state
 
 
-def stages_of(trace: Trace, optimizer_state_bytes: int) -> tuple[StageBytes, ...]:
+def stages_of(trace: Trace, optimizer_state_bytes: float) -> tuple[StageBytes, ...]:
     """Return the bytes of each stage of a dry run. In inference no parameter is trained.
 
     Args:
@@ -59,15 +60,16 @@ def stages_of(trace: Trace, optimizer_state_bytes: int) -> tuple[StageBytes, ...
     )
 
 
-def _bytes_of(stage: StageSpec, optimizer_state_bytes: int, *, trained: bool) -> StageBytes:
+def _bytes_of(stage: StageSpec, optimizer_state_bytes: float, *, trained: bool) -> StageBytes:
     updated = [param for param in stage.params if trained and param.requires_grad]
     elements = sum(param.stored_numel for param in updated)
     masters = sum(map(_master_bytes, stage.params))
-    state, gradient = elements * optimizer_state_bytes + masters, sum(map(_gradient_bytes, updated))
+    state, gradient = ceil(elements * optimizer_state_bytes) + masters, sum(map(_gradient_bytes, updated))
     return StageBytes(
         slab=stage.slab_bytes,
         state=state,
         gradient=gradient,
+        values=stage.slab_bytes + masters,
         moved=2 * (stage.slab_bytes + state) + gradient if updated else 0,
         gradient_sum=sum(param.numel * param.sum_dtype(torch.float32).itemsize for param in updated),
         trained=sum(param.numel for param in updated),
@@ -83,9 +85,9 @@ def _master_bytes(param: ParamSpec) -> int:
         case Encoding.SAME:
             return 0
         case Encoding.SPLIT:
-            return numel * _HALF_BYTES
+            return numel * HALF_BYTES
         case Encoding.EVEN:
-            return numel * _HALF_BYTES + tie_bytes(numel)
+            return numel * HALF_BYTES + tie_bytes(numel)
         case Encoding.COPY:
             return numel * FP32_BYTES
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from math import ceil
 from typing import TYPE_CHECKING
 
 from headwater.core.stage import StageSpec
+from headwater.plan.memory.stages import FP32_BYTES, HALF_BYTES
 from headwater.plan.step_trace import Trace
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class UpdateSpace:
     uncut: tuple[int, ...]
 
 
-def update_space(trace: Trace, optimizer_state_bytes: int, update_kind: UpdateKind) -> UpdateSpace:
+def update_space(trace: Trace, optimizer_state_bytes: float, update_kind: UpdateKind) -> UpdateSpace:
     """Return the memory that updates of a dry run's stages need; `TorchPieces` allocates it.
 
     Args:
@@ -40,7 +42,10 @@ def update_space(trace: Trace, optimizer_state_bytes: int, update_kind: UpdateKi
         update_kind: how the optimizer updates on the device.
     """
     narrow = any(param.bf16_state for stage in trace.stages for param in stage.params)
-    states = optimizer_state_bytes // (2 if narrow else 4)  # number of state tensors
+    trained = [param for stage in trace.stages for param in stage.params if param.requires_grad]
+    all_half = all(param.dtype.itemsize == HALF_BYTES for param in trained)  # their states have their dtype
+    # The number of state tensors. It is rounded up, because the bytes are a mean over all parameters.
+    states = ceil(optimizer_state_bytes / (HALF_BYTES if narrow or all_half else FP32_BYTES))
     # Each piece has a master, a gradient, and fp32 copies of the state tensors that are stored in bf16.
     on_host = 2 + (states if narrow else 0)
     # The device needs more: the first update makes the state, and a later update keeps copies of the state to

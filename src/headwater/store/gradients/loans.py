@@ -9,6 +9,7 @@ from typing import final
 
 import torch
 
+from headwater.core.owned_memory import ONLY_OWNER, storage_references
 from headwater.core.stage import ParamKey
 
 
@@ -89,20 +90,13 @@ def _unused(aliases: Mapping[int, torch.Tensor]) -> list[int]:
     """Return the keys of the aliases whose memory no tensor outside of `aliases` uses."""
     memory = {key: alias.untyped_storage()._cdata for key, alias in aliases.items()}
     own = Counter(memory.values())
-    return [key for key, alias in aliases.items() if _references(alias) < _OWN_REFERENCES + own[memory[key]]]
+    return [
+        key for key, alias in aliases.items() if storage_references(alias) < ONLY_OWNER + own[memory[key]]
+    ]
 
 
 def is_used_elsewhere(gradient: torch.Tensor | None) -> bool:
     """True if another tensor, such as a view that the loop keeps, uses the memory of a dense gradient."""
     if gradient is None or gradient.layout is not torch.strided:
         return False
-    return _references(gradient) > _OWN_REFERENCES
-
-
-def _references(tensor: torch.Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
-_OWN_REFERENCES = _references(torch.empty(0))
-"""Number of references to a storage that only one tensor uses."""
+    return storage_references(gradient) > ONLY_OWNER

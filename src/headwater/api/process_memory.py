@@ -1,0 +1,83 @@
+"""The memory of the process that belongs to its models, streamed or not; a new plan depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from headwater.api.registry import compiled_models
+from headwater.core.owned_memory import ONLY_OWNER, private_resident_bytes, storage_references
+from headwater.plan.alive import has_storage
+from headwater.plan.footprint import OTHER_MOMENTS, bytes_in_step
+from headwater.plan.types import OthersBytes, Prediction, ProcessMemory
+
+if TYPE_CHECKING:
+    from headwater.api.engine_swap import ReplaceableEngine
+    from headwater.stream.engine import Engine
+
+_PROGRAM = "interpreter"
+
+
+def process_memory(planned: ReplaceableEngine, device: str, *, is_limited: bool) -> ProcessMemory:
+    """Return the memory of this process that belongs to its models.
+
+    Args:
+        planned: the engine of the model that gets a new plan.
+        device: the device that computes: `cpu` or `cuda`.
+        is_limited: True if the user has limited the memory of the device. Otherwise the limit is the memory
+            that is free now, so what is allocated already does not count.
+    """
+    others = [model.current for model in compiled_models() if model.current is not planned]
+    engines = [other.engine for other in others if other.engine is not None]
+    predicted = [(_prediction(engine), engine.executor.is_idle) for engine in engines]
+    on_device = _sum((found.device_parts, idle) for found, idle in predicted)
+    if device != "cpu" and not is_limited:
+        on_device = on_device.beyond(torch.cuda.memory_allocated(device))
+    return ProcessMemory(
+        initial=0 if planned.engine is not None else _weight_bytes(planned.model),
+        waiting=sum(_weight_bytes(other.model) for other in others if other.engine is None),
+        host=_sum((found.host_parts, idle) for found, idle in predicted),
+        device=on_device,
+    )
+
+
+def _prediction(engine: Engine) -> Prediction:
+    assert engine.plan.prediction is not None, "a plan that was made from a request has a prediction"
+    return engine.plan.prediction
+
+
+def _sum(models: Iterable[tuple[Mapping[str, int], bool]]) -> OthersBytes:
+    """Return the bytes that several models occupy.
+
+    Args:
+        models: for each model its predicted bytes by purpose, and true if no step of it runs.
+    """
+    held, in_step, programs = 0, 0, []
+    for parts, is_idle in models:
+        programs.append(parts.get(_PROGRAM, 0))
+        held += sum(size for part, size in parts.items() if part not in (_PROGRAM, *OTHER_MOMENTS))
+        if is_idle:
+            step = bytes_in_step(parts)
+            held, in_step = held - step, max(in_step, step)
+    # The first model was planned when the process was smallest.
+    return OthersBytes(held + min(programs, default=0), in_step)
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    """Return the resident bytes of the weights of a model that become free when a store takes them over.
+
+    Weights that other tensors share do not count, since their memory stays. Neither do weights in files.
+    """
+    return private_resident_bytes(_memory_of_weights(model))
+
+
+def _memory_of_weights(model: nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield address and size of the memory of each parameter that nothing else uses."""
+    for param in model.parameters():
+        is_plain = type(param) is nn.Parameter and param.device.type == "cpu" and has_storage(param)
+        if is_plain and storage_references(param) == ONLY_OWNER:
+            storage = param.untyped_storage()
+            yield storage.data_ptr(), storage.nbytes()
