@@ -11,7 +11,7 @@ from torch import nn
 from headwater.api.registry import compiled_models
 from headwater.core.owned_memory import ONLY_OWNER, private_resident_bytes, storage_references
 from headwater.plan.alive import has_storage
-from headwater.plan.footprint import OTHER_MOMENTS, bytes_in_step
+from headwater.plan.memory.process import OTHER_MOMENTS, bytes_in_step
 from headwater.plan.types import OthersBytes, Prediction, ProcessMemory
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Who uses the memory of a tensor, and how much of it is resident."""
+"""References to the memory of a tensor, and the part of that memory that is resident."""
 
 from __future__ import annotations
 

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, final
 
 from headwater.plan.memory.activations import activations_alive, all_offloaded_bytes
 from headwater.plan.memory.device import store_on_device
 from headwater.plan.memory.gradients import GradientMemory
 from headwater.plan.memory.masks import mask_bytes, masking_bytes
+from headwater.plan.memory.process import ProcessParts
 from headwater.plan.memory.slabs import pool_bytes, sizes_in_slabs
 from headwater.plan.memory.snapshots import SnapshotMemory
 from headwater.plan.memory.stages import first_to_memory, largest_state_of_an_element, stages_of
 from headwater.plan.memory.store import StoreMemory
 from headwater.plan.memory.updates import update_space
 from headwater.plan.step_trace import Trace
-from headwater.plan.types import ONE_MODEL, WHOLE_STORE, OthersBytes, Plan, ProcessMemory, StoreShare
-from headwater.store.layout import RETURNED_BYTES
+from headwater.plan.types import ONE_MODEL, WHOLE_STORE, Plan, ProcessMemory, StoreShare
 
 if TYPE_CHECKING:
     from headwater.optim.spec import UpdateKind
-
-OTHERS, _INITIAL = "other models", "initial weights"
-OTHER_MOMENTS = (OTHERS, _INITIAL)
-"""Names of the parts of a plan's bytes for the moments when its own steps do not run: in steps of the other
-models of the process, and while the store is filled."""
 
 # Bytes that the allocator holds beside the tensors, as a share of the tensors' bytes. There are three
 # allocators on a CPU: malloc that returns freed pages, ranges, and malloc that keeps pages. The last share
@@ -91,24 +85,6 @@ class Memory:
     disk: dict[str, int]
 
 
-def bytes_in_step(parts: Mapping[str, int]) -> int:
-    """Return the bytes that a model occupies during its steps only.
-
-    Gradients do not count: they may wait for the steps of other models.
-
-    Args:
-        parts: the predicted bytes by purpose.
-    """
-    return sum(parts.get(part, 0) for part in ("activations", "allocator", "masking"))
-
-
-def _beside(parts: dict[str, int], others: OthersBytes) -> dict[str, int]:
-    """Return `parts` with the bytes of other models."""
-    if beside := others.beside(bytes_in_step(parts)):
-        return parts | {OTHERS: beside}
-    return parts
-
-
 @final
 class Footprint:
     """Adds up the bytes of plans for one trace. The package `plan/memory` counts each of its parts.
@@ -118,7 +94,6 @@ class Footprint:
         share: the part of the store that counts.
         stages: bytes of each stage.
         slab_sizes: bytes of the weights of each stage in a slab.
-        first_to_memory: the stages in the order in which they move from disk to memory.
         gradients: bytes of gradients.
 
     Args:
@@ -129,8 +104,7 @@ class Footprint:
         checkpoints: True if the store is saved during training.
         share: the part of the store that counts.
         ranks: number of ranks on this host. They share the host's memory.
-        worker_bytes: host memory of the data workers of one rank.
-        process: memory of each rank that belongs to models. What is occupied already is part of `base_bytes`.
+        process: memory of each rank that belongs to its models and data workers.
     """
 
     def __init__(
@@ -143,23 +117,18 @@ class Footprint:
         checkpoints: bool = True,
         share: StoreShare = WHOLE_STORE,
         ranks: int = 1,
-        worker_bytes: int = 0,
         process: ProcessMemory = ONE_MODEL,
     ) -> None:
         self.trace, self.share = trace, share
         self.stages = stages_of(trace, optimizer_state_bytes)
         self.slab_sizes = tuple(stage.slab for stage in self.stages)
-        self.first_to_memory = first_to_memory(self.stages)
         self._compute_ranks = ranks - share.store_ranks
+        self._process = ProcessParts(process, base_bytes, ranks)
         # A store rank has an interpreter too, but no data workers.
         self._programs = {
-            "interpreter": ranks * max(0, base_bytes - process.initial - process.waiting),
-            "data workers": self._compute_ranks * worker_bytes,
+            "interpreter": self._process.program,
+            "data workers": self._compute_ranks * process.workers,
         }
-        beyond = process.host.beyond(self._programs["interpreter"])
-        self._others_in_host_memory = OthersBytes(beyond.held + ranks * process.waiting, beyond.in_step)
-        self._others_on_device = process.device
-        self._initial_bytes = ranks * process.initial
         if masks := mask_bytes(trace):
             self._programs["masks"] = ranks * masks
         of_an_element = largest_state_of_an_element(self.stages)
@@ -178,6 +147,11 @@ class Footprint:
         self._activations_alive = functools.cache(functools.partial(activations_alive, trace))
         self._all_offloaded_bytes = functools.cache(functools.partial(all_offloaded_bytes, trace))
 
+    @functools.cached_property
+    def first_to_memory(self) -> list[int]:
+        """The stages in the order in which they move from disk to memory."""
+        return first_to_memory(self.stages)
+
     def memory(self, plan: Plan) -> Memory:
         """Return the peak bytes of `plan` in each kind of memory."""
         compute = {"slabs": self._slabs(plan)} | self._store_on_device(plan) | self.peak(plan).parts
@@ -187,28 +161,20 @@ class Footprint:
         if plan.gradient_tier == "disk":
             disk |= {"gradients": self.gradients.all_held(plan)}
         if plan.device == "cpu":  # its memory is host memory, and activations are offloaded to disk
-            host = self._with_initial_weights(host | compute, plan)
-            host = _beside(host, self._others_in_host_memory)
-            return Memory({}, host, disk | {"activations": moved})
+            return Memory({}, self._in_host_memory(host | compute, plan), disk | {"activations": moved})
         gradients = self.gradients.in_host_memory(plan)
         host |= {"gradients": gradients, "activations": self._compute_ranks * moved}
         if masking := max(self._masking):
             host["masking"] = masking
-        host = _beside(self._with_initial_weights(host, plan), self._others_in_host_memory)
-        return Memory(_beside(compute, self._others_on_device), host, disk)
+        on_device = self._process.with_others(compute, on_device=True)
+        return Memory(on_device, self._in_host_memory(host, plan), disk)
 
-    def _with_initial_weights(self, parts: dict[str, int], plan: Plan) -> dict[str, int]:
-        """Return `parts` with the bytes that are needed while the store is filled, beyond those of a step."""
-        if not self._initial_bytes:
-            return parts
+    def _in_host_memory(self, parts: dict[str, int], plan: Plan) -> dict[str, int]:
+        """Return the bytes of host memory, with those of other moments than the steps of `plan`."""
         in_step = sum(size for part, size in parts.items() if part not in self._programs)
         values = [self.stages[stage].values for stage in plan.in_host_memory]
-        # The memory of the first stages is free when that of the last ones is filled.
-        weights = max(self._initial_bytes, sum(values))
-        not_returned = min(self._initial_bytes, RETURNED_BYTES + max(values, default=0))
-        buffers = sum(parts.get(part, 0) for part in ("slabs", "staging"))
-        missing = weights + not_returned + buffers - in_step
-        return parts | {_INITIAL: missing} if missing > 0 else parts
+        parts = self._process.with_initial_weights(parts, values, in_step)
+        return self._process.with_others(parts, on_device=False)
 
     def peak(self, plan: Plan) -> Peak:
         """Return the bytes of activations and gradients on the compute device, when their sum is largest."""
@@ -244,8 +210,7 @@ class Footprint:
 
     def held_by_others(self, plan: Plan) -> int:
         """Return the bytes of the compute memory that other models occupy during steps of `plan`."""
-        on_host = plan.device == "cpu"
-        return (self._others_in_host_memory if on_host else self._others_on_device).held
+        return self._process.held_by_others(on_device=plan.device != "cpu")
 
     def sizes_in_slabs(self, plan: Plan) -> tuple[int, ...]:
         """Return the bytes of the weights of each stage that is copied to a slab, in the order of stages."""

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from headwater.plan.footprint import OTHER_MOMENTS, Footprint
+from headwater.plan.footprint import Footprint
 from headwater.plan.ladder import Rung, activation_ladder, uniform
 from headwater.plan.machine import NO_GROUP, WORKER_BYTES, GroupMemory
+from headwater.plan.memory.process import OTHER_MOMENTS
 from headwater.plan.memory.stages import counted_bytes, stages_of
 from headwater.plan.mixes import filled_device, filled_memory, smallest_in_memory, smallest_on_device
 from headwater.plan.options import PlanRequest
@@ -175,8 +176,7 @@ def _footprint(trace: Trace, asked: PlanRequest) -> Footprint:
         checkpoints=asked.checkpoints,
         share=share,
         ranks=asked.ranks,
-        worker_bytes=asked.data_workers * WORKER_BYTES,
-        process=asked.process,
+        process=dataclasses.replace(asked.process, workers=asked.data_workers * WORKER_BYTES),
     )
 
 

@@ -139,7 +139,7 @@ class OthersBytes:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessMemory:
-    """Memory of the process that belongs to its models, when one of them gets a plan.
+    """Memory of the process that belongs to its models and data workers, when a model gets a plan.
 
     Attributes:
         initial: bytes that the weights of this model occupy now, in host memory. They become free while the
@@ -148,12 +148,14 @@ class ProcessMemory:
         host: host memory of the models with a plan. What the process occupied before the first of them counts
             as held.
         device: their memory of the compute device; on CPU, where `host` includes it, nothing.
+        workers: bytes of host memory of the data workers.
     """
 
     initial: int = 0
     waiting: int = 0
     host: OthersBytes = OthersBytes()
     device: OthersBytes = OthersBytes()
+    workers: int = 0
 
 
 ONE_MODEL = ProcessMemory()
