@@ -21,6 +21,7 @@ from headwater.core.errors import ConfigError, ModelError
 from headwater.core.precision import Precision
 from headwater.core.units import GIB, MIB
 from headwater.optim.spec import OptimizerSpec
+from headwater.plan.machine import LATE_BYTES, resident_bytes
 from headwater.plan.types import Resources
 from headwater.trainer.early import validate_run
 from headwater.trainer.zoo_job import zoo_trainable
@@ -56,6 +57,14 @@ def cross_entropy(model, batch):
 
 
 TOKENS = torch.zeros(4, 5, dtype=torch.long)
+
+
+def test_compile_only_counts_the_weights_of_the_model_once(tmp_path):
+    model = nn.Linear(4096, 4096)
+    report = compile_only(model, torch.zeros(2, 4096), compile_dir=tmp_path, resources=AMPLE)
+    # The process may have grown by a few MiB after the plan was made.
+    rest = report.plan.prediction.host_parts["interpreter"]
+    assert rest <= resident_bytes() + LATE_BYTES - model.weight.nbytes
 
 
 def test_compile_only_writes_plan_operators_and_graphs(tmp_path):

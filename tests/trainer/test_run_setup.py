@@ -1,5 +1,6 @@
 """Workloads, starting points and files that follow from the params."""
 
+import dataclasses
 import io
 
 import pytest
@@ -16,6 +17,7 @@ from headwater.models.registry import build_model
 from headwater.optim.loss_scale import LossScale
 from headwater.plan import machine
 from headwater.plan.cgroups import Level
+from headwater.plan.machine import LATE_BYTES, resident_bytes, weight_bytes
 from headwater.plan.report import render_plan
 from headwater.plan.types import Activations
 from headwater.trainer.callback import Callback
@@ -83,6 +85,17 @@ def test_plan_follows_the_params():
     assert (plan.slabs, plan.in_place, plan.num_micro_batches) == (2, False, 2)
     assert Activations.RECOMPUTE in plan.activations
     assert plan.budget is not None and plan.budget.host_memory == 4 << 30
+
+
+def test_weights_that_are_in_memory_already_count_once():
+    init = tiny("trainer.init.model.vocab_size=40000", "trainer.init.model.hidden_size=512").init
+    trainable = zoo_trainable(init)
+    with_values = dataclasses.replace(trainable, model=build_model(init.model, seed=init.seed), initial=None)
+    weights = weight_bytes(with_values.model)
+    assert weights > 70 << 20
+    plan = plan_run(init, with_values, Workload(4, optimizer_of(init, trainable), 2))
+    # The process may have grown by a few MiB after the plan was made.
+    assert plan.prediction.host_parts["interpreter"] <= resident_bytes() + LATE_BYTES - weights
 
 
 def test_a_budget_beyond_the_machine_is_noted_even_if_a_control_group_lowers_it(monkeypatch, caplog):

@@ -27,11 +27,12 @@ from headwater.plan.capture.mlir import MISSING, find_lowering
 from headwater.plan.capture.record import StepRecord, record_step
 from headwater.plan.capture.state import optimizer_state_bytes
 from headwater.plan.division import divisions
+from headwater.plan.machine import weight_bytes
 from headwater.plan.options import NOT_FIXED, Fixed, PlanRequest, TraceFor
 from headwater.plan.partition import Partition
 from headwater.plan.step_trace import Trace
 from headwater.plan.trace import trace_step
-from headwater.plan.types import Plan, Resources
+from headwater.plan.types import Plan, ProcessMemory, Resources
 
 ASSUMED_OPTIMIZER = OptimizerSpec("AdamW")
 """The optimizer for which a plan is made if no optimizer is given."""
@@ -246,13 +247,13 @@ class _RecordPlanner:
                     divided=self._divided,
                     batch_size=size,
                     precision=self.record.precision,
-                    # The number is rounded up, because the planned memory must hold the whole state.
-                    optimizer_state_bytes=-(-optimizer_state_bytes(optimizer, params) // max(1, trained)),
+                    optimizer_state_bytes=optimizer_state_bytes(optimizer, params) / max(1, trained),
                     resources=resources,
                     device=self.device,
                     fixed=dataclasses.replace(fixed, micro_batch_size=size),
                     user_loop=self.own_loop,
                     kernels=self.kernels,
+                    process=ProcessMemory(initial=weight_bytes(self.model)),
                 )
             )
         except DoesNotFitError as error:

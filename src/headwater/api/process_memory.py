@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from headwater.api.registry import compiled_models
-from headwater.core.owned_memory import ONLY_OWNER, private_resident_bytes, storage_references
-from headwater.plan.alive import has_storage
+from headwater.plan.machine import weight_bytes
 from headwater.plan.memory.process import OTHER_MOMENTS, bytes_in_step
 from headwater.plan.types import OthersBytes, Prediction, ProcessMemory
 
@@ -37,8 +35,8 @@ def process_memory(planned: ReplaceableEngine, device: str, *, is_limited: bool)
     if device != "cpu" and not is_limited:
         on_device = on_device.beyond(torch.cuda.memory_allocated(device))
     return ProcessMemory(
-        initial=0 if planned.engine is not None else _weight_bytes(planned.model),
-        waiting=sum(_weight_bytes(other.model) for other in others if other.engine is None),
+        initial=0 if planned.engine is not None else weight_bytes(planned.model),
+        waiting=sum(weight_bytes(other.model) for other in others if other.engine is None),
         host=_sum((found.host_parts, idle) for found, idle in predicted),
         device=on_device,
     )
@@ -64,20 +62,3 @@ def _sum(models: Iterable[tuple[Mapping[str, int], bool]]) -> OthersBytes:
             held, in_step = held - step, max(in_step, step)
     # The first model was planned when the process was smallest.
     return OthersBytes(held + min(programs, default=0), in_step)
-
-
-def _weight_bytes(model: nn.Module) -> int:
-    """Return the resident bytes of the weights of a model that become free when a store takes them over.
-
-    Weights that other tensors share do not count, since their memory stays. Neither do weights in files.
-    """
-    return private_resident_bytes(_memory_of_weights(model))
-
-
-def _memory_of_weights(model: nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield address and size of the memory of each parameter that nothing else uses."""
-    for param in model.parameters():
-        is_plain = type(param) is nn.Parameter and param.device.type == "cpu" and has_storage(param)
-        if is_plain and storage_references(param) == ONLY_OWNER:
-            storage = param.untyped_storage()
-            yield storage.data_ptr(), storage.nbytes()

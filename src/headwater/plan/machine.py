@@ -13,6 +13,7 @@ import os
 import resource
 import shutil
 import time
+from collections.abc import Iterator
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
@@ -20,10 +21,13 @@ from typing import NamedTuple
 
 import psutil
 import torch
+from torch import nn
 
 from headwater.core.gpu import first_use
+from headwater.core.owned_memory import ONLY_OWNER, private_resident_bytes, storage_references
 from headwater.core.units import MIB, format_bytes
 from headwater.core.warn_once import warn_once
+from headwater.plan.alive import has_storage
 from headwater.plan.cgroups import Level, memory_levels, memory_room
 from headwater.plan.types import Resources
 
@@ -74,6 +78,23 @@ def _own_bytes(process: psutil.Process) -> int:
     except psutil.Error:  # the process has ended
         return 0
     return int(memory.rss - getattr(memory, "shared", 0))  # `shared` exists on Linux only
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the resident bytes of the weights of a model that become free when a store takes them over.
+
+    Weights that other tensors share do not count, since their memory stays. Neither do weights in files.
+    """
+    return private_resident_bytes(_memory_of_weights(model))
+
+
+def _memory_of_weights(model: nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield address and size of the memory of each parameter that nothing else uses."""
+    for param in model.parameters():
+        is_plain = type(param) is nn.Parameter and param.device.type == "cpu" and has_storage(param)
+        if is_plain and storage_references(param) == ONLY_OWNER:
+            storage = param.untyped_storage()
+            yield storage.data_ptr(), storage.nbytes()
 
 
 def free_resources(resources: Resources, device: str) -> Resources:

@@ -21,7 +21,7 @@ from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import NO_UPDATES, OptimizerSpec
 from headwater.plan.budget import make_plan
 from headwater.plan.division import divisions
-from headwater.plan.machine import warn_of_budgets
+from headwater.plan.machine import warn_of_budgets, weight_bytes
 from headwater.plan.options import (
     DividedTraces,
     PlanRequest,
@@ -36,7 +36,7 @@ from headwater.plan.partition import Partition, find_stages
 from headwater.plan.rates import Calibration
 from headwater.plan.step_trace import NO_MASKS, MaskedWeights, Trace
 from headwater.plan.trace import trace_step
-from headwater.plan.types import WHOLE_STORE, Plan, StoreShare
+from headwater.plan.types import WHOLE_STORE, Plan, ProcessMemory, StoreShare
 from headwater.sparsity.sparsifier import Sparsifier
 from headwater.store.rule import UpdateRule
 from headwater.stream.engine import Engine
@@ -189,6 +189,7 @@ def plan_run(
                 share=share,
                 kept=kept_elements(work) if placement.size == 1 and request.device == "cpu" else {},
                 masks=masked_weights(work),
+                process=ProcessMemory(initial=weight_bytes(trainable.model)),
             )
         )
     warn_of_budgets(request.resources, plan.device)
