@@ -94,8 +94,8 @@ def test_weights_that_are_in_memory_already_count_once():
     weights = weight_bytes(with_values.model)
     assert weights > 70 << 20
     plan = plan_run(init, with_values, Workload(4, optimizer_of(init, trainable), 2))
-    # The process may have grown by a few MiB after the plan was made.
-    assert plan.prediction.host_parts["interpreter"] <= resident_bytes() + LATE_BYTES - weights
+    # The process may have grown or shrunk by a few MiB after the plan was made.
+    assert plan.prediction.host_parts["interpreter"] < resident_bytes() + LATE_BYTES - 0.8 * weights
 
 
 def test_a_budget_beyond_the_machine_is_noted_even_if_a_control_group_lowers_it(monkeypatch, caplog):
