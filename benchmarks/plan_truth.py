@@ -58,11 +58,21 @@ OTHERS = [
 """Shapes and settings that were not looked at when the predictions were made."""
 
 
+LOOPS = [
+    ("GPT-2 12×768 fp32, memory", Workload(dtype="fp32", steps=3), ("--headwater",)),
+    ("GPT-2 6×512 fp32, memory", SMALL, ("--headwater",)),
+    ("GPT-2 6×512 fp32, disk", SMALL, ("--headwater", "--disk={disk}")),
+    ("GPT-2 6×512 bf16 under autocast, memory", dataclasses.replace(SMALL, dtype="bf16"), ("--headwater",)),
+]
+"""Your own loop over transformers' GPT-2, whose weights are in memory before they are streamed."""
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="folder of the disk tiers")
     parser.add_argument("--others", action="store_true", help="twelve other shapes and settings")
+    parser.add_argument("--loops", action="store_true", help="your own loop over a model of transformers")
     parser.add_argument("--only", default="", help="configurations whose name contains this")
     parser.add_argument("--matmul", choices=get_args(Matmul), default="auto", help="setting of the runs")
     return parser
@@ -88,14 +98,18 @@ def main() -> int:
     parser = make_parser()
     args = parser.parse_args()
     rows, results = [], Results()
-    for name, workload, options in OTHERS if args.others else CASES:
+    cases, saved = (OTHERS, "plan_truth_others") if args.others else (CASES, "plan_truth")
+    if args.loops:
+        cases, saved = LOOPS, "plan_truth_loops"
+    for name, workload, options in cases:
         if args.only not in name:
             continue
         try:
             with tempfile.TemporaryDirectory() as cache:
                 os.environ["XDG_CACHE_HOME"] = cache  # the process that is measured finds no rates there
-                system = System(name, "headwater_", (*options, f"--matmul={args.matmul}"))
-                rows.append(row_of(name, run(system, workload, args.folder)))
+                own = System(name, "torch_", options)
+                runs = System(name, "headwater_", (*options, f"--matmul={args.matmul}"))
+                rows.append(row_of(name, run(own if args.loops else runs, workload, args.folder)))
         except FailedRunError as error:
             results.fail(name, error)
         else:
@@ -103,9 +117,7 @@ def main() -> int:
             sys.stdout.flush()  # the whole command takes minutes
     print_table([*rows, *results.failed_rows()])
     part = is_part(parser, args, "only", "matmul")
-    print(
-        save("plan_truth_others" if args.others else "plan_truth", [*rows, *results.failed_rows()], part=part)
-    )
+    print(save(saved, [*rows, *results.failed_rows()], part=part))
     return 1 if results.failures else 0
 
 

@@ -9,12 +9,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
 import torch
 
 from benchmarks.options import at_least
 from benchmarks.resident import peak_rss_bytes
+
+if TYPE_CHECKING:
+    from headwater.plan.types import Plan
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -98,14 +101,44 @@ class Measured(TypedDict):
     plan: MeasuredPlan | None
 
 
-def measure(workload: Workload, step: Step, *, parameters: int, plan: MeasuredPlan | None = None) -> None:
-    """Run the warm-up and the counted steps, and print the measurements as one JSON line."""
+def described(plan: Plan) -> MeasuredPlan:
+    """Return the decisions and the predictions of a plan."""
+    predicted = plan.prediction
+    assert predicted is not None, "a plan that was made from a request has a prediction"
+    return {
+        "flops_per_step": plan.num_micro_batches
+        * sum(cost.forward.flops + cost.backward.flops for cost in plan.trace.costs),
+        "tier": plan.tier,
+        "stages_in_memory": len(plan.trace.stages) - len(plan.on_disk),
+        "in_place": plan.in_place,
+        "slabs": plan.slabs,
+        "micro_batch_size": plan.micro_batch_size,
+        "activations": sorted({policy.value for policy in plan.activations}),
+        "predicted_step_s": predicted.step_s,
+        "predicted_step_parts": predicted.step_parts,
+        "predicted_host_bytes": predicted.host_bytes,
+        "predicted_host_parts": predicted.host_parts,
+    }
+
+
+def measure(
+    workload: Workload, step: Step, *, parameters: int, plan: Callable[[], MeasuredPlan] | None = None
+) -> None:
+    """Run the warm-up and the counted steps, and print the measurements as one JSON line.
+
+    Args:
+        workload: the workload.
+        step: runs one step, and returns its loss.
+        parameters: number of parameters of the model.
+        plan: returns the plan of Headwater; called after the steps.
+    """
     losses, times = [], []
     for index in range(workload.warmup + workload.steps):
         start = time.perf_counter()
         losses.append(step(index))
         times.append(time.perf_counter() - start)
-    print_measured(workload, times, losses, parameters=parameters, plan=plan)
+    found = None if plan is None else plan()
+    print_measured(workload, times, losses, parameters=parameters, plan=found)
 
 
 def print_measured(

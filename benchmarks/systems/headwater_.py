@@ -9,7 +9,7 @@ from typing import get_args
 
 import torch
 
-from benchmarks.workload import MeasuredPlan, Step, Workload, add_workload_arguments, measure, workload_of
+from benchmarks.workload import Step, Workload, add_workload_arguments, described, measure, workload_of
 from headwater.config.models.decoder import DecoderConfig
 from headwater.core.arithmetic import Matmul
 from headwater.core.kernels import choose_kernels
@@ -130,7 +130,7 @@ def main() -> None:
     with Engine(model, plan, optimizer, initial=initial, options=options) as engine:
         step = _stepper(engine, plan, workload, args.max_norm)
         parameters = sum(stage.numel for stage in plan.trace.stages)
-        measure(workload, step, parameters=parameters, plan=_described(plan))
+        measure(workload, step, parameters=parameters, plan=lambda: described(plan))
 
 
 def _stepper(engine: Engine, plan: Plan, workload: Workload, max_norm: float | None) -> Step:
@@ -142,25 +142,6 @@ def _stepper(engine: Engine, plan: Plan, workload: Workload, max_norm: float | N
         return report.loss
 
     return step
-
-
-def _described(plan: Plan) -> MeasuredPlan:
-    predicted = plan.prediction
-    assert predicted is not None, "make_plan predicts"
-    return {
-        "flops_per_step": plan.num_micro_batches
-        * sum(cost.forward.flops + cost.backward.flops for cost in plan.trace.costs),
-        "tier": plan.tier,
-        "stages_in_memory": len(plan.trace.stages) - len(plan.on_disk),
-        "in_place": plan.in_place,
-        "slabs": plan.slabs,
-        "micro_batch_size": plan.micro_batch_size,
-        "activations": sorted({policy.value for policy in plan.activations}),
-        "predicted_step_s": predicted.step_s,
-        "predicted_step_parts": predicted.step_parts,
-        "predicted_host_bytes": predicted.host_bytes,
-        "predicted_host_parts": predicted.host_parts,
-    }
 
 
 if __name__ == "__main__":

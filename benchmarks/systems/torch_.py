@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import argparse
 import functools
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import headwater
-from benchmarks.workload import Step, Workload, add_workload_arguments, measure, workload_of
+from benchmarks.workload import (
+    MeasuredPlan,
+    Step,
+    Workload,
+    add_workload_arguments,
+    described,
+    measure,
+    workload_of,
+)
+from headwater.api.registry import streamed_models
 from headwater.core.buffers import tune_malloc
 
 
@@ -78,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_workload_arguments(parser)
     parser.add_argument("--fsdp2", action="store_true")
     parser.add_argument("--headwater", action="store_true", help="compile the model for streaming")
+    parser.add_argument("--disk", type=Path, help="folder for the weights of the compiled model")
     parser.add_argument("--tuned", action="store_true", help="malloc keeps its pages, as in Headwater")
     return parser
 
@@ -91,9 +102,17 @@ def main() -> None:
     if args.fsdp2:
         shard(workload, model)
     if args.headwater:
-        headwater.compile(model, "CSX")
+        on_disk = {"disk": args.disk, "tier": "disk"} if args.disk else {}
+        headwater.compile(model, headwater.backend("CSX", **on_disk))
     step = stepper(workload, model, autocast=workload.dtype == "bf16" and not args.fsdp2)
-    measure(workload, step, parameters=sum(p.numel() for p in model.parameters()))
+    parameters = sum(p.numel() for p in model.parameters())
+    measure(workload, step, parameters=parameters, plan=_plan_of_loop if args.headwater else None)
+
+
+def _plan_of_loop() -> MeasuredPlan:
+    """Return the plan of the only streamed model."""
+    [model] = streamed_models()
+    return described(model.current.present.plan)
 
 
 if __name__ == "__main__":
