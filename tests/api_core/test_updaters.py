@@ -121,6 +121,12 @@ def test_parameters_in_bf16_have_half_the_state(params):
     assert updaters.state_bytes("exact", specs(params)) == 4
 
 
+def test_parameters_of_integers_have_no_state(params):
+    updaters = noted(params, torch.optim.Adam(params.values()))
+    params["second"].requires_grad_(False).data = torch.zeros(4, dtype=torch.int64)
+    assert updaters.state_bytes("exact", specs(params)) == 8
+
+
 def test_optimizers_are_found_by_their_parameters(params):
     optimizer = torch.optim.SGD([params["first"]], lr=0.1)
     assert optimizer in live_optimizers([params["first"]])

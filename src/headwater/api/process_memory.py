@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ def process_memory(planned: ReplaceableEngine, device: str, *, is_limited: bool)
         is_limited: True if the user has limited the memory of the device. Otherwise the limit is the memory
             that is free now, so what is allocated already does not count.
     """
+    if len(compiled_models()) > 1:
+        gc.collect()  # models that the script has dropped may wait to be freed
     others = [model.current for model in compiled_models() if model.current is not planned]
     engines = [other.engine for other in others if other.engine is not None]
     predicted = [(_prediction(engine), engine.executor.is_idle) for engine in engines]

@@ -206,7 +206,8 @@ class Updaters:
 
         elements: Counter[torch.dtype] = Counter()
         for param in params:
-            elements[param.dtype] += param.numel if param.requires_grad else 0
+            if param.requires_grad:  # others may have integers, for which no optimizer keeps state
+                elements[param.dtype] += param.numel
         return sum(count * most(dtype) for dtype, count in elements.items()) / max(1, elements.total())
 
 
