@@ -107,9 +107,10 @@ def main() -> int:
         try:
             with tempfile.TemporaryDirectory() as cache:
                 os.environ["XDG_CACHE_HOME"] = cache  # the process that is measured finds no rates there
-                own = System(name, "torch_", options)
-                runs = System(name, "headwater_", (*options, f"--matmul={args.matmul}"))
-                rows.append(row_of(name, run(own if args.loops else runs, workload, args.folder)))
+                system = System(name, "headwater_", (*options, f"--matmul={args.matmul}"))
+                if args.loops:
+                    system = System(name, "torch_", options)
+                rows.append(row_of(name, run(system, workload, args.folder)))
         except FailedRunError as error:
             results.fail(name, error)
         else:

@@ -126,7 +126,6 @@ class Planner:
         config = self._backend.config
         disk = disk_folder(config)
         FILE_PAGES.release()  # a model in files needs no memory, but its written pages would count as used
-
         params = [param for stage in trace.stages for param in stage.params]
 
         def make() -> Plan:

@@ -171,9 +171,10 @@ class Footprint:
 
     def _in_host_memory(self, parts: dict[str, int], plan: Plan) -> dict[str, int]:
         """Return the bytes of host memory, with those of other moments than the steps of `plan`."""
-        in_step = sum(size for part, size in parts.items() if part not in self._programs)
-        values = [self.stages[stage].values for stage in plan.in_host_memory]
-        parts = self._process.with_initial_weights(parts, values, in_step)
+        if self._process.has_initial_weights:  # otherwise the search would sum all stages for each plan
+            in_step = sum(size for part, size in parts.items() if part not in self._programs)
+            values = [self.stages[stage].values for stage in plan.in_host_memory]
+            parts = self._process.with_initial_weights(parts, values, in_step)
         return self._process.with_others(parts, on_device=False)
 
     def peak(self, plan: Plan) -> Peak:

@@ -45,6 +45,11 @@ class ProcessParts:
         self._on_device = process.device
         self._initial = ranks * process.initial
 
+    @property
+    def has_initial_weights(self) -> bool:
+        """True if weights are in memory before the store is filled."""
+        return self._initial > 0
+
     def held_by_others(self, *, on_device: bool) -> int:
         """Return the bytes of one kind of memory that other models occupy during the steps of a plan."""
         return (self._on_device if on_device else self._on_host).held
@@ -70,4 +75,4 @@ class ProcessParts:
         not_returned = min(self._initial, RETURNED_BYTES + max(values, default=0))
         buffers = sum(parts.get(part, 0) for part in ("slabs", "staging"))
         missing = weights + not_returned + buffers - in_step
-        return parts | {_INITIAL: missing} if self._initial and missing > 0 else parts
+        return parts | {_INITIAL: missing} if missing > 0 else parts
