@@ -78,7 +78,7 @@ def validate_only(
         own_loop=own_loop,
     )
     spec = _spec(optimizer, model)
-    params = [param for stage in record.trace.storing(optimizer_state).stages for param in stage.params]
+    params = record.trace.storing(optimizer_state).params
     return ValidateReport(record, spec, 0 if spec is None else optimizer_state_bytes(spec, params))
 
 
@@ -237,8 +237,7 @@ class _RecordPlanner:
         # The record was made on the CPU, but the plan must count the bytes on the device.
         trace = self.record.trace if self.device == "cpu" else self._trace(self.record.partition)
         trace = trace.storing(fixed.optimizer_state)
-        params = [param for stage in trace.stages for param in stage.params]
-        trained = sum(param.numel for param in params if param.requires_grad)
+        trained = sum(param.numel for param in trace.params if param.requires_grad)
         size = trace.micro_batch_size
         try:
             return make_plan(
@@ -247,7 +246,7 @@ class _RecordPlanner:
                     divided=self._divided,
                     batch_size=size,
                     precision=self.record.precision,
-                    optimizer_state_bytes=optimizer_state_bytes(optimizer, params) / max(1, trained),
+                    optimizer_state_bytes=optimizer_state_bytes(optimizer, trace.params) / max(1, trained),
                     resources=resources,
                     device=self.device,
                     fixed=dataclasses.replace(fixed, micro_batch_size=size),

@@ -126,7 +126,6 @@ class Planner:
         config = self._backend.config
         disk = disk_folder(config)
         FILE_PAGES.release()  # a model in files needs no memory, but its written pages would count as used
-        params = [param for stage in trace.stages for param in stage.params]
 
         def make() -> Plan:
             kernels = config.kernels(precision, self.device, own_loop=True)
@@ -136,7 +135,7 @@ class Planner:
                 divided=lambda: map(_always, divided),
                 batch_size=trace.micro_batch_size,
                 precision=precision,
-                optimizer_state_bytes=updaters.state_bytes(config.optimizer_state, params),
+                optimizer_state_bytes=updaters.state_bytes(config.optimizer_state, trace.params),
                 update_kind=updaters.update_kind_on(self.device),
                 resources=resources_of(config),
                 device=self.device,

@@ -192,8 +192,7 @@ class _Target:
 
 def _dtypes(trace: Trace) -> dict[str, tuple[torch.dtype, torch.dtype]]:
     """Return for each parameter the dtype in which it is sent to the device, and that of its gradients."""
-    params = [param for stage in trace.stages for param in stage.params]
-    return {param.name: (param.wire_dtype, param.gradient_dtype) for param in params}
+    return {param.name: (param.wire_dtype, param.gradient_dtype) for param in trace.params}
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:

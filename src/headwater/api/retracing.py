@@ -123,7 +123,7 @@ def _with_masters_of(
     engine: Engine, partition: Partition, old_names: Mapping[str, str], *, in_fp32: bool
 ) -> Partition:
     """Return the stages with the dtypes of masters, which differ from those that streamed parameters show."""
-    known = {param.name: param for stage in engine.plan.trace.stages for param in stage.params}
+    known = {param.name: param for param in engine.plan.trace.params}
 
     def corrected(param: ParamSpec) -> ParamSpec:
         if param.name not in old_names:

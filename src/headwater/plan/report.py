@@ -201,9 +201,7 @@ def _decisions(plan: Plan) -> Iterator[str]:
     else:
         if plan.has_bf16_state:
             yield "optimizer state: bf16, rounded stochastically; the run is not exact"
-        left_out = sum(
-            param.numel - param.stored_numel for each in plan.trace.stages for param in each.params
-        )
+        left_out = sum(param.numel - param.stored_numel for param in plan.trace.params)
         if left_out:
             yield f"masked weights: {format_count(left_out)} without optimizer state, zero in every step"
         yield f"masters and optimizer state: {tier}; gradients wait for the update: {plan.gradient_tier}"

@@ -104,6 +104,11 @@ class Trace:
     masks: MaskedWeights = NO_MASKS
 
     @cached_property
+    def params(self) -> tuple[ParamSpec, ...]:
+        """The parameters of all stages."""
+        return tuple(param for stage in self.stages for param in stage.params)
+
+    @cached_property
     def schedule(self) -> tuple[int, ...]:
         """Stages in the order in which one micro-batch uses them, if no divided block is recomputed."""
         return self.uses if self.inference else self.uses + self.uses[::-1]

@@ -343,7 +343,7 @@ class Plan:
     @property
     def has_bf16_state(self) -> bool:
         """True if optimizer state is stored in bf16, which is not exact; see `ParamSpec.bf16_state`."""
-        return any(param.bf16_state for stage in self.trace.stages for param in stage.params)
+        return any(param.bf16_state for param in self.trace.params)
 
     @property
     def converts_half_products(self) -> bool:

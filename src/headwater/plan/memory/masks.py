@@ -64,9 +64,7 @@ def _in_step(trace: Trace, state_of_an_element: float) -> int:
     masks = trace.masks
     if not masks.largest_changing:
         return masks.largest  # a bool for each gradient
-    stored = (
-        param.stored_numel for stage in trace.stages for param in stage.params if param.kept is not None
-    )
+    stored = (param.stored_numel for param in trace.params if param.kept is not None)
     # A bool for each element in the old order, and one in the new order, beside its values.
     moved = int(max(stored, default=0) * (state_of_an_element + 2))
     moving = _STAYING_BYTES * masks.largest_changing + moved if moved else 0
@@ -80,7 +78,7 @@ def expanded_bytes(trace: Trace, state_of_an_element: float) -> int:
         trace: the dry run.
         state_of_an_element: most bytes of a stored element beside the wire image.
     """
-    sizes = (param.numel for stage in trace.stages for param in stage.params if param.kept is not None)
+    sizes = (param.numel for param in trace.params if param.kept is not None)
     # Master and state tensors of all elements, beside the places and the master of the kept ones.
     of_an_element = _FP32_BYTES + state_of_an_element + _INDEX_BYTES + _FP32_BYTES
     return int(min(max(sizes, default=0), PIECE_ELEMENTS) * of_an_element)

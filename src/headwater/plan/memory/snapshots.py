@@ -70,6 +70,5 @@ def _copies_from_device(held: Sequence[StageBytes]) -> int:
 
 def _writing_bytes(trace: Trace) -> int:
     """Return the bytes of the buffers through which checkpoints are written; small parameters need none."""
-    params = (param for stage in trace.stages for param in stage.params)
-    is_large = any(param.numel * FP32_BYTES >= BEHIND_BYTES for param in params)
+    is_large = any(param.numel * FP32_BYTES >= BEHIND_BYTES for param in trace.params)
     return BUFFER_BYTES if is_large else 0

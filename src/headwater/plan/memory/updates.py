@@ -41,8 +41,8 @@ def update_space(trace: Trace, optimizer_state_bytes: float, update_kind: Update
         optimizer_state_bytes: bytes of optimizer state for each trained parameter, as it is stored.
         update_kind: how the optimizer updates on the device.
     """
-    narrow = any(param.bf16_state for stage in trace.stages for param in stage.params)
-    trained = [param for stage in trace.stages for param in stage.params if param.requires_grad]
+    narrow = any(param.bf16_state for param in trace.params)
+    trained = [param for param in trace.params if param.requires_grad]
     all_half = all(param.dtype.itemsize == HALF_BYTES for param in trained)  # their states have their dtype
     # The number of state tensors. It is rounded up, because the bytes are a mean over all parameters.
     states = ceil(optimizer_state_bytes / (HALF_BYTES if narrow or all_half else FP32_BYTES))
