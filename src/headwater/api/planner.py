@@ -167,8 +167,7 @@ def plan_for_store(asked: PlanRequest, before: Plan) -> Plan | None:
         asked: the step and its limits.
         before: the plan of the other engine, which exists while the new plan is made.
     """
-    assert before.prediction is not None, "a plan that was made from a request has a prediction"
-    device, host = before.prediction.device_parts, before.prediction.host_parts
+    device, host = before.predicted.device_parts, before.predicted.host_parts
     limits = asked.resources
     if limits.device_memory is None and asked.device != "cpu":
         # The new engine takes over the stages in device memory, and the old slabs are freed before new ones

@@ -11,11 +11,10 @@ import torch
 from headwater.api.registry import compiled_models
 from headwater.plan.machine import weight_bytes
 from headwater.plan.memory.process import OTHER_MOMENTS, bytes_in_step
-from headwater.plan.types import OthersBytes, Prediction, ProcessMemory
+from headwater.plan.types import OthersBytes, ProcessMemory
 
 if TYPE_CHECKING:
     from headwater.api.engine_swap import ReplaceableEngine
-    from headwater.stream.engine import Engine
 
 _PROGRAM = "interpreter"
 
@@ -33,7 +32,7 @@ def process_memory(planned: ReplaceableEngine, device: str, *, is_limited: bool)
         gc.collect()  # models that the script has dropped may wait to be freed
     others = [model.current for model in compiled_models() if model.current is not planned]
     engines = [other.engine for other in others if other.engine is not None]
-    predicted = [(_prediction(engine), engine.executor.is_idle) for engine in engines]
+    predicted = [(engine.plan.predicted, engine.executor.is_idle) for engine in engines]
     on_device = _sum((found.device_parts, idle) for found, idle in predicted)
     if device != "cpu" and not is_limited:
         on_device = on_device.beyond(torch.cuda.memory_allocated(device))
@@ -43,11 +42,6 @@ def process_memory(planned: ReplaceableEngine, device: str, *, is_limited: bool)
         host=_sum((found.host_parts, idle) for found, idle in predicted),
         device=on_device,
     )
-
-
-def _prediction(engine: Engine) -> Prediction:
-    assert engine.plan.prediction is not None, "a plan that was made from a request has a prediction"
-    return engine.plan.prediction
 
 
 def _sum(models: Iterable[tuple[Mapping[str, int], bool]]) -> OthersBytes:

@@ -87,19 +87,17 @@ The text is tokenized, the speed of this machine is measured (a few seconds, onc
 
 def _plan_in_words(plan: Plan, run: RunLength) -> str:
     """Return the decisions of the plan, explained to a newcomer."""
-    assert plan.prediction is not None, "the plan of a run has a prediction"
-    stages = plan.trace.stages
-    weights, budget = sum(stage.slab_bytes for stage in stages), plan.budget
-    host_memory = None if budget is None else budget.host_memory
-    limit = "" if host_memory is None else f", {format_bytes(host_memory)} available"
+    stages, prediction = plan.trace.stages, plan.predicted
+    weights = sum(stage.slab_bytes for stage in stages)
+    limit = "" if plan.host_limit is None else f", {format_bytes(plan.host_limit)} available"
     lines = [
         f"model: {format_count(sum(stage.numel for stage in stages))} parameters in "
         f"{counted(len(stages), 'stage', 'stages')}, "
         f"{format_bytes(weights)} of weights; the device holds {plan.slabs} stages at a time",
-        f"memory: {format_bytes(plan.prediction.host_bytes)} predicted{limit}",
+        f"memory: {format_bytes(prediction.host_bytes)} predicted{limit}",
     ]
-    if plan.prediction.step_s is not None and run.steps is not None:
-        step_s = plan.prediction.step_s
+    if prediction.step_s is not None and run.steps is not None:
+        step_s = prediction.step_s
         whole = f"{format_duration(step_s * run.steps)} for {counted(run.steps, 'step', 'steps')}"
         lines.append(f"time: {format_duration(step_s)} per step predicted, {whole}")
     return "\n".join([*lines, "the complete plan: plan.txt in the folder of the run", ""])

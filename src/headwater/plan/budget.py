@@ -72,8 +72,7 @@ def _search(asked: PlanRequest) -> tuple[LimitedRequest, Plan | None]:
         request, plan = _with_divided_stages(request)
     if plan is None:
         return request, None
-    assert plan.prediction is not None, "the best plan is predicted"
-    prediction = plan.prediction
+    prediction = plan.predicted
     if asked.calibration is None:
         prediction = dataclasses.replace(prediction, step_s=None, step_parts={})
     return request, dataclasses.replace(plan, prediction=prediction, budget=resources)

@@ -19,7 +19,7 @@ from headwater.core.units import counted, format_bytes, format_count
 from headwater.plan.belady import replay, slab_capacity, slab_policy, slab_positions
 from headwater.plan.outlook import RunLength, outlook, step_table
 from headwater.plan.step_trace import StageCost
-from headwater.plan.types import Activations, Plan, Prediction, Resources
+from headwater.plan.types import Activations, Plan, Resources
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,7 +130,7 @@ def _joined_name(first: str, last: str) -> str:
 
 def render_plan(plan: Plan, run: RunLength | None = None) -> RenderableType:
     """Return the whole plan: stages, decisions, memory against budgets, and the time of step and run."""
-    prediction = _prediction(plan)
+    prediction = plan.predicted
     parts: list[RenderableType] = [
         _stage_table(plan),
         _LEGEND,
@@ -278,7 +278,7 @@ class _MemoryRow:
 
 def _memories(plan: Plan) -> Iterator[_MemoryRow]:
     """Yield a row for each of device memory, host memory and disk that a plan uses."""
-    prediction, budget = _prediction(plan), plan.budget or Resources()
+    prediction, budget = plan.predicted, plan.budget or Resources()
     rows = (
         _MemoryRow("device", prediction.device_bytes, budget.device_memory, prediction.device_parts),
         _MemoryRow("host", prediction.host_bytes, budget.host_memory, prediction.host_parts),
@@ -366,8 +366,3 @@ def _draw_memory(plan: Plan, axes: Axes) -> None:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set(title="Predicted peak", xlabel="share of the budget", xlim=(0, 1.05))
     axes.invert_yaxis()
-
-
-def _prediction(plan: Plan) -> Prediction:
-    assert plan.prediction is not None, "a plan that is shown has been predicted"
-    return plan.prediction

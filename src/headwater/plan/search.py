@@ -17,7 +17,7 @@ from headwater.plan.mixes import filled_device, filled_memory, smallest_in_memor
 from headwater.plan.options import PlanRequest
 from headwater.plan.predict import Predictor
 from headwater.plan.step_trace import Trace
-from headwater.plan.types import Activations, Blocks, Budgets, Plan, Prediction, Tier
+from headwater.plan.types import Activations, Blocks, Budgets, Plan, Tier
 
 _SLAB_CHOICES, _RUNGS = slice(0, 12, 4), 6
 """For plans with some stages in memory: which numbers of slabs are tried, and how many rungs."""
@@ -103,14 +103,14 @@ def _frugal(best: Plan, request: LimitedRequest) -> Plan:
 
 def _seconds(plan: Plan) -> float:
     """Return the predicted seconds of a step."""
-    seconds = _predicted(plan).step_s
+    seconds = plan.predicted.step_s
     assert seconds is not None, "candidates are compared by time"
     return seconds
 
 
 def usage(plan: Plan) -> Budgets:
     """Return the predicted peak bytes of a plan in each kind of memory."""
-    prediction = _predicted(plan)
+    prediction = plan.predicted
     return Budgets(prediction.device_bytes, prediction.host_bytes, prediction.disk_bytes)
 
 
@@ -284,8 +284,7 @@ def _promising(footprint: Footprint, frame: Plan, ladder: Sequence[Rung], budget
 
 def _rank(plan: Plan) -> tuple[float, ...]:
     """Return a sort key: the shortest step first, then the least work, then the least memory."""
-    prediction = _predicted(plan)
-    work = sum(seconds for name, seconds in prediction.step_parts.items() if name != "overlap")
+    work = sum(seconds for name, seconds in plan.predicted.step_parts.items() if name != "overlap")
     return _seconds(plan), work, *usage(plan)
 
 
@@ -295,8 +294,3 @@ def _unconstrained(plan: Plan) -> bool:
     whole = len(plan.trace.stages)
     in_memory = plan.tier == plan.gradient_tier == "memory" and plan.slabs >= whole
     return kept and (in_memory or len(plan.on_device) == whole)
-
-
-def _predicted(plan: Plan) -> Prediction:
-    assert plan.prediction is not None, "candidates are predicted"
-    return plan.prediction

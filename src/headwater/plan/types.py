@@ -273,6 +273,17 @@ class Plan:
     kernels: Kernels = "exact"
 
     @property
+    def predicted(self) -> Prediction:
+        """The predicted cost of a plan that has one, as every plan of the planner has."""
+        assert self.prediction is not None, "the planner predicts each of its plans"
+        return self.prediction
+
+    @property
+    def host_limit(self) -> int | None:
+        """Bytes of host memory that the run may hold; `None`: no limit."""
+        return None if self.budget is None else self.budget.host_memory
+
+    @property
     def on_disk(self) -> tuple[int, ...]:
         """The stages whose weights, masters and optimizer state are stored on disk."""
         stages = range(len(self.trace.stages)) if self.tier == "disk" else ()
@@ -379,9 +390,8 @@ class Plan:
         An allocator that keeps its pages is then faster. Near the budget it must not keep them, since their
         number cannot be predicted to a few percent.
         """
-        limit = None if self.budget is None else self.budget.host_memory
-        if limit is not None and self.prediction is not None:
-            near = self.prediction.host_bytes > _AMPLE_SHARE * limit
-        else:
-            near = False
-        return set(self.activations) == {Activations.KEEP} and not near
+        if set(self.activations) != {Activations.KEEP}:
+            return False
+        if self.host_limit is None or self.prediction is None:
+            return True
+        return self.prediction.host_bytes <= _AMPLE_SHARE * self.host_limit

@@ -93,9 +93,8 @@ def best_advice(shares: Mapping[str, float], plan: Plan) -> Advice | None:
 def _tier_advice(share: float, plan: Plan) -> Advice | None:
     if plan.tier != "disk" and plan.gradient_tier != "disk":
         return None
-    limit = None if plan.budget is None else plan.budget.host_memory
     needed = 0 if plan.prediction is None else plan.prediction.host_bytes + plan.prediction.disk_bytes
-    if limit is not None and limit >= needed:
+    if plan.host_limit is not None and plan.host_limit >= needed:
         return Advice(share, "tier: memory (or auto) would save the waits for the disk")
     setting = f"host_memory: {format_bytes(needed)}" if needed else "a larger host_memory"
     return Advice(share, f"{setting} would keep all weights in memory and save the waits for the disk")

@@ -223,16 +223,15 @@ def _too_short(plan: Plan, steps: int) -> str | None:
 
 def _spare_bytes(plan: Plan) -> int | None:
     """Return the host memory that a plan leaves free; `None` without a limit."""
-    if plan.budget is None or plan.budget.host_memory is None or plan.prediction is None:
+    if plan.host_limit is None or plan.prediction is None:
         return None
-    return plan.budget.host_memory - plan.prediction.host_bytes
+    return plan.host_limit - plan.prediction.host_bytes
 
 
 def _measure(run: _Run) -> list[BlockTimes] | str:
     """Measure one block of each group, store the times and return them. If that fails, return the reason."""
     plan, trainable = run.plan, run.trainable
-    limit = None if plan.budget is None else plan.budget.host_memory
-    free = free_host_bytes(limit)
+    free = free_host_bytes(plan.host_limit)
     needed = max(map(run.needed_bytes, run.groups))
     if free < needed:
         left = format_bytes(max(0, free))

@@ -53,7 +53,7 @@ class FactsFile(Callback):
             end_step=event.end_step,
             started=time.time(),
             device=plan.device,
-            memory_budget=None if plan.budget is None else plan.budget.host_memory,
+            memory_budget=plan.host_limit,
             memory_planned=None if predicted is None else predicted.host_bytes,
             step_s_planned=None if predicted is None else predicted.step_s,
         )

@@ -6,7 +6,6 @@ from rich.console import Console
 
 from headwater.core.units import counted, format_bytes, format_duration
 from headwater.plan.machine import held_bytes
-from headwater.plan.types import Plan
 from headwater.trainer.bars import make_bar
 from headwater.trainer.callback import Callback, FitStart, StepEnd, ValidateEnd
 
@@ -34,7 +33,7 @@ class ProgressBar(Callback):
         self._step_s: float | None = None
 
     def on_fit_start(self, event: FitStart) -> None:
-        self._budget = _memory_budget(event.plan)
+        self._budget = event.plan.host_limit
         self._end_step = event.end_step
         if self._bar is not None:
             self._bar.start(event.start_step, event.end_step)
@@ -76,7 +75,3 @@ class ProgressBar(Callback):
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
-
-
-def _memory_budget(plan: Plan) -> int | None:
-    return None if plan.budget is None else plan.budget.host_memory

@@ -152,8 +152,7 @@ def fit_job(
                 job.write(run_dir)
             first_step = trainer.state.step
             _announce(trainer, start, checkpoints)
-            budget = trainer.plan.budget
-            limit = None if budget is None else budget.host_memory
+            limit = trainer.plan.host_limit
             with interrupts(checkpoints.latest) as interrupt, memory_watch(interrupt, limit):
                 trainer.fit(interrupt)
             return _result(trainer, first_step, interrupt, checkpoints)
