@@ -36,13 +36,17 @@ class Links(abc.ABC):
         self.out = timeline.resource("host", "network out")
         self.into = timeline.resource("host", "network in")
 
-    @abc.abstractmethod
     def broadcast(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
         """Add the tasks that send the weights of a stage to all hosts; return the one that ends last."""
+        return self._send(Kind.BROADCAST, "weights", stage, num_bytes, after)
 
-    @abc.abstractmethod
     def reduce(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
         """Add the tasks that send the gradients of a stage to their owners; return the one that ends last."""
+        return self._send(Kind.REDUCE, "gradients", stage, num_bytes, after)
+
+    @abc.abstractmethod
+    def _send(self, kind: Kind, name: str, stage: int, num_bytes: int, after: Sequence[int]) -> int:
+        """Add the tasks of a broadcast or a reduction; return the one that ends last."""
 
     @property
     @abc.abstractmethod
@@ -52,8 +56,8 @@ class Links(abc.ABC):
     def _seconds(self, num_bytes: float) -> float:
         return num_bytes / self._network.bytes_per_s
 
-    def _delay(self, kind: Kind, stage: int, hops: int, after: int) -> int:
-        return self._timeline.add(kind, "latency", stage, hops * self._network.latency_s, after=[after])
+    def _delay(self, kind: Kind, stage: int, hops: int, after: Sequence[int]) -> int:
+        return self._timeline.add(kind, "latency", stage, hops * self._network.latency_s, after=after)
 
 
 class Peers(Links):
@@ -63,17 +67,11 @@ class Peers(Links):
         super().__init__(timeline, network)
         self._hosts = hosts
 
-    def broadcast(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
-        return self._exchange(Kind.BROADCAST, "weights", stage, num_bytes, after)
-
-    def reduce(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
-        return self._exchange(Kind.REDUCE, "gradients", stage, num_bytes, after)
-
-    def _exchange(self, kind: Kind, name: str, stage: int, num_bytes: int, after: Sequence[int]) -> int:
+    def _send(self, kind: Kind, name: str, stage: int, num_bytes: int, after: Sequence[int]) -> int:
         moved = (self._hosts - 1) / self._hosts * num_bytes  # a host keeps its own share
         links = (self.out, self.into)
         sent = self._timeline.add(kind, name, stage, self._seconds(moved), links, after, moved)
-        return self._delay(kind, stage, 1, sent)
+        return self._delay(kind, stage, 1, [sent])
 
     @property
     def agreement_s(self) -> float:
@@ -91,25 +89,19 @@ class Dedicated(Links):
         self.store_out = timeline.resource("store", "network out")
         self.store_into = timeline.resource("store", "network in")
 
-    def broadcast(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
-        return self._exchange(Kind.BROADCAST, "weights", stage, num_bytes, (self.into, self.store_out), after)
-
-    def reduce(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
-        return self._exchange(Kind.REDUCE, "gradients", stage, num_bytes, (self.out, self.store_into), after)
-
-    def _exchange(
-        self, kind: Kind, name: str, stage: int, num_bytes: int, links: tuple[int, int], after: Sequence[int]
-    ) -> int:
+    def _send(self, kind: Kind, name: str, stage: int, num_bytes: int, after: Sequence[int]) -> int:
         """Add the transfer of a stage's weights or gradients to the timeline.
 
         The link of a compute host carries the whole stage. A host of the store owns a share of the stage, and
         its link carries this share once for each compute host.
         """
+        to_hosts = kind is Kind.BROADCAST
+        links = (self.into, self.store_out) if to_hosts else (self.out, self.store_into)
         both = [
             self._timeline.add(kind, name, stage, self._seconds(moved), (link,), after, moved)
             for link, moved in zip(links, (float(num_bytes), self._each * num_bytes), strict=True)
         ]
-        return self._timeline.add(kind, "latency", stage, self._network.latency_s, after=both)
+        return self._delay(kind, stage, 1, both)
 
     @property
     def agreement_s(self) -> float:
@@ -134,16 +126,9 @@ class Switches(Links):
         self._down = [self.store_out, *down, self.into]
         self._up = [self.out, *reversed(up), self.store_into]
 
-    def broadcast(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
-        return self._pass(Kind.BROADCAST, "weights", stage, num_bytes, self._down, after)
-
-    def reduce(self, stage: int, num_bytes: int, after: Sequence[int]) -> int:
-        return self._pass(Kind.REDUCE, "gradients", stage, num_bytes, self._up, after)
-
-    def _pass(
-        self, kind: Kind, name: str, stage: int, num_bytes: int, path: list[int], after: Sequence[int]
-    ) -> int:
+    def _send(self, kind: Kind, name: str, stage: int, num_bytes: int, after: Sequence[int]) -> int:
         """Add a transfer, piece by piece from link to link. An owner's link carries only its own share."""
+        path = self._down if kind is Kind.BROADCAST else self._up
         pieces = max(1, min(ceil(num_bytes / PIECE_BYTES), MOST_PIECES))
         piece, last = num_bytes / pieces, -1
         for _ in range(pieces):
@@ -152,7 +137,7 @@ class Switches(Links):
                 size = piece / self._owners if link in (self.store_out, self.store_into) else piece
                 last = self._timeline.add(kind, name, stage, self._seconds(size), (link,), before, size)
                 before = [last]
-        return self._delay(kind, stage, len(path), last)
+        return self._delay(kind, stage, len(path), [last])
 
     @property
     def agreement_s(self) -> float:
