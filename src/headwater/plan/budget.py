@@ -96,9 +96,7 @@ def _as_stored(asked: PlanRequest) -> PlanRequest:
 
         return trace
 
-    return dataclasses.replace(
-        asked, trace_for=stored(asked.trace_for), divided=lambda: map(stored, asked.divided())
-    )
+    return asked.with_traces(stored)
 
 
 def _fastest(request: LimitedRequest) -> Plan | None:

@@ -156,6 +156,12 @@ class PlanRequest:
         """True if the plan decides how many stages are in device memory, since the user has not."""
         return self.may_use_device_tier and self.fixed.tier is None and self.fixed.stages_on_device is None
 
+    def with_traces(self, changed: Callable[[TraceFor], TraceFor]) -> PlanRequest:
+        """Return this request with all of its dry runs, also those with smaller stages, changed."""
+        return dataclasses.replace(
+            self, trace_for=changed(self.trace_for), divided=lambda: map(changed, self.divided())
+        )
+
     def minimum_slabs(self, trace: Trace, tier: Tier | None) -> int:
         """Return the fewest slabs of a size class with which a step can run."""
         sharers = self.ranks - self.share.store_ranks if shares_slabs(tier, self.device) else 1

@@ -181,9 +181,7 @@ def plan_run(
 
         plan = make_plan(
             dataclasses.replace(
-                request,
-                trace_for=with_notice(request.trace_for),
-                divided=lambda: map(with_notice, request.divided()),
+                request.with_traces(with_notice),
                 calibration=calibration,
                 ranks=ranks or placement.size,
                 share=share,
@@ -265,7 +263,7 @@ def host_share(placement: Placement, hosts: Sequence[int], host: int) -> StoreSh
     """
     owners = [rank for rank in placement.owners if hosts[rank] == host]
     first, is_alone = hosts.index(host), hosts[-1] == 0
-    updating = set(owners if placement.num_memx else owners[:1])  # on a disk; see `shares_of`
+    updating = set(owners if placement.num_memx else owners[:1])  # on a disk
     # Ranks that update while other ranks compute have the weights of a stage in memory beside the slabs.
     ahead = len(updating) if placement.num_memx or not is_alone else 0
     return StoreShare(
