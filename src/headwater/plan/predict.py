@@ -173,7 +173,7 @@ class Predictor:
     def _sums_on_host_s(self, plan: Plan) -> float:
         """Return the seconds in which the host of a GPU adds the gradients of all micro-batches."""
         count = plan.num_micro_batches
-        if plan.device == "cpu" or self.footprint.gradients.sums_stay:  # see `_sum_s`
+        if plan.device == "cpu" or self.footprint.gradients.sums_stay:  # see `StageTimes`
             return 0.0
         moved = sum(summed_bytes(stage, count) for stage in self._updated(plan.on_device))
         return count * moved / self._host_bytes_per_s

@@ -177,7 +177,7 @@ class GradientMemory:
 
         An update frees the gradients of a stage while the backward continues. Beside the gradients that
         arrive, those of the last complete stage wait until the backward reaches another stage. If a thread
-        updates, those of the stages before it may wait too (`MOST_UNFINISHED` in `store/in_backward.py`).
+        updates, those of the stages before it may wait too (`MOST_UNFINISHED`).
         """
         trace = self._trace
         on_thread = plan.device != "cpu" or plan.on_disk
