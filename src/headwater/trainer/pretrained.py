@@ -25,8 +25,8 @@ def checkpoint_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter in a checkpoint whose name `is_wanted`, with its name, one at a time."""
     for file in SavedCheckpoint(path).weights():
-        for name, place in ((name, place) for name, place in file.places.items() if is_wanted(name)):
-            yield name, file.read(name, 0, torch.Size(place.shape).numel()).view(place.shape)
+        for name in filter(is_wanted, file.places):
+            yield name, file.read_whole(name)
 
 
 def import_weights(config: RunConfig, readers: Mapping[str, Callable[[], torch.Tensor]]) -> Path:
