@@ -1,5 +1,6 @@
 """Addresses of streamed parameters: each has its own, and its values can be read there."""
 
+import collections
 import ctypes
 from types import SimpleNamespace
 
@@ -8,9 +9,11 @@ import torch
 from any_loop import Place, adamw, extreme_plans, randn
 from safetensors.torch import _find_shared_tensors, load_file, save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from headwater.core.errors import StreamError
 from headwater.stream import addresses
+from headwater.stream.home import Home
 
 VIEWS = {
     "parameter": lambda p: p,
@@ -147,3 +150,90 @@ def test_an_empty_parameter_has_no_address(plan, tmp_path):
     step(model, adamw(model[:2].parameters()))
     assert model[2].empty.data_ptr() == 0 and model[2].empty.data.data_ptr() == 0
     place.release()
+
+
+def count_reads(monkeypatch):
+    """Count the reads of each parameter from the weight store."""
+    reads = collections.Counter()
+    read = Home.read
+
+    def counted(home):
+        reads[home.spec.name] += 1
+        return read(home)
+
+    monkeypatch.setattr(Home, "read", counted)
+    return reads
+
+
+@extreme_plans
+def test_values_are_copied_again_only_after_a_change(trained, monkeypatch):
+    model, optimizer, _ = trained
+    weight = model[0].weight
+    reads = count_reads(monkeypatch)
+
+    def ask():
+        reads.clear()
+        address = weight.data_ptr()
+        assert weight.untyped_storage().data_ptr() == weight.detach().data_ptr() == address
+        return address, reads["0.weight"]
+
+    address, count = ask()
+    assert count == 1
+    assert ask() == (address, 0)
+    with torch.no_grad():
+        weight.mul_(2)
+    assert ask() == (address, 1)
+    assert torch.equal(values_at(address, 36), weight.detach().clone().flatten())
+    model.load_state_dict(net().state_dict())
+    assert ask() == (address, 1)
+    step(model, optimizer)
+    assert ask() == (address, 1)
+    assert torch.equal(values_at(address, 36), weight.detach().clone().flatten())
+
+
+@extreme_plans
+@pytest.mark.parametrize("use", [lambda storage: storage, lambda storage: torch.empty(0).set_(storage)])
+def test_a_storage_that_is_used_is_not_freed(use, trained):
+    model, optimizer, _ = trained
+    weight = model[0].weight
+    used = use(weight.detach().untyped_storage())
+    address, before = weight.data_ptr(), weight.detach().clone().flatten()
+    step(model, optimizer)
+    assert torch.equal(values_at(address, 36), before)
+    assert weight.data_ptr() == address  # the new values are there now, as in plain PyTorch
+    assert torch.equal(values_at(address, 36), weight.detach().clone().flatten())
+    del used
+    model(randn(3, 6, seed=1))
+    assert not values_at(address, 36).any()
+
+
+@extreme_plans
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_storage_has_the_bytes_of_its_parameter(trained):
+    model, _, _ = trained
+    for param in model.parameters():
+        storage, typed = param.untyped_storage(), param.detach().storage()
+        assert storage.nbytes() == param.nbytes and len(typed) == param.numel()
+        assert typed.dtype == param.dtype and typed.data_ptr() == storage.data_ptr() == param.data_ptr()
+        with pytest.raises(StreamError, match="copy of values"):
+            storage.fill_(1)
+        with pytest.raises(StreamError, match="copy of values"):
+            typed.fill_(1)
+
+
+@extreme_plans
+def test_transformers_writes_weights_with_few_reads(plan, tmp_path, monkeypatch):
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=60
+    )
+    place = Place(plan, tmp_path)
+    model = place.compile(LlamaForCausalLM(config))
+    tokens = torch.arange(8).reshape(1, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    adamw(model.parameters()).step()
+    reads = count_reads(monkeypatch)
+    model.save_pretrained(tmp_path / "saved")
+    assert {*reads.values()} <= {1}
+    place.release()
+    saved = load_file(tmp_path / "saved/model.safetensors")
+    assert all(torch.equal(saved[name], param) for name, param in model.named_parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -14,20 +13,7 @@ S = TypeVar("S", bound=Storage)
 
 
 class _ReadOnly:
-    """Methods that raise `StreamError`, because they would change a copy alone.
-
-    Attributes:
-        address: returns the address to show instead of that of the copy; `None` to show that.
-    """
-
-    address: Callable[[], int] | None = None
-
-    def data_ptr(self) -> int:
-        """Return the address."""
-        if self.address is not None:
-            return self.address()
-        found: int = super().data_ptr()  # type: ignore[misc] # of the storage
-        return found
+    """Methods that raise `StreamError`, because they would change a copy alone."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StreamError(
@@ -49,14 +35,8 @@ class _ReadOnlyTyped(_ReadOnly, torch.TypedStorage):
 _CLASSES = {torch.UntypedStorage: _ReadOnlyUntyped, torch.TypedStorage: _ReadOnlyTyped}
 
 
-def read_only(storage: S, address: Callable[[], int] | None = None) -> S:
-    """Return the storage, whose methods that change or share it raise `StreamError` from now on.
-
-    Args:
-        storage: the storage.
-        address: returns the address that its `data_ptr` shows from now on; `None` for that of its memory.
-    """
+def read_only(storage: S) -> S:
+    """Return the storage, whose methods that change or share it raise `StreamError` from now on."""
     found = cast(Any, storage)
     found.__class__ = _CLASSES.get(type(storage), type(storage))
-    found.address = address
     return storage

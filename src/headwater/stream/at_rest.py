@@ -27,7 +27,7 @@ from headwater.core.interrupts import uninterrupted
 from headwater.core.read_only_storage import Storage, read_only
 from headwater.core.uncompiled import uncompiled
 from headwater.plan.alive import has_storage
-from headwater.stream.addresses import address_of
+from headwater.stream.addresses import Reserved, reserved_memory
 from headwater.stream.autocast_blocks import note_read_of_master
 from headwater.stream.declared_writes import declared_writes
 from headwater.stream.home import Home
@@ -245,6 +245,9 @@ class _Read(torch.autograd.Function):
         return gradient
 
 
+_STORAGES = (torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor._typed_storage)
+
+
 def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on values from the store. Write values that `func` changes in place back to the store.
 
@@ -252,38 +255,49 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         StreamError: if `func` changes a parameter that requires a gradient outside of `torch.no_grad()`.
     """
     if func is torch.Tensor.data_ptr:
-        return _address(args[0], whole=False)
+        return _address(args[0])
+    if func in _STORAGES:
+        memory = _memory(plain_view(args[0]))
+        if memory is not None:
+            untyped = read_only(memory.storage())
+            if func is torch.Tensor.untyped_storage:
+                return untyped
+            return read_only(torch.TypedStorage(wrap_storage=untyped, dtype=args[0].dtype, _internal=True))
     if getattr(func, "__module__", None) == "torch.nn.init":  # these disable gradients only after the read
         with torch.no_grad():
             return _Operation(func, args, kwargs).run()
     return _Operation(func, args, kwargs).run()
 
 
-def _address(tensor: Any, *, whole: bool) -> int:
-    """Return the address of a tensor at rest or of a recorded view; see [Note: addresses].
-
-    Args:
-        tensor: the tensor.
-        whole: return the address of the whole parameter.
-    """
+def _address(tensor: Any) -> int:
+    """Return the address of a tensor at rest or of a recorded view; see [Note: addresses]."""
     tensor = plain_view(tensor)
-    home: Any = tensor.read.home if isinstance(tensor, RecordedPart) else getattr(tensor, "home", None)
-    values = home.read() if isinstance(home, Home) else None
-    # Values on a GPU have no address in host memory, and a recorded view may have another dtype.
-    if values is None or not has_storage(values) or values.is_cuda or values.dtype != tensor.dtype:
-        return int(tensor.data_ptr() if values is None else values.data_ptr())
-    if not values.numel():
-        return 0
-    view = tensor if isinstance(tensor, RecordedPart) else tensor.selection(values)
-    offset = int(view.storage_offset()) * view.element_size()
+    home = _home(tensor)
+    if home is None:
+        return int(tensor.data_ptr())
+    memory = _memory(tensor)
+    if memory is None:
+        return int(home.read().data_ptr())
+    view = tensor if isinstance(tensor, RecordedPart) else tensor.selection(home.meta)
+    return memory.address + int(view.storage_offset()) * view.element_size()
+
+
+def _memory(tensor: Any) -> Reserved | None:
+    """Return the memory that is reserved for the parameter of a tensor at rest, with its present values.
+
+    Return `None` for other tensors, for values on a GPU, which have no address in host memory, for a recorded
+    view of another dtype and for a parameter without elements.
+    """
+    home = _home(tensor)
+    if home is None or home.device.type != "cpu" or home.spec.dtype != tensor.dtype or not home.meta.numel():
+        return None
     param = tensor.read.param if isinstance(tensor, RecordedPart) else tensor.source.param
-    return address_of(param, values) + (0 if whole else offset)
+    return reserved_memory(param, home)
 
 
-def _address_of_all(tensor: Any) -> int:
-    """Return the address of the whole parameter of a tensor; see `_address`."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _address(tensor, whole=True)
+def _home(tensor: Any) -> Home | None:
+    home = tensor.read.home if isinstance(tensor, RecordedPart) else getattr(tensor, "home", None)
+    return home if isinstance(home, Home) else None
 
 
 def plain_view(leaf: Any) -> Any:
@@ -358,8 +372,7 @@ class _Operation:
             for index, result in enumerate(results)
         )
         if isinstance(result, Storage) and (self._at_rest or self._views):
-            # Only a request for the address copies the values there.
-            return read_only(result, partial(_address_of_all, (*self._at_rest.values(), *self._views)[0]))
+            return read_only(result)
         return tree_unflatten(returned, structure)
 
     def _call(self, values: dict[int, torch.Tensor]) -> Any:

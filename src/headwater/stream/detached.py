@@ -90,6 +90,12 @@ class DetachedAtRest(AtRest, StoredTensor):
                 return result
             if own is not None and func is torch.Tensor.detach:
                 return own._again()
+            if (
+                own is not None
+                and func is torch.Tensor.contiguous
+                and own.meta.is_contiguous(*args[1:], **kwargs)
+            ):
+                return own  # as torch does
             if own is not None and func == DATA.__set__ and plain_view(own) is own:
                 raise moved(own.home, "tensor.data = …")
             return on_values(func, args, kwargs)
@@ -106,7 +112,7 @@ class DetachedAtRest(AtRest, StoredTensor):
         return int(on_values(torch.Tensor.data_ptr, (self,), {}))
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return a storage with a copy of the values, and with the address that `data_ptr` returns."""
+        """Return a storage with a copy of the values, at the address that `data_ptr` returns."""
         if self.is_cuda:
             return read_only(self.keep().untyped_storage())
         storage: torch.UntypedStorage = on_values(torch.Tensor.untyped_storage, (self,), {})

@@ -57,6 +57,11 @@ class Home:
         with torch.inference_mode(False):
             return spec.like_the_parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
 
+    @property
+    def version(self) -> int:
+        """A counter. It grows whenever a value of the parameter's stage may have changed."""
+        return self.store.version(self.stage)
+
     @uninterrupted
     def read(self) -> torch.Tensor:
         """Return a copy of the master on `device`, a normal tensor in any mode and any transform."""
