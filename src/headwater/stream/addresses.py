@@ -109,8 +109,8 @@ def _check_room(home: Home, size: int) -> None:
     room = memory_room()  # free memory of the container
     if size > (free if room is None else min(free, room)) // 2:
         raise StreamError(
-            f"data_ptr() would copy {size / 2**30:.1f} GiB to the address, more than half of the memory that "
-            "is free; copies at other addresses are freed before the next forward",
+            f"data_ptr() or untyped_storage() would copy {size / 2**30:.1f} GiB, more than half of the "
+            "memory that is free; copies at other addresses are freed before the next forward",
             where=f"{home.spec.name}, a parameter of shape {list(home.spec.shape)}",
             remedy="write weights with headwater.save or headwater.save_pretrained, and compare parameters "
             "by id()",
