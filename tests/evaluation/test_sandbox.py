@@ -74,6 +74,10 @@ def test_a_program_that_runs_to_its_end_has_passed(run, program):
         ("import os\nos.kill(os.getpid(), 9)", "ended by signal 9"),
         ("import os, signal\nos.kill(1, signal.SIGKILL)\nos.kill(-1, signal.SIGKILL)", "failed: "),
         ("import os\nwhile True: os.fork()", "Resource temporarily unavailable"),
+        (
+            "import os\nos.write(2, b'KeyError\\nTraceback (most recent call last):\\n  File')\nos._exit(1)",
+            "failed: KeyError",
+        ),
     ],
 )
 def test_a_program_that_fails_has_the_reason(run, program, result):

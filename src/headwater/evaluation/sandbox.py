@@ -272,8 +272,8 @@ class _Process:
             return Outcome(True, "passed")
         if code > 128:
             return Outcome(False, f"failed: ended by signal {code - 128}")
-        lines = self._text["errors"].decode(errors="replace").strip().splitlines()
-        return Outcome(False, f"failed: {lines[-1][:300] if lines else 'it ended before its tests'}")
+        reason = _reason(self._text["errors"].decode(errors="replace"))
+        return Outcome(False, f"failed: {reason[:300] or 'it ended before its tests'}")
 
     def _refused(self, code: int) -> RunError:
         name = "setup" if code == REFUSED else "errors"
@@ -285,6 +285,19 @@ class _Process:
             "kernel.apparmor_restrict_unprivileged_userns=0; in a container: its seccomp profile), or "
             "write the generations here and evaluate them on another machine with --load_generations_path",
         )
+
+
+def _reason(errors: str) -> str:
+    """Return the line that names the error in what a program wrote, or an empty text if it wrote nothing.
+
+    The line is usually the last one. But the end of a program kills its other processes, perhaps in the
+    middle of their tracebacks, so lines of a traceback may follow.
+    """
+    lines = errors.strip().splitlines()
+    for line in reversed(lines):
+        if line.strip() and not line.startswith((" ", "Traceback (")):
+            return line
+    return lines[-1] if lines else ""
 
 
 def _visible_folders() -> list[str]:
