@@ -2,6 +2,9 @@
 
 import collections
 import ctypes
+import gc
+import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headwater.core.errors import StreamError
+from headwater.core.lazy import LazyTensor
 from headwater.stream import addresses
 from headwater.stream.home import Home
 
@@ -91,7 +95,57 @@ def test_views_have_addresses_within_the_parameter(view, layer, trained):
     found, expected = VIEWS[view](weight), VIEWS[view](plain)
     assert found.data_ptr() - weight.data_ptr() == expected.data_ptr() - plain.data_ptr()
     assert found.untyped_storage().data_ptr() == weight.data_ptr()
+    assert found.storage_offset() == expected.storage_offset()
     assert values_at(found.data_ptr(), 1) == expected[(0,) * expected.ndim]
+
+
+@extreme_plans
+def test_a_view_of_another_dtype_has_an_address_within_the_parameter(trained):
+    model, _, _ = trained
+    weight = model[0].weight
+    row = weight.data.view(torch.int16)[1]
+    assert row.data_ptr() - weight.data_ptr() == 24
+    used = torch.empty(0, dtype=torch.int16)
+    used.set_(row.untyped_storage(), row.storage_offset(), row.shape, row.stride())
+    assert torch.equal(used.view(torch.float32), weight[1])
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.turn = nn.Parameter(randn(6, 6, seed=2).to(torch.complex64))
+
+    def forward(self, x):
+        return self.last((self.first(x).to(torch.complex64) @ self.turn).real)
+
+
+@extreme_plans
+def test_a_recorded_view_of_another_dtype_has_an_address_within_the_parameter(plan, tmp_path):
+    place = Place(plan, tmp_path)
+    model = place.compile(Complex())
+    step(model, torch.optim.SGD(model.parameters(), 0.1))
+    view = torch.view_as_real(model.turn)
+    assert view.requires_grad and view[1].data_ptr() - model.turn.data_ptr() == 6 * 8
+    assert torch.equal(values_at(view[1].data_ptr(), 12), view[1].detach().flatten())
+    place.release()
+
+
+@extreme_plans
+@pytest.mark.parametrize("take", [lambda p: p, lambda p: p.data, lambda p: p.detach()])
+def test_the_address_of_a_weight_in_autocast_has_the_values_of_the_master(take, plan, tmp_path):
+    place = Place(plan, tmp_path)
+    model = place.compile(net())
+    optimizer = adamw(model.parameters())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(randn(3, 6, seed=1)).float().square().mean().backward()
+    optimizer.step()
+    weight = model[0].weight
+    assert weight.home.spec.wire_dtype == torch.bfloat16
+    found = take(weight)
+    assert found.data_ptr() == found.untyped_storage().data_ptr()
+    assert torch.equal(values_at(found.data_ptr(), 36), weight.detach().clone().flatten())
+    place.release()
 
 
 @extreme_plans
@@ -102,6 +156,84 @@ def test_the_copies_are_freed_before_a_forward(trained):
     model(randn(3, 6, seed=1))
     assert not addresses._filled and not values_at(address, 36).any()
     assert model[0].weight.data_ptr() == address and values_at(address, 36).any()
+
+
+def read_elsewhere(params):
+    """Return the addresses of parameters, and a function that ends the thread that has asked for them."""
+    found, asked, done = [], threading.Event(), threading.Event()
+
+    def ask():
+        found.extend(param.data_ptr() for param in params)
+        asked.set()
+        done.wait()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    asked.wait()
+
+    def end():
+        done.set()
+        thread.join()
+
+    return found, end
+
+
+@extreme_plans
+def test_a_forward_frees_no_copies_that_another_thread_reads(trained):
+    model, _, _ = trained
+    (address,), end = read_elsewhere([model[0].weight])
+    model(randn(3, 6, seed=1))
+    assert torch.equal(values_at(address, 36), model[0].weight.detach().clone().flatten())
+    end()
+    model(randn(3, 6, seed=1))
+    assert not addresses._filled and not values_at(address, 36).any()
+
+
+@extreme_plans
+def test_copies_of_former_values_are_freed_for_every_thread(trained):
+    model, optimizer, _ = trained
+    (address,), end = read_elsewhere([model[0].weight])
+    step(model, optimizer)
+    model(randn(3, 6, seed=1))
+    assert not addresses._filled and not values_at(address, 36).any()
+    end()
+
+
+@extreme_plans
+def test_a_model_that_has_shown_addresses_is_freed(plan, tmp_path):
+    model = Place(plan, tmp_path).compile(net())
+    step(model, torch.optim.SGD(model.parameters(), 0.1))
+    weight = model[0].weight
+    storage, expected = weight.untyped_storage(), weight.detach().clone().flatten()
+    store = vars(model)["_headwater"].engine.store
+    references = [weakref.ref(each) for each in (model, weight, store)]
+    del model, weight, store
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+    assert torch.equal(torch.empty(0).set_(storage), expected)
+
+
+@extreme_plans
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda optimizer, weight: optimizer.state[weight]["exp_avg"],
+        lambda optimizer, weight: optimizer.state[weight]["exp_avg"].data,
+        lambda optimizer, weight: optimizer.state_dict()["state"][0]["exp_avg"],
+    ],
+)
+def test_optimizer_state_has_addresses_with_its_values(take, trained, tmp_path):
+    model, optimizer, _ = trained
+    weight = model[0].weight
+    state = take(optimizer, weight)
+    for _ in range(2):
+        save_file({"state": state}, tmp_path / "saved")
+        expected = optimizer.state[weight]["exp_avg"].clone()
+        assert torch.equal(load_file(tmp_path / "saved")["state"], expected)
+        address = take(optimizer, weight).data_ptr()
+        assert torch.equal(torch.empty(0).set_(state.untyped_storage()), expected.flatten())
+        assert isinstance(state, LazyTensor) or torch.equal(values_at(address, 36), expected.flatten())
+        step(model, optimizer)
 
 
 @extreme_plans
@@ -155,13 +287,13 @@ def test_an_empty_parameter_has_no_address(plan, tmp_path):
 def count_reads(monkeypatch):
     """Count the reads of each parameter from the weight store."""
     reads = collections.Counter()
-    read = Home.read
+    read = Home.read_on_host
 
     def counted(home):
         reads[home.spec.name] += 1
         return read(home)
 
-    monkeypatch.setattr(Home, "read", counted)
+    monkeypatch.setattr(Home, "read_on_host", counted)
     return reads
 
 

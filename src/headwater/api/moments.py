@@ -16,7 +16,7 @@ from headwater.core.stage import ParamSpec
 from headwater.core.uncompiled import uncompiled
 from headwater.store.layout import Scalars
 from headwater.stream.at_rest import AtRest, all_of, on_values
-from headwater.stream.home import Home
+from headwater.stream.home import Home, ValuesVersion
 from headwater.stream.new_parameters import becomes_parameter_when_marked
 from headwater.stream.parameter_memory import KeptHome
 from headwater.stream.parameters import ParameterAtRest
@@ -34,10 +34,25 @@ class _MomentHome:
     def spec(self) -> ParamSpec:
         return self.home.spec
 
+    @property
+    def meta(self) -> torch.Tensor:
+        layout = layouts_of(self.home)[self.name]
+        shape = self.spec.shape if layout.shape is None else layout.shape
+        with torch.inference_mode(False):
+            meta = torch.empty(shape, dtype=layout.dtype, device="meta")
+            return self.spec.like_the_parameter(meta) if shape == self.spec.shape else meta
+
+    @property
+    def version(self) -> ValuesVersion:
+        return self.home.version
+
     def read(self) -> torch.Tensor:
         # A tensor made in inference mode could not be used in training later.
         with torch.inference_mode(False):
-            return self.home.store.parameters.read_param(self.home.key, self.name).to(self.home.device)
+            return self.read_on_host().to(self.home.device)
+
+    def read_on_host(self) -> torch.Tensor:
+        return self.home.store.parameters.read_param(self.home.key, self.name)
 
     def write(self, value: torch.Tensor) -> None:
         self.home.store.parameters.write_param(self.home.key, value.detach(), self.name)
@@ -66,6 +81,11 @@ class Moment:
         # Not an attribute: its reference cycle would keep a tensor alive that the program has dropped, and
         # `keep` would copy the values needlessly.
         return self
+
+    @property
+    def tensor_name(self) -> tuple[torch.nn.Parameter, str]:
+        """The parameter, and the name of the tensor in the parameter's optimizer state."""
+        return self._param, self._name
 
     @classmethod
     def of(cls, optimizer: Optimizer, param: torch.nn.Parameter, name: str) -> Moment:
@@ -134,13 +154,18 @@ class _Reading:
         home = self.moment.home
         return (home.home, home.name) if isinstance(home, _MomentHome) else None
 
+    @property
+    def version(self) -> object:
+        """The version of the values; see `LazyTensor`."""
+        return self.moment.home.version
+
 
 class MomentAtRest(AtRest, NotTraced):
     """A tensor of an optimizer's state whose values are in the weight store.
 
     Attributes:
         moment: the tensor of the state.
-        meta: a tensor of the same shape and strides on the meta device.
+        meta: a tensor of the same shape, strides and dtype on the meta device.
     """
 
     moment: Moment
@@ -164,17 +189,16 @@ class MomentAtRest(AtRest, NotTraced):
             scalars: the scalars of the state, by name.
         """
         home = param.home
-        if name in scalars:
-            like, shape = scalars[name], torch.Size()
-        else:
-            layout = layouts_of(home)[name]
-            like = torch.empty((), dtype=layout.dtype, device=home.device)
-            shape = param.shape if layout.shape is None else torch.Size(layout.shape)
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
-            found = stand_in(cls, shape, like)
-            meta = torch.empty(shape, device="meta")
+            if name in scalars:
+                like = scalars[name]
+                meta = torch.empty((), dtype=like.dtype, device="meta")
+            else:
+                meta = _MomentHome(home, name).meta
+                like = torch.empty((), dtype=meta.dtype, device=home.device)
+            found = stand_in(cls, meta.shape, like)
         found.moment = Moment.of(optimizer, param, name)
-        found.meta = home.spec.like_the_parameter(meta) if tuple(shape) == home.spec.shape else meta
+        found.meta = meta
         return found
 
     @property

@@ -42,7 +42,7 @@ class StoredTensor(Tensor):
     """
 
     read_pieces: ReadPieces
-    _kept: Tensor | None
+    _kept: tuple[object, Tensor] | None  # a version of the values, and these values
 
     @staticmethod
     def __new__(
@@ -87,12 +87,6 @@ class StoredTensor(Tensor):
     def tolist(self) -> Any:
         return self.materialize().tolist()
 
-    def keep(self) -> Tensor:
-        """Return a plain tensor with the values, which this tensor keeps in memory for later calls."""
-        if self._kept is None:
-            self._kept = self.materialize()
-        return self._kept
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         # Plain: a copy is made to be changed.
         copy = self._plain()
@@ -116,8 +110,8 @@ class LazyTensor(StoredTensor):
     """A stored tensor that can only be read.
 
     An operation that would return a view of a plain tensor returns a view of a copy. In-place operations
-    raise an error. After a call of `data_ptr` or `untyped_storage` the tensor keeps its values in memory. See
-    `StoredTensor`.
+    raise an error. After a call of `data_ptr` or `untyped_storage` the tensor keeps its values in memory, and
+    later calls copy them again if `read_pieces.version` has changed. See `StoredTensor`.
     """
 
     # Every operation reaches __torch_dispatch__, so this layer above it would only cost time.
@@ -142,10 +136,20 @@ class LazyTensor(StoredTensor):
         _refuse_write(self)
 
     def data_ptr(self) -> int:
-        return self.keep().data_ptr()
+        return self._in_memory().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return read_only(self.keep().untyped_storage())
+        return read_only(self._in_memory().untyped_storage())
+
+    def _in_memory(self) -> Tensor:
+        """Return a plain tensor with the present values. Later calls return the same tensor."""
+        version = getattr(self.read_pieces, "version", None)  # values in a file do not change
+        if self._kept is None:
+            self._kept = version, self.materialize()
+        elif self._kept[0] != version:
+            self._kept[1].copy_(self.materialize())
+            self._kept = version, self._kept[1]
+        return self._kept[1]
 
 
 def _refuse_write(written: object) -> None:

@@ -1,19 +1,22 @@
-"""Addresses of parameters whose values are in the weight store.
+"""Addresses of parameters and of optimizer state whose values are in the weight store.
 
 [Note: addresses]
 In plain PyTorch the values of a parameter have one address. Libraries use it as a key of a dictionary, find
 parameters that share memory by it, or read the values there, as safetensors does. The store has no such
 memory. So the first request for an address reserves virtual memory of the size of the parameter, which other
-parameters never get. A request copies the values to it if they have changed since the last copy. Before the
-next forward this memory is freed, but it stays reserved: the parameter keeps its address. The storage of the
-parameter is this memory too, which is not freed as long as the storage is used.
+parameters never get. It is host memory, also for parameters on a GPU. A request copies the values to it if
+they have changed since the last copy. Before the next forward this memory is freed, but it stays reserved:
+the parameter keeps its address. The storage of the parameter is this memory too, which is not freed as long
+as the storage is used. A thread may save a model while another one trains. So a forward frees no memory that
+other threads have asked for, unless they have ended or the values have changed.
 """
 
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import psutil
 import torch
@@ -24,14 +27,37 @@ from headwater.core.modes import apart_from_modes
 from headwater.plan.cgroups import memory_room
 
 if TYPE_CHECKING:
-    from headwater.stream.home import Home
+    from headwater.core.stage import ParamSpec
+    from headwater.stream.home import ValuesVersion
 
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 
 
+class StoredPlace(Protocol):
+    """The place in the weight store of the values of a parameter or of a tensor of optimizer state.
+
+    Attributes:
+        spec: the parameter.
+        meta: a tensor of the same shape, strides and dtype on the meta device.
+        version: the version of the present values.
+    """
+
+    @property
+    def spec(self) -> ParamSpec: ...
+
+    @property
+    def meta(self) -> torch.Tensor: ...
+
+    @property
+    def version(self) -> ValuesVersion: ...
+
+    def read_on_host(self) -> torch.Tensor:
+        """Return a copy of the values in host memory."""
+
+
 @final
 class Reserved:
-    """Virtual memory for the values of one parameter. It takes memory only while it holds a copy of them.
+    """Virtual memory for the values of one tensor. It takes memory only while it holds a copy of them.
 
     Attributes:
         address: the address of the memory.
@@ -41,88 +67,110 @@ class Reserved:
     def __init__(self, size: int) -> None:
         self._memory = mmap.mmap(-1, size, flags=_FLAGS)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._holds: tuple[Home, int] | None = None  # the place of the values, and their version
+        self._holds: ValuesVersion | None = None
+        self._readers: set[threading.Thread] = set()  # threads that may read the values
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
         self.address, self.size = self._bytes.data_ptr(), size
 
-    def fill(self, home: Home) -> None:
+    def fill(self, home: StoredPlace) -> None:
         """Copy the values here, in the order in which they are in memory, if they have changed.
 
         Raises:
             StreamError: if the machine has too little free memory for a copy of the values.
         """
-        wanted = home, home.version
-        if self._holds != wanted:
+        with _lock:
+            # This is first: from here on forwards in other threads do not free the values.
+            self._readers.add(threading.current_thread())
+            _filled.add(self)
+        version = home.version
+        if self._holds != version:
             if self._holds is None:
                 _check_room(home, self.size)
-            values = home.read()
+            values = home.read_on_host()
             self._bytes.view(values.dtype).as_strided(values.shape, values.stride()).copy_(values)
-            self._holds = wanted
-            _filled.add(self)
+            self._holds = version
 
     def storage(self) -> torch.UntypedStorage:
         """Return the memory as a storage, which callers only read."""
-        found = None if self._storage is None else self._storage()
-        if found is None:
-            # Made from a new tensor, because a storage of `_bytes` would not end when its users release it.
-            found = torch.frombuffer(self._memory, dtype=torch.uint8).untyped_storage()
-            self._storage = weakref.ref(found)
+        with _lock:
+            found = None if self._storage is None else self._storage()
+            if found is None:
+                # Made from a new tensor, because the storage of `_bytes` does not end when its users drop it.
+                found = torch.frombuffer(self._memory, dtype=torch.uint8).untyped_storage()
+                self._storage = weakref.ref(found)
         return found
 
     def free(self) -> None:
-        """Free the memory, unless its storage is used. It stays reserved, and then holds zeros."""
-        if self._storage is None or self._storage() is None:
+        """Free the memory, unless it may be read. It stays reserved, and then holds zeros."""
+        if not self._may_be_read():
             self._memory.madvise(mmap.MADV_DONTNEED)
             self._holds = None
+            self._readers.clear()
             _filled.discard(self)
+
+    def _may_be_read(self) -> bool:
+        """True if the storage is used, or if another thread has asked for values that are still present."""
+        if self._storage is not None and self._storage() is not None:
+            return True
+        others = self._readers - {threading.current_thread()}
+        if not any(thread.is_alive() for thread in others):
+            return False
+        return self._holds is None or self._holds.is_present
 
 
 _reserved = WeakTensorKeyDictionary()
-"""Parameter -> its `Reserved`."""
+"""Parameter -> name of a tensor of its optimizer state, or `None` for its values -> `Reserved`."""
 _filled: weakref.WeakSet[Reserved] = weakref.WeakSet()
 """The memory that holds copies of values now."""
+_lock = threading.Lock()
+"""Guards the two collections, and the change from used to free memory."""
 
 
-def reserved_memory(param: torch.Tensor, home: Home) -> Reserved:
-    """Return the memory that is reserved for a parameter at rest. It has the values until the next forward.
+def reserved_memory(param: torch.Tensor, state: str | None, home: StoredPlace) -> Reserved:
+    """Return the memory that is reserved for a tensor at rest. It has the values until the next forward.
 
     See [Note: addresses].
 
     Args:
         param: the parameter.
-        home: the place of its values, on the CPU; at least one value.
+        state: the name of a tensor of its optimizer state; `None` for its values.
+        home: the place of its values; at least one value.
 
     Raises:
         StreamError: if the machine has too little free memory for a copy of the values.
     """
     size = home.meta.nbytes
     with apart_from_modes():
-        found: Reserved | None = _reserved.get(param)
-        if found is None or found.size != size:
-            found = _reserved[param] = Reserved(size)
+        with _lock:
+            by_state = _reserved.setdefault(param, {})
+            found: Reserved | None = by_state.get(state)
+            if found is None or found.size != size:
+                found = by_state[state] = Reserved(size)
         found.fill(home)
     return found
 
 
-def _check_room(home: Home, size: int) -> None:
+def _check_room(home: StoredPlace, size: int) -> None:
     free = psutil.virtual_memory().available
     room = memory_room()  # free memory of the container
     if size > (free if room is None else min(free, room)) // 2:
         raise StreamError(
             f"data_ptr() or untyped_storage() would copy {size / 2**30:.1f} GiB, more than half of the "
             "memory that is free; copies at other addresses are freed before the next forward",
-            where=f"{home.spec.name}, a parameter of shape {list(home.spec.shape)}",
+            where=f"{home.spec.name}, a tensor of shape {list(home.meta.shape)}",
             remedy="write weights with headwater.save or headwater.save_pretrained, and compare parameters "
             "by id()",
         )
 
 
 def free_copies() -> None:
-    """Free the copies of values at the addresses of all parameters, except for those that are used."""
-    for reserved in list(_filled):
-        reserved.free()
+    """Free the copies of values at the addresses of all parameters, except for those that may be read."""
+    if _filled:
+        with _lock:
+            for reserved in list(_filled):
+                reserved.free()
 
 
 def forget_address(param: torch.Tensor) -> None:
-    """Free the address of a parameter that is no longer at rest."""
+    """Free the addresses of a parameter that is no longer at rest, and of its optimizer state."""
     _reserved.pop(param, None)

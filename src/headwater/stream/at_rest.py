@@ -109,7 +109,7 @@ class PartAtRest(AtRest, NotTraced):
     """A tensor at rest that would be a view of a parameter in plain PyTorch.
 
     Attributes:
-        meta: a tensor of the same shape and strides on the meta device.
+        meta: a tensor of the same shape, strides and storage offset on the meta device.
     """
 
     meta: torch.Tensor
@@ -256,6 +256,8 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """
     if func is torch.Tensor.data_ptr:
         return _address(args[0])
+    if func is torch.Tensor.contiguous and _layout(args[0]).is_contiguous(*args[1:], **kwargs):
+        return args[0]
     if func in _STORAGES:
         memory = _memory(plain_view(args[0]))
         if memory is not None:
@@ -272,32 +274,40 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _address(tensor: Any) -> int:
     """Return the address of a tensor at rest or of a recorded view; see [Note: addresses]."""
     tensor = plain_view(tensor)
-    home = _home(tensor)
-    if home is None:
-        return int(tensor.data_ptr())
+    if not tensor.numel():
+        return 0  # as in torch
     memory = _memory(tensor)
     if memory is None:
-        return int(home.read().data_ptr())
-    view = tensor if isinstance(tensor, RecordedPart) else tensor.selection(home.meta)
-    return memory.address + int(view.storage_offset()) * view.element_size()
+        return int(tensor.data_ptr())
+    layout = _layout(tensor)
+    return memory.address + int(layout.storage_offset()) * layout.element_size()
+
+
+def _layout(tensor: Any) -> torch.Tensor:
+    """Return a tensor with the shape, strides, offset and dtype that `tensor` shows."""
+    if isinstance(tensor, RecordedPart):
+        return tensor
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    found: torch.Tensor = tensor.home.meta if is_parameter else tensor.meta
+    return found
 
 
 def _memory(tensor: Any) -> Reserved | None:
     """Return the memory that is reserved for the parameter of a tensor at rest, with its present values.
 
-    Return `None` for other tensors, for values on a GPU, which have no address in host memory, for a recorded
-    view of another dtype and for a parameter without elements.
+    Return `None` for other tensors, for a parameter without elements, and for a recorded view from before a
+    change of the parameter's dtype.
     """
-    home = _home(tensor)
-    if home is None or home.device.type != "cpu" or home.spec.dtype != tensor.dtype or not home.meta.numel():
+    if isinstance(tensor, RecordedPart):
+        source, home, dtype = tensor.read.memory, tensor.read.home, tensor.read.dtype
+    elif isinstance(tensor, AtRest):
+        source, home, dtype = tensor.source, tensor.home, None
+    else:
         return None
-    param = tensor.read.param if isinstance(tensor, RecordedPart) else tensor.source.param
-    return reserved_memory(param, home)
-
-
-def _home(tensor: Any) -> Home | None:
-    home = tensor.read.home if isinstance(tensor, RecordedPart) else getattr(tensor, "home", None)
-    return home if isinstance(home, Home) else None
+    if isinstance(home, KeptHome) or not home.meta.numel() or dtype not in (None, home.meta.dtype):
+        return None
+    param, state = source.tensor_name
+    return reserved_memory(param, state, home)
 
 
 def plain_view(leaf: Any) -> Any:
@@ -431,7 +441,9 @@ class _Operation:
         part = stand_in(PartAtRest, result.shape, result)
         leaf = next(leaf for leaf in self._at_rest.values() if leaf.home == home)
         part.source = leaf.source
-        part.meta = torch.empty_strided(result.shape, result.stride(), device="meta")
+        part.meta = torch.empty(0, dtype=result.dtype, device="meta").as_strided(
+            result.shape, result.stride(), result.storage_offset()
+        )
         part.selection = lambda whole: self._result_of(whole, index)
         owners = {leaf.owner for leaf in self._at_rest.values()}
         part.owner = None if self._func == DATA.__get__ else owners.pop()

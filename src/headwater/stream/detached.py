@@ -8,7 +8,6 @@ import torch
 
 from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor, StoredTensor
-from headwater.core.read_only_storage import read_only
 from headwater.core.uncompiled import uncompiled
 from headwater.stream.at_rest import AtRest, PartAtRest, all_of, moved, on_values, plain_view
 from headwater.stream.home import Home
@@ -90,12 +89,6 @@ class DetachedAtRest(AtRest, StoredTensor):
                 return result
             if own is not None and func is torch.Tensor.detach:
                 return own._again()
-            if (
-                own is not None
-                and func is torch.Tensor.contiguous
-                and own.meta.is_contiguous(*args[1:], **kwargs)
-            ):
-                return own  # as torch does
             if own is not None and func == DATA.__set__ and plain_view(own) is own:
                 raise moved(own.home, "tensor.data = …")
             return on_values(func, args, kwargs)
@@ -104,19 +97,6 @@ class DetachedAtRest(AtRest, StoredTensor):
         found = type(self)(self.read_pieces, self.shape, self.dtype, self.device)
         found.source, found.owner, found.again_of = self.source, self.owner, self
         return found
-
-    def data_ptr(self) -> int:
-        """Return the address of the parameter; the names of a tied weight have one. See [Note: addresses]."""
-        if self.is_cuda:  # values on a GPU have no such address
-            return self.keep().data_ptr()
-        return int(on_values(torch.Tensor.data_ptr, (self,), {}))
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return a storage with a copy of the values, at the address that `data_ptr` returns."""
-        if self.is_cuda:
-            return read_only(self.keep().untyped_storage())
-        storage: torch.UntypedStorage = on_values(torch.Tensor.untyped_storage, (self,), {})
-        return storage
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `StreamError`: a tensor at rest cannot get other memory."""

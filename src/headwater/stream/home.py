@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -19,6 +20,27 @@ if TYPE_CHECKING:
 
 MakePlain = Callable[[ParamKey, torch.device], None]
 """Function that turns a parameter into a plain one, whose values it copies to a device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ValuesVersion:
+    """The values of a parameter at one time. It compares unequal once they may have changed.
+
+    Attributes:
+        store: the weight store. The reference is weak, so that a version may outlive a dropped model.
+        key: the parameter.
+        count: the store's counter of changes to the stage.
+    """
+
+    store: weakref.ref[WeightStore]
+    key: ParamKey
+    count: int
+
+    @property
+    def is_present(self) -> bool:
+        """True if the parameter still has these values."""
+        store = self.store()
+        return store is not None and store.version(self.key[0]) == self.count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +80,20 @@ class Home:
             return spec.like_the_parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
 
     @property
-    def version(self) -> int:
-        """A counter. It grows whenever a value of the parameter's stage may have changed."""
-        return self.store.version(self.stage)
+    def version(self) -> ValuesVersion:
+        """The version of the present values."""
+        return ValuesVersion(weakref.ref(self.store), self.key, self.store.version(self.stage))
 
     @uninterrupted
     def read(self) -> torch.Tensor:
         """Return a copy of the master on `device`, a normal tensor in any mode and any transform."""
         with apart_from_modes():
-            return self.store.parameters.read_param(self.key).to(self.device)
+            return self.read_on_host().to(self.device)
+
+    @uninterrupted
+    def read_on_host(self) -> torch.Tensor:
+        """Return a copy of the master in host memory."""
+        return self.store.parameters.read_param(self.key)
 
     def plain_copy(self, *, requires_grad: bool) -> nn.Parameter:
         """Return a new plain parameter with the present values. As in torch's copies, it has no gradient."""

@@ -38,6 +38,11 @@ class KeptHome:
         self.spec = _Named(name)
         self._values = values
 
+    @property
+    def version(self) -> object:
+        """The version of the values. It compares unequal once they have changed."""
+        return self, self._values._version
+
     def read(self) -> torch.Tensor:
         """Return the values: the memory itself, not a copy."""
         return self._values
@@ -74,6 +79,11 @@ class Memory:
         """Return the memory to which a parameter points now."""
         # Views of one parameter must share one object, so that all of them follow it.
         return _memories.setdefault(id(param), cls(param))
+
+    @property
+    def tensor_name(self) -> tuple[torch.Tensor, None]:
+        """The parameter, and `None`: these are not values of optimizer state."""
+        return self.param, None
 
     @property
     def home(self) -> Any:
@@ -151,6 +161,11 @@ class Values:
         """(place of the parameter in a store, `None`): the key for all its values; see `StoredValues`."""
         home = self.memory.home
         return None if isinstance(home, KeptHome) else (home, None)
+
+    @property
+    def version(self) -> object:
+        """The version of the values; see `LazyTensor`."""
+        return self.memory.home.version
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Values) and other.memory is self.memory

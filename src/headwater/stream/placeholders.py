@@ -21,8 +21,11 @@ _METADATA = frozenset({
 DATA: Any = torch.Tensor.data
 """The attribute `data`; its getter and setter are functions that `__torch_function__` sees."""
 
-LAYOUT = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
-"""Functions that depend on strides. They run on `meta`, because a tensor at rest is one expanded element."""
+LAYOUT = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset})
+"""Functions that depend on strides and on the offset in memory.
+
+They run on `meta`, because the placeholder of a tensor at rest is one expanded element.
+"""
 
 BY_IDENTITY = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 """Functions that identify tensors in an autograd graph and do not read their values."""

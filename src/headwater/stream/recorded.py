@@ -10,7 +10,6 @@ place, as the step does in plain PyTorch. Changes of the copy are written to the
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, final
 
 import torch
@@ -25,26 +24,28 @@ from headwater.stream.parameter_memory import KeptHome
 class RecordedRead:
     """The values of a tensor at rest that autograd has read. All views of them refer to this object.
 
+    Attributes:
+        memory: the memory to which the tensor at rest points; see `AtRest.source`.
+
     Args:
         leaf: the tensor at rest.
         values: its values, in new memory.
     """
 
     def __init__(self, leaf: Any, values: torch.Tensor) -> None:
-        self._memory, self._owner, self._selection = leaf.source, leaf.owner, leaf.selection
+        self.memory, self._owner, self._selection = leaf.source, leaf.owner, leaf.selection
         self._values = values.detach()  # shares the version counter of the views
         self._state = self._present_state()
 
     @property
     def home(self) -> Any:
         """The place of the values now."""
-        return self._memory.home
+        return self.memory.home
 
     @property
-    def param(self) -> torch.Tensor:
-        """The weight."""
-        found: torch.Tensor = self._memory.param
-        return found
+    def dtype(self) -> torch.dtype:
+        """The dtype that the weight had in the store at the read."""
+        return self._values.dtype
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """True if a tensor is a view of the values."""
@@ -56,7 +57,7 @@ class RecordedRead:
         home = self.home
         if isinstance(home, KeptHome):
             return None
-        return weakref.ref(home.store), home.key, home.store.version(home.stage), self._memory.param._version
+        return home.version, self.memory.param._version
 
     @uninterrupted
     def refresh(self) -> None:
