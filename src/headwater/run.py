@@ -16,7 +16,7 @@ from pathlib import Path
 from headwater.api.ranks import refuse_restarts
 from headwater.cli import early, fit, validate
 from headwater.cli.arguments import add_override_options, overrides, read_params
-from headwater.cli.main import guarded
+from headwater.cli.main import guarded, prepare_process
 from headwater.cli.output import open_console
 from headwater.cli.parser import Parser
 from headwater.config.files import find_params
@@ -86,13 +86,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the command line; `sys.argv[1:]` if `None`.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        prepare_process()
 
     def start() -> int:
-        args = _parse(words, "python -m headwater.run")
+        args = _parse(sys.argv[1:] if argv is None else argv, "python -m headwater.run")
         config = read_params(args)
-        evaluates = args.mode == "eval" and not early.asked_for(config)
-        return validate.evaluate(config) if evaluates else fit.train(config)
+        if args.mode == "eval" and not early.asked_for(config):
+            return validate.evaluate(config)
+        # Each rank runs the command `headwater fit`, which trains the same run.
+        words = ["fit", args.params, *args.overrides]
+        with fit.ranks_here(config, words, is_process=argv is None) as code:
+            return fit.train(config) if code is None else code
 
     return guarded(start)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import gzip
+import json
 
 import pytest
 
@@ -74,3 +75,15 @@ def test_the_size_of_a_vocabulary_has_limits(text_file, tmp_path, size, limit):
 def test_error_names_the_input(tmp_path):
     with pytest.raises(DataError, match=r"(?s)does not exist.*nowhere\.txt"):
         run(parse(tmp_path / "nowhere.txt", "--out", tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("longer", "advice"), [("skip", ", or --longer cut"), ("cut", "\n")])
+def test_advice_for_records_that_were_left_out(tmp_path, capsys, longer, advice):
+    records = [{"prompt": "a", "completion": "b " * size} for size in (1, 1, 90)]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, records)))
+    options = ["--vocab_size", 258, "--sequence_length", 16, "--num_workers", 1, "--longer", longer]
+    mode = ["--mode", "prompt_completion"]
+    assert run(parse(tmp_path / "answers.jsonl", "--out", tmp_path / "out", *mode, *options)) == 0
+    error = capsys.readouterr().err
+    assert "1 of 3 records were left out, because they do not fit into 16 tokens" in error
+    assert f"write a larger --sequence_length{advice}" in error

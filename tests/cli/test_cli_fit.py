@@ -1,6 +1,7 @@
 """Training by command line: what it leaves; equal to plain PyTorch, and to itself after a resume."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -198,6 +199,15 @@ def test_the_model_zoos_command_line(params, tmp_path, capsys, mode, kinds):
     capsys.readouterr()
     assert main(["--params", str(params), *options, "--mode", "eval"]) == 0
     assert capsys.readouterr().out.startswith("validation loss")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
+def test_the_model_zoos_command_line_starts_ranks(params, two, tmp_path):
+    from headwater.run import main
+
+    options = ["--num_csx", "2", "--model_dir", str(tmp_path / "other")]
+    assert main(["--params", str(params), *options, "--mode", "train_and_eval"]) == 0
+    assert history(tmp_path / "other") == history(two)
 
 
 def test_a_dynamic_loss_scale_skips_steps_and_survives_a_resume(headwater, data, tmp_path):

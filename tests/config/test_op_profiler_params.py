@@ -35,18 +35,20 @@ def test_the_callback_of_the_newer_form():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "message", "key"),
     [
-        ("start_step: 1", "start_step: 4", "start_step at most end_step, got start_step 4 and end_step 3"),
-        ("start_step: 1", "start_step: 0", "start_step"),
-        ("end_step: 3", "last_step: 3", "last_step"),
+        ("start_step: 1", "start_step: 4", "at most end_step, got start_step 4 and end_step 3", ""),
+        ("start_step: 1", "start_step: 0", "start_step", ".start_step"),
+        ("end_step: 3", "last_step: 3", "last_step", ".last_step"),
+        ("start_step: 1, ", "", "the key 'start_step' is missing", ".start_step"),
     ],
 )
-def test_a_wrong_range_is_an_error_with_its_place(tmp_path, old, new, message):
+def test_a_wrong_range_is_an_error_with_the_key_as_it_was_written(tmp_path, old, new, message, key):
     (tmp_path / "params.yaml").write_text(OLDER.replace(old, new))
     with pytest.raises(ConfigError, match=message) as caught:
         load_params(tmp_path / "params.yaml")
-    assert "params.yaml" in str(caught.value)
+    where = str(caught.value.where)
+    assert where.endswith(f"params.yaml, line 6: runconfig.op_profiler_config{key}")
 
 
 def test_the_option_of_the_command_line_replaces_the_profiles_of_the_params(tmp_path):
@@ -57,7 +59,7 @@ def test_the_option_of_the_command_line_replaces_the_profiles_of_the_params(tmp_
     assert steps(with_profile(config, "7")) == [(7, 7)]
 
 
-@pytest.mark.parametrize("text", ["10:5", "0:3", "a:b", "5-10", ":5", "1:2:3"])
+@pytest.mark.parametrize("text", ["10:5", "0:3", "a:b", "5-10", ":5", "5:", "", "1:2:3"])
 def test_text_that_is_not_a_range_of_steps(text):
     config = load_params(shipped_params()["gpt/tiny"])
     with pytest.raises(ConfigError, match="expected the first and the last step, such as 5:10"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -256,7 +257,19 @@ def run(args: argparse.Namespace) -> int:
         progress=console.is_terminal,
     )
     console.print(summary(statistics, args.out))
+    if statistics.too_long_records:
+        print(_advice_on_length(statistics, args.longer), file=sys.stderr)
     return 0
+
+
+def _advice_on_length(statistics: Statistics, longer: str) -> str:
+    """Return a message that some records did not fit into a sample, and how to keep them."""
+    found = f"{statistics.too_long_records:,} of {statistics.documents:,} records"
+    cut = "" if longer == "cut" else ", or --longer cut to keep a part of each"
+    return (
+        f"note: {found} were left out, because they do not fit into {statistics.sequence_length} tokens; "
+        f"write a larger --sequence_length{cut}"
+    )
 
 
 def _settings(args: argparse.Namespace) -> PrepareSettings:

@@ -7,8 +7,8 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -78,11 +78,26 @@ def run(args: argparse.Namespace) -> int:
     for key in ("job_labels", "job_priority"):
         if key in config.init.backend.cluster_config.model_fields_set and JOB not in os.environ:
             print(f"note: {key} has no effect without {_SUBMIT}", file=sys.stderr)
+    with ranks_here(config, args.words, is_process=args.is_process) as code:
+        return train(config) if code is None else code
+
+
+@contextmanager
+def ranks_here(config: RunConfig, words: Sequence[str], *, is_process: bool) -> Iterator[int | None]:
+    """Start the input workers and train in the ranks that the params ask for, on this machine.
+
+    Args:
+        config: the run.
+        words: the command line after `headwater` with which a rank trains this run.
+        is_process: the command is this whole process, and not a call in a program.
+
+    Yields:
+        The exit code of the ranks; `None` if this process itself has to train, inside the context.
+    """
     with nullcontext(False) if early.asked_for(config) else input_workers(config) as has_workers:
         # This process must continue, because it starts lost input workers again. So the launcher of the ranks
         # must not replace it.
-        code = launch_ranks(config, args.words, in_place=args.is_process and not has_workers)
-        return train(config) if code is None else code
+        yield launch_ranks(config, words, in_place=is_process and not has_workers)
 
 
 def launch_ranks(config: RunConfig, words: Sequence[str], *, in_place: bool) -> int | None:
@@ -137,14 +152,15 @@ def with_profile(config: RunConfig, steps: str | None) -> RunConfig:
     """
     if steps is None:
         return config
-    first, _, last = steps.partition(":")
-    if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
+    first, colon, last = steps.partition(":")
+    last = last if colon else first
+    if not first.isdecimal() or not last.isdecimal() or not 1 <= int(first) <= int(last):
         raise ConfigError(
             f"expected the first and the last step, such as 5:10, got {steps!r}",
             where="--profile",
-            remedy="write two step numbers from 1 with a colon between them",
+            remedy="write two step numbers with a colon between them, from 1, the smaller one first",
         )
-    section = OpProfilerConfig(start_step=int(first), end_step=int(last or first))
+    section = OpProfilerConfig(start_step=int(first), end_step=int(last))
     others = [entry for entry in config.init.callbacks if entry.OpProfiler is None]
     callbacks = (*others, CallbackConfig(OpProfiler=section))
     return dataclasses.replace(config, init=config.init.model_copy(update={"callbacks": callbacks}))

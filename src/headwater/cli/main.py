@@ -79,14 +79,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        # First, so that a rank exits with its launcher even while modules are imported.
-        find_parent()
-        outlive_terminal()
-        forget_useless_width()
-        escape_unprintable()
+        prepare_process()
         if not _LITTLE_AT_A_TIME.isdisjoint(words[:1]):  # before the command imports torch
             never_spin()
     return guarded(lambda: _run(words, is_process=argv is None))
+
+
+def prepare_process() -> None:
+    """Prepare a process that is one command: its end, and what it prints."""
+    # First, so that a rank exits with its launcher even while modules are imported.
+    find_parent()
+    outlive_terminal()
+    forget_useless_width()
+    escape_unprintable()
 
 
 def _run(words: list[str], *, is_process: bool) -> int:

@@ -238,7 +238,11 @@ class _Translation:
         """Add the callbacks that replace keys of the older form, in the order of these keys."""
         path: KeyPath = ("init", "callbacks")
         origins = Origins(
-            inside={index: Origins(self.source.origin(old)) for index, old in enumerate(self.callbacks)}
+            inside={
+                # The keys of the callback are written directly below the old key.
+                index: Origins(self.source.origin(old), dict.fromkeys(callback, self.source.origins.at(old)))
+                for index, (old, callback) in enumerate(self.callbacks.items())
+            }
         )
         if self.callbacks:
             self.result = put(self.result, ("trainer", *path), list(self.callbacks.values()), origins)
