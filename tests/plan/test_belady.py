@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.plan.belady import NEVER, CachePolicy, replay, simulate, slab_capacity
+from headwater.plan.belady import NEVER, CachePolicy, fetched_positions, replay, slab_capacity
 
 schedules = st.lists(st.integers(0, 4), min_size=1, max_size=7)
 
@@ -44,7 +44,9 @@ def test_the_number_of_fetches_is_minimal_up_to_a_constant(schedule, slabs):
 
 @given(schedules, st.integers(1, 4))
 def test_more_slabs_never_need_more_fetches(schedule, slabs):
-    few, many = (set(simulate(schedule, *one_class(count))) for count in (slabs, slabs + 1))
+    few, many = (
+        set(fetched_positions(CachePolicy(schedule, *one_class(count)))) for count in (slabs, slabs + 1)
+    )
     assert many <= few
 
 
@@ -87,7 +89,8 @@ def test_prefetch_does_not_evict_a_stage_that_is_used_earlier():
 @pytest.mark.parametrize(("slabs", "fetches"), [(2, 8), (3, 6), (5, 2), (6, 0)])
 def test_stages_without_a_slab_are_fetched_again(slabs, fetches):
     forward = tuple(range(6))
-    assert len(simulate(forward + forward[::-1], [7] * 6, {7: slabs})) == fetches
+    policy = CachePolicy(forward + forward[::-1], [7] * 6, {7: slabs})
+    assert len(fetched_positions(policy)) == fetches
 
 
 def test_each_class_has_as_many_slabs_as_stages_at_most():

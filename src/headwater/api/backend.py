@@ -23,7 +23,7 @@ from headwater.fabric.launch.script import use_ranks
 from headwater.fabric.membership import current
 from headwater.plan.options import check_gpu
 
-Kind = Literal["CSX", "CPU", "GPU"]
+BackendKind = Literal["CSX", "CPU", "GPU"]
 
 _NUM_CSX = "backend, option num_csx"
 
@@ -48,7 +48,7 @@ class Backend:
         self, config: BackendConfig, compile_dir: Path, *, compile_only: bool, validate_only: bool
     ) -> None:
         check_num_csx(config.num_csx, where=_NUM_CSX)
-        self.kind: Kind = config.backend_type
+        self.kind: BackendKind = config.backend_type
         self.config = config
         self.compile_dir = compile_dir
         self.compile_only = compile_only
@@ -126,7 +126,7 @@ def backend(
     return made
 
 
-def start_ranks(num_csx: int, kind: Kind, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+def start_ranks(num_csx: int, kind: BackendKind, *, where: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Run the rest of this script on `num_csx` ranks, each of them a process.
 
     Args:

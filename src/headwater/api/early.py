@@ -25,7 +25,7 @@ from headwater.plan.budget import make_plan
 from headwater.plan.capture.graph import capture_stages
 from headwater.plan.capture.mlir import MISSING, find_lowering
 from headwater.plan.capture.record import StepRecord, record_step
-from headwater.plan.capture.state import optimizer_state_bytes
+from headwater.plan.capture.state import total_state_bytes
 from headwater.plan.division import divisions
 from headwater.plan.machine import weight_bytes
 from headwater.plan.options import NOT_FIXED, Fixed, PlanRequest, TraceFor
@@ -79,7 +79,7 @@ def validate_only(
     )
     spec = _spec(optimizer, model)
     params = record.trace.storing(optimizer_state).params
-    return ValidateReport(record, spec, 0 if spec is None else optimizer_state_bytes(spec, params))
+    return ValidateReport(record, spec, 0 if spec is None else total_state_bytes(spec, params))
 
 
 def compile_only(
@@ -246,7 +246,7 @@ class _RecordPlanner:
                     divided=self._divided,
                     batch_size=size,
                     precision=self.record.precision,
-                    optimizer_state_bytes=optimizer_state_bytes(optimizer, trace.params) / max(1, trained),
+                    optimizer_state_bytes=total_state_bytes(optimizer, trace.params) / max(1, trained),
                     resources=resources,
                     device=self.device,
                     fixed=dataclasses.replace(fixed, micro_batch_size=size),

@@ -41,7 +41,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return 0  # a layout that is opaque to Python
 
 
-def held_bytes(tensor: torch.Tensor) -> int:
+def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that a tensor keeps alive: those of its whole storage, if it has one."""
     return tensor.untyped_storage().nbytes() if has_storage(tensor) else num_bytes(tensor)
 

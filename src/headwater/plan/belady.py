@@ -157,11 +157,8 @@ def replay(policy: CachePolicy, rounds: int) -> Iterator[Use]:
         yield Use(position % len(policy.schedule), stage, fetched, frozenset(resident))
 
 
-def simulate(
-    schedule: Sequence[int], slab_class: Sequence[int], capacity: Mapping[int, int], rounds: int = 2
-) -> tuple[int, ...]:
-    """Return the positions at which one step fetches a stage, in the last of `rounds` steps."""
-    uses = replay(CachePolicy(schedule, slab_class, capacity), rounds)
+def fetched_positions(policy: CachePolicy) -> tuple[int, ...]:
+    """Return the positions at which a step fetches a stage."""
     # The first round begins with empty slabs, every later round with the slabs that the round before filled.
-    first = (rounds - 1) * len(schedule)
-    return tuple(use.position for index, use in enumerate(uses) if index >= first and use.fetched)
+    uses = list(replay(policy, rounds=2))[len(policy.schedule) :]
+    return tuple(use.position for use in uses if use.fetched)

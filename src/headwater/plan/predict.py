@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from headwater.core.units import GIB
 from headwater.plan import first_forward
-from headwater.plan.belady import simulate, slab_capacity, slab_positions
+from headwater.plan.belady import fetched_positions, slab_policy, slab_positions
 from headwater.plan.footprint import Footprint
 from headwater.plan.memory.stages import StageBytes
 from headwater.plan.rates import ADAMW_BYTES, Calibration
@@ -81,14 +81,7 @@ class Predictor:
 
     def missed(self, plan: Plan) -> tuple[int, ...]:
         """Return the positions in a micro-batch's schedule at which a stage is fetched into a slab."""
-        footprint, in_place = self.footprint, plan.read_in_place
-        positions = slab_positions(plan.schedule, in_place)
-        if not positions:
-            return ()
-        capacity = slab_capacity(footprint.sizes_in_slabs(plan), plan.slabs)
-        schedule = tuple(plan.schedule[position] for position in positions)
-        missed = _missed(schedule, footprint.slab_sizes, tuple(capacity.items()))
-        return tuple(positions[use] for use in missed)
+        return _missed(plan.schedule, self.footprint.slab_sizes, plan.slabs, plan.read_in_place)
 
     def predict(self, plan: Plan) -> Prediction:
         """Return peak bytes and step time of `plan`, which was made from this predictor's trace."""
@@ -281,6 +274,9 @@ def _add(phases: Phases, first: float, rest: float) -> Phases:
 
 @lru_cache(maxsize=4096)
 def _missed(
-    schedule: tuple[int, ...], slab_sizes: tuple[int, ...], capacity: tuple[tuple[int, int], ...]
+    schedule: tuple[int, ...], slab_sizes: tuple[int, ...], slabs: int, in_place: frozenset[int]
 ) -> tuple[int, ...]:
-    return simulate(schedule, slab_sizes, dict(capacity))
+    positions = slab_positions(schedule, in_place)
+    return tuple(
+        positions[use] for use in fetched_positions(slab_policy(schedule, slab_sizes, slabs, in_place))
+    )

@@ -27,6 +27,7 @@ from headwater.core.stage import StageSpec
 from headwater.core.user_functions import HOOKS
 from headwater.plan.alive import has_storage, memory_key
 from headwater.plan.partition import Partition
+from headwater.plan.step_trace import members_of
 
 _FIRST, _LAST = 2, 2
 """How many of the equal stages run: the first ones with like inputs, and the last ones of the model."""
@@ -97,7 +98,7 @@ class Repeats:
     def __init__(self, model: nn.Module, partition: Partition) -> None:
         self.original: dict[int, int] = {}
         self._as_expected = True
-        self._members = _members(partition)
+        self._members = members_of(partition.stages)
         self._equal = {stage: equal for equal in _equal_stages(model, partition) for stage in equal}
         self._calls: dict[tuple[int, int], Call] = {}  # by stage and number of the call
         self._counts: Counter[int] = Counter()
@@ -227,7 +228,7 @@ def _equal_stages(model: nn.Module, partition: Partition) -> list[list[int]]:
     if _has_any_global_hook():
         return []
     groups: dict[Hashable, list[int]] = {}
-    members = _members(partition)
+    members = members_of(partition.stages)
     for stage, unit in zip(partition.stages, partition.units, strict=True):
         module = model.get_submodule(unit.path)
         key = None
@@ -237,15 +238,6 @@ def _equal_stages(model: nn.Module, partition: Partition) -> list[list[int]]:
         if key is not None:
             groups.setdefault((unit.path.rpartition(".")[0], key), []).append(stage.index)
     return [equal for equal in groups.values() if len(equal) > _FIRST + _LAST]
-
-
-def _members(partition: Partition) -> dict[int, tuple[int, ...]]:
-    """Return the stages of each divided block: its own stage -> its parts, and its own stage."""
-    members: dict[int, tuple[int, ...]] = {}
-    for stage in partition.stages:
-        if stage.part_of is not None:
-            members[stage.part_of] = (*members.get(stage.part_of, ()), stage.index)
-    return {block: (*parts, block) for block, parts in members.items()}
 
 
 def _stage_key(module: nn.Module, path: str, stages: Sequence[StageSpec]) -> Hashable | None:

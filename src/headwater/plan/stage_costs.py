@@ -12,7 +12,7 @@ import torch
 
 from headwater.core.buffers import LARGE_BLOCK_BYTES
 from headwater.core.trees import operands
-from headwater.plan.alive import AliveTensors, held_bytes, memory_key, num_bytes
+from headwater.plan.alive import AliveTensors, memory_key, num_bytes, storage_bytes
 from headwater.plan.operator_flops import operator_flops, temporary_bytes
 from headwater.plan.recipes import Recipes
 from headwater.plan.step_trace import StageCost
@@ -97,9 +97,9 @@ class StageCosts:
         if key not in self._saved and key not in inputs and key not in self._state:
             self._saved[key] = tensor  # kept: new memory could get the address of freed memory
             cost = self._costs[self.current]
-            cost.saved_bytes += held_bytes(tensor)
+            cost.saved_bytes += storage_bytes(tensor)
             if is_cheap:
-                cost.cheap_bytes += held_bytes(tensor)
+                cost.cheap_bytes += storage_bytes(tensor)
                 cost.again_bytes += self._recipes.num_bytes - before
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -149,7 +149,9 @@ def _new_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: S
     """Return the bytes of the storages that an operator allocates for its results, small ones not counted."""
     if func.is_view:
         return 0
-    large = {memory_key(tensor): size for tensor in made if (size := held_bytes(tensor)) >= LARGE_BLOCK_BYTES}
+    large = {
+        memory_key(tensor): size for tensor in made if (size := storage_bytes(tensor)) >= LARGE_BLOCK_BYTES
+    }
     # Only large results are examined, because a dry run has many operators.
     for tensor in operands((*args, *kwargs.values())) if large else ():
         large.pop(memory_key(tensor), None)  # the operator has written to one of its arguments

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from headwater.core.stage import OptimizerState, ParamSpec, StageSpec, with_params
+
+
+def members_of(stages: Sequence[StageSpec]) -> dict[int, tuple[int, ...]]:
+    """Return the own stage of each divided block -> all its stages: the parts, and the own stage."""
+    members: dict[int, tuple[int, ...]] = {}
+    for stage in stages:
+        block = stage.index if stage.part_of is None else stage.part_of
+        members[block] = (*members.get(block, ()), stage.index)
+    return {block: found for block, found in sorted(members.items()) if len(found) > 1}
 
 
 @dataclasses.dataclass
@@ -130,12 +139,8 @@ class Trace:
 
     @cached_property
     def members(self) -> dict[int, tuple[int, ...]]:
-        """The own stage of each divided block -> all its stages: the parts, and the own stage."""
-        parts = {stage.part_of for stage in self.stages if stage.part_of is not None}
-        return {
-            block: tuple(stage for stage, around in enumerate(self.blocks) if around == block)
-            for block in sorted(parts)
-        }
+        """The stages of each divided block; see `members_of`."""
+        return members_of(self.stages)
 
     def storing(self, optimizer_state: OptimizerState) -> Trace:
         """Return this trace with `ParamSpec.bf16_state` set if `optimizer_state` is `bf16`."""

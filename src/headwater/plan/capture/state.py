@@ -16,8 +16,8 @@ from headwater.store.layout import stored_dtype
 from headwater.store.rule import UpdateRule
 
 
-def optimizer_state_bytes(optimizer: OptimizerSpec, params: Iterable[ParamSpec]) -> int:
-    """Return the bytes of state that the weight store keeps for `params`.
+def total_state_bytes(optimizer: OptimizerSpec, params: Iterable[ParamSpec]) -> int:
+    """Return the bytes of optimizer state that the weight store keeps for all `params` together.
 
     Raises:
         ConfigError: if the optimizer does not accept its arguments.
