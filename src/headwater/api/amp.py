@@ -122,7 +122,7 @@ class GradScaler:
         # At scale 1 the loss itself is returned, so that the autograd graph gets no additional node.
         if self._scale.value == 1.0:
             return tensor
-        return tensor * torch.full((), self._scale.value, device=tensor.device)
+        return tensor * torch.full((), self._scale.value, dtype=torch.float32, device=tensor.device)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale, to clip or read them before `step`.

@@ -27,7 +27,7 @@ class PieceState:
     Attributes:
         param: index of the parameter in its stage.
         start: first element.
-        master: fp32 values, 1-D.
+        master: values in the parameter's dtype, 1-D.
         states: optimizer state tensors by name, in the optimizer's dtype.
     """
 
@@ -116,7 +116,7 @@ class Pieces:
         largest = max((piece.stop - piece.start for group in groups for piece in group.pieces), default=0)
         # All pieces share this memory: the first use of fresh memory costs more than joining a master.
         # `_workspaces` would not do, because a thread may read two stages in turn.
-        scratch = torch.empty(largest)
+        scratch = torch.empty(largest, dtype=torch.float32, device="cpu")
         for group, rest in self._tier.groups(stage, groups, read=_pages(states)):
             for run in self._runs(stage, group.pieces):
                 # `one_core` must not last during the yield, nor during the update before the first piece.
