@@ -16,7 +16,7 @@ from pathlib import Path
 from headwater.api.ranks import refuse_restarts
 from headwater.cli import early, fit, validate
 from headwater.cli.arguments import add_override_options, overrides, read_params
-from headwater.cli.main import guarded, prepare_process
+from headwater.cli.main import guarded, prepare_process, require_working_directory
 from headwater.cli.output import open_console
 from headwater.cli.parser import Parser
 from headwater.config.files import find_params
@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def start() -> int:
         args = _parse(sys.argv[1:] if argv is None else argv, "python -m headwater.run")
+        require_working_directory()
         config = read_params(args)
         if args.mode == "eval" and not early.asked_for(config):
             return validate.evaluate(config)

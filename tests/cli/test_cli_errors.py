@@ -493,3 +493,11 @@ def test_a_callback_that_fails_loses_no_step(headwater, params, tmp_path, monkey
     straight = model_dir(tmp_path / "straight")
     assert headwater("fit", params, straight)[0] == 0
     assert_same_checkpoint(tmp_path / "run" / "checkpoint_6", tmp_path / "straight" / "checkpoint_6")
+
+
+def test_a_deleted_working_directory_is_an_error(headwater, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, _, error = headwater("config", "list")
+    assert code == 2 and "the working directory was deleted" in error

@@ -211,3 +211,18 @@ def fill_disk(path):
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(bytes(4096)):
             pass
+
+
+def test_a_run_warns_if_the_disk_is_too_small_for_a_checkpoint(headwater, params, undisturbed, monkeypatch):
+    files = [*undisturbed.glob("checkpoint_6/*.safetensors")]
+    size = sum(path.stat().st_size for path in files)
+    warned = []
+    for number, free in enumerate((size * 9 // 10, size)):
+        usage = shutil.disk_usage(params.parent)._replace(free=free)
+        monkeypatch.setattr("headwater.trainer.checkpoint.shutil.disk_usage", lambda path, usage=usage: usage)
+        code, _, error = headwater(
+            "fit", params, "--max_steps=1", f"--model_dir={params.parent / str(number)}"
+        )
+        assert code == 0, error
+        warned.append("a checkpoint takes" in error)
+    assert warned == [True, False]

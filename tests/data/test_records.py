@@ -11,6 +11,8 @@ import torch
 from headwater.core.errors import DataError
 from headwater.data.open_files import OpenFiles
 from headwater.data.records import CSVRecords, FieldSpec, HDF5Records, open_records
+from headwater.data.sample_file import open_sample_file
+from read_only import another_user
 
 FIELDS = [
     FieldSpec("input_ids", ("input_ids",), (5,), fill=9, below=100),
@@ -172,3 +174,12 @@ def test_a_number_that_is_not_an_integer_of_64_bits_is_refused(tmp_path, value):
     assert records.sample(0)["input_ids"].tolist() == [1, 2, 9, 9, 9]
     with pytest.raises(DataError, match="the field cannot be read"):
         records.sample(1)
+
+
+@pytest.mark.parametrize("open_file", [lambda path: HDF5Records(path, OpenFiles()), open_sample_file])
+def test_a_file_that_the_user_may_not_read_needs_no_new_preparation(protected, open_file):
+    path = protected.parent / "data.h5"
+    path.touch(mode=0)
+    with another_user(), pytest.raises(DataError, match="cannot be opened: Permission denied") as caught:
+        open_file(path)
+    assert caught.value.remedy == "give this user the right to read the file and the folders on the way to it"

@@ -11,6 +11,7 @@ from headwater.core.errors import ConfigError, DiskFullError, RunError, StoreErr
 from headwater.core.files import check_place, disk_errors, replace_file
 from headwater.store.checkpoint_folder import publish
 from headwater.trainer.callback import FitStart
+from headwater.trainer.checkpoint_inspection import complete_checkpoints
 from headwater.trainer.history import History
 from headwater.trainer.loss_curve import LossCurve
 from headwater.trainer.model_dir_lock import ModelDirLock
@@ -166,3 +167,14 @@ def test_a_free_place_is_accepted(tmp_path):
     check_place(tmp_path, expected="a folder")
     (tmp_path / "link").symlink_to(tmp_path)
     check_place(tmp_path / "link", expected="a folder")
+
+
+def test_a_checkpoint_that_the_user_may_not_look_into_is_an_error(protected):
+    model_dir = protected.parent
+    folder = model_dir / "checkpoint_3"
+    folder.mkdir()
+    (folder / "manifest.json").touch()
+    assert complete_checkpoints(model_dir) == [folder]
+    folder.chmod(0)
+    with another_user(), pytest.raises(ConfigError, match="a path cannot be used: Permission denied"):
+        complete_checkpoints(model_dir)

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from headwater.core.errors import ConfigError, HeadwaterError
@@ -106,7 +107,24 @@ def _run(words: list[str], *, is_process: bool) -> int:
     if args is None:
         return 0
     args.words, args.is_process, args.appliance = words, is_process, address
+    require_working_directory()
     return int(args.run(args))
+
+
+def require_working_directory() -> None:
+    """Check that the working directory exists. Without it a library of torch ends the process.
+
+    Raises:
+        ConfigError: if the working directory was deleted.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "the working directory was deleted",
+            where=os.environ.get("PWD"),
+            remedy="change to a folder that exists: cd",
+        ) from error
 
 
 def forget_useless_width() -> None:

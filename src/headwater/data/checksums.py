@@ -32,6 +32,24 @@ Checksums = npt.NDArray[np.uint64]
 DAMAGE = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError, AttributeError)
 """Exceptions of h5py for a damaged file."""
 
+
+def cannot_open(path: Path, error: Exception, remedy: str) -> DataError:
+    """Return the error for a file that h5py cannot open.
+
+    Args:
+        path: the file.
+        error: the exception of h5py.
+        remedy: what to do, unless the user has no right to read the file.
+    """
+    if isinstance(error, PermissionError):
+        return DataError(
+            "HDF5 file cannot be opened: Permission denied",
+            where=str(path),
+            remedy="give this user the right to read the file and the folders on the way to it",
+        )
+    return DataError(f"HDF5 file cannot be opened: {error}", where=str(path), remedy=remedy)
+
+
 _REMEDY = "copy the file again, or prepare the data again (headwater data)"
 
 _STEP = 0x9E3779B97F4A7C15

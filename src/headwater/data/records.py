@@ -17,7 +17,7 @@ import torch
 
 from headwater.core.errors import DataError
 from headwater.core.units import counted
-from headwater.data.checksums import DAMAGE, CheckedSamples
+from headwater.data.checksums import DAMAGE, CheckedSamples, cannot_open
 from headwater.data.file_index import FileIndex
 from headwater.data.loader import Batch
 from headwater.data.open_files import OpenFiles
@@ -173,9 +173,7 @@ class HDF5Records:
                 for name in sizes:
                     CheckedSamples(file, path).check(name)
         except DAMAGE as error:
-            raise DataError(
-                f"HDF5 file cannot be opened: {error}", where=str(path), remedy=_REMEDY
-            ) from error
+            raise cannot_open(path, error, _REMEDY) from error
         if len(set(sizes.values())) != 1:
             raise DataError(
                 f"expected datasets of the same length, got {sizes or 'none'}",

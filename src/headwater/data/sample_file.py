@@ -18,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.core.errors import DataError
-from headwater.data.checksums import DAMAGE, CheckedSamples, Checksums, sample_checksums, write_checksums
+from headwater.data.checksums import (
+    DAMAGE,
+    CheckedSamples,
+    Checksums,
+    cannot_open,
+    sample_checksums,
+    write_checksums,
+)
 from headwater.data.staging import complete_file
 
 CHANNELS = ("input_ids", "attention_mask", "labels")
@@ -120,8 +127,7 @@ def open_sample_file(path: Path) -> h5py.File:
     try:
         file = h5py.File(path, "r")
     except OSError as error:
-        what = f"HDF5 file cannot be opened: {error}"
-        raise DataError(what, where=str(path), remedy="prepare the data again (headwater data)") from error
+        raise cannot_open(path, error, "prepare the data again (headwater data)") from error
     try:
         _check_layout(file, path)
         CheckedSamples(file, path).check("data")

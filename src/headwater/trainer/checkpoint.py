@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,14 +15,16 @@ from torch import nn
 
 from headwater.core.errors import ConfigError, CorruptError, HeadwaterError, ModelError, StoreError
 from headwater.core.files import disk_errors, is_damage
-from headwater.core.safetensors import can_hold
+from headwater.core.safetensors import DTYPES, can_hold
 from headwater.core.stage import ParamSpec, StageSpec
+from headwater.core.units import format_bytes
 from headwater.store.checkpoint_files import write_first
 from headwater.store.checkpoint_folder import retire
 from headwater.store.rules import UpdateRules
 from headwater.store.saved_weights import Buffers
 from headwater.store.snapshot import Snapshot
 from headwater.store.snapshot_hosts import SnapshotElsewhere
+from headwater.store.snapshot_manifest import state_entries
 from headwater.store.store import WeightStore
 from headwater.trainer.checkpoint_inspection import complete_checkpoints, find_damage
 from headwater.trainer.checkpoint_names import folder_of, is_checkpoint, set_aside_names, step_of, surplus
@@ -109,6 +113,20 @@ class CheckpointManager:
         folder = folder_of(self.model_dir, 0)
         write_first(folder, stages, rule, read, extras=pack_state(state))
         return folder
+
+    def warn_of_full_disk(self, store: WeightStore) -> None:
+        """Log a warning if the disk has too little space for a checkpoint of the store."""
+        needed = sum(_num_bytes(param, store.rule) for stage in store.stages for param in stage.params)
+        with disk_errors(self.model_dir):
+            free = shutil.disk_usage(self.model_dir).free
+        if free < needed:
+            logger.warning(
+                "a checkpoint takes %s, but the disk of %s has only %s free; free space there, or name "
+                "another model_dir, before the run writes its first checkpoint",
+                format_bytes(needed),
+                self.model_dir,
+                format_bytes(free),
+            )
 
     def save_elsewhere(self, store: WeightStore) -> None:
         """Write this rank's part of a checkpoint that rank 0 begins to `save`.
@@ -214,6 +232,12 @@ class CheckpointManager:
         later = [path for path in complete_checkpoints(self.model_dir) if step_of(path) >= step]
         with disk_errors(self.model_dir):
             return [path.rename(_unused_name(path)) for path in later if path.resolve() != kept]
+
+
+def _num_bytes(param: ParamSpec, rule: UpdateRules) -> int:
+    """Return the number of bytes of a parameter in a checkpoint, with its optimizer state."""
+    states = [(DTYPES[entry.dtype], entry.shape) for entry in state_entries(rule, param).values()]
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in [(param.dtype, param.shape), *states])
 
 
 def check_tensors(model: nn.Module) -> None:

@@ -8,16 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import CheckpointError, CorruptError, HeadwaterError, StoreError
+from headwater.core.files import lookup_errors
 from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.store.snapshot_manifest import MANIFEST_FILE
-from headwater.trainer.checkpoint_names import PREFIX, is_checkpoint, step_of
+from headwater.trainer.checkpoint_names import is_checkpoint, step_of
 from headwater.trainer.checkpoint_state import STATE_FILE, STATE_TENSORS_FILE, unpack_state
 
 
 def complete_checkpoints(model_dir: Path) -> list[Path]:
-    """Return every complete checkpoint in a model_dir, by step."""
-    folders = [path.parent for path in model_dir.glob(f"{PREFIX}*/{MANIFEST_FILE}")]
-    return sorted(filter(is_checkpoint, folders), key=step_of)
+    """Return every complete checkpoint in a model_dir, by step.
+
+    Raises:
+        ConfigError: if the user may not look into a folder. Without the error a run would start over.
+    """
+    with lookup_errors():
+        # `glob` would skip folders that cannot be read.
+        folders = list(filter(is_checkpoint, model_dir.iterdir())) if model_dir.is_dir() else []
+        return sorted((path for path in folders if (path / MANIFEST_FILE).is_file()), key=step_of)
 
 
 def saved_state(saved: SavedCheckpoint) -> dict[str, Any]:

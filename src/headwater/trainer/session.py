@@ -151,7 +151,7 @@ def fit_job(
             if leads:
                 job.write(run_dir)
             first_step = trainer.state.step
-            _announce(trainer, start, checkpoints)
+            _announce(trainer, engine, start, checkpoints)
             limit = trainer.plan.host_limit
             with interrupts(checkpoints.latest) as interrupt, memory_watch(interrupt, limit):
                 trainer.fit(interrupt)
@@ -213,8 +213,8 @@ def _started(
         yield start, engine, sparsifier
 
 
-def _announce(trainer: Trainer, start: Start, checkpoints: CheckpointManager) -> None:
-    """Log where the run begins, and set later checkpoints of an earlier run aside."""
+def _announce(trainer: Trainer, engine: Engine, start: Start, checkpoints: CheckpointManager) -> None:
+    """Log where the run begins, warn of a full disk, and set later checkpoints of an earlier run aside."""
     if start.path is not None:
         if start.state is None:
             logger.info("starting with the weights of %s", start.path)
@@ -225,6 +225,7 @@ def _announce(trainer: Trainer, start: Start, checkpoints: CheckpointManager) ->
     first_step = trainer.state.step
     # A run that has already reached its end does not repeat a step, so later checkpoints keep their names.
     if first_step < trainer.end_step and trainer.leads:
+        checkpoints.warn_of_full_disk(engine.store)
         for path in checkpoints.set_aside(first_step, start.path):
             logger.warning(
                 "this run starts at an earlier step, so a later checkpoint was set aside: %s", path
