@@ -37,7 +37,7 @@ class _MomentHome:
     @property
     def meta(self) -> torch.Tensor:
         layout = layouts_of(self.home)[self.name]
-        shape = self.spec.shape if layout.shape is None else layout.shape
+        shape = layout.shape_for(self.spec)
         with torch.inference_mode(False):
             meta = torch.empty(shape, dtype=layout.dtype, device="meta")
             return self.spec.like_the_parameter(meta) if shape == self.spec.shape else meta
@@ -225,11 +225,12 @@ def lazy_state(optimizer: Optimizer, param: ParameterAtRest) -> dict[str, Any]:
         return {}
 
     def lazy(name: str) -> LazyTensor:
-        layout = layouts_of(param.home)[name]
-        shape = param.shape if layout.shape is None else layout.shape
+        layout = layouts[name]
+        shape = layout.shape_for(param.home.spec)
         return LazyTensor(_Reading(Moment.of(optimizer, param, name)), shape, layout.dtype)
 
-    return {**scalars, **{name: lazy(name) for name in layouts_of(param.home)}}
+    layouts = layouts_of(param.home)
+    return {**scalars, **{name: lazy(name) for name in layouts}}
 
 
 def is_stored_state(state: Mapping[str, Any], optimizer: Optimizer, param: ParameterAtRest) -> bool:

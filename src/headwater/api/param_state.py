@@ -73,8 +73,8 @@ class ParamState(Dictionary):
             return  # `state[name] += 1` has written already
         layout = layouts_of(param.home).get(name)
         is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-        shape = param.shape if layout is None or layout.shape is None else layout.shape
-        if is_tensor != (layout is not None) or (is_tensor and tuple(value.shape) != tuple(shape)):
+        shape = None if layout is None else layout.shape_for(param.home.spec)
+        if is_tensor != (layout is not None) or (is_tensor and tuple(value.shape) != shape):
             self._states.take_out(self)
             self._own[name] = value
             return

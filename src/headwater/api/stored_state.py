@@ -62,10 +62,10 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
             remedy="load the state of the same kind of optimizer, or assign all expected tensors",
         )
     for name, value in tensors.items():
-        shape = home.spec.shape if layouts[name].shape is None else layouts[name].shape
-        if tuple(value.shape) != tuple(shape or ()):
+        shape = layouts[name].shape_for(home.spec)
+        if tuple(value.shape) != shape:
             raise CheckpointError(
-                f"expected optimizer state of shape {list(shape or ())}, got {list(value.shape)}",
+                f"expected optimizer state of shape {list(shape)}, got {list(value.shape)}",
                 where=f"{home.spec.name}, state {name!r}",
                 remedy="assign a tensor of the expected shape, or delete the state with pop",
             )
@@ -122,6 +122,7 @@ def _tensors_of(layouts: Collection[str], state: Mapping[str, Any]) -> dict[str,
 
 
 def set_scalars(home: Home, value: Scalars | None) -> None:
+    """Replace the scalars of a parameter's optimizer state in the store."""
     scalars = list(home.store.scalars.by_stage[home.stage])
     scalars[home.index] = value
     home.store.scalars.by_stage[home.stage] = scalars

@@ -77,6 +77,15 @@ class StateTensor:
     dtype: torch.dtype
     shape: tuple[int, ...] | None
 
+    def shape_for(self, param: ParamSpec) -> tuple[int, ...]:
+        """Return the shape of the tensor for a parameter."""
+        return param.shape if self.shape is None else self.shape
+
+
+def arranged_state(param: ParamSpec, state: torch.Tensor) -> torch.Tensor:
+    """Return a state tensor with the strides of its parameter, if it has the parameter's shape."""
+    return param.arranged(state.view(-1)) if state.shape == param.shape else state
+
 
 StateLayout = Mapping[str, StateTensor]
 """Name -> optimizer state tensor of one parameter, without scalars, as the optimizer has it.

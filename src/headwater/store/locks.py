@@ -65,7 +65,7 @@ class StageLocks:
         After a `DeviceFullError` the stage is not torn, because its update continues at its next use. The
         caller holds the lock.
         """
-        self._torn[stage] = "it was interrupted"  # before the change, in case that a signal ends the thread
+        self._torn[stage] = "it was interrupted"  # before the change, in case a signal ends the thread
         try:
             yield
         except DeviceFullError:

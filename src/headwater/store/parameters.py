@@ -227,7 +227,7 @@ class Parameters:
         if state is None:
             return spec.shape, spec.dtype
         layout = self._rule.state_layout(spec)[state]
-        return spec.shape if layout.shape is None else layout.shape, layout.dtype
+        return layout.shape_for(spec), layout.dtype
 
     def _spec(self, key: ParamKey) -> ParamSpec:
         return self._tier.layouts[key[0]].stage.params[key[1]]

@@ -11,7 +11,7 @@ from headwater.core.stage import ParamSpec, StageSpec
 from headwater.core.threads import one_core
 from headwater.sparsity.masks import PackedMask
 from headwater.store.kept import CommonValues, KeptElements, Run, StoredMasks, ranges, runs
-from headwater.store.layout import MASTER_FIELDS, Encoding, Piece, StateLayout
+from headwater.store.layout import MASTER_FIELDS, Encoding, Piece, StateLayout, arranged_state
 from headwater.store.masters import Workspaces, read_master, write_master
 from headwater.store.ownership import Ownership
 from headwater.store.rules import UpdateRules
@@ -42,17 +42,12 @@ def _row_major(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return row-major copies, as files hold them, of a parameter that is not row-major in memory."""
     rows = _copied(spec.arranged(master)).view(-1)
-    return rows, {name: _copied(_arranged(spec, state)) for name, state in states.items()}
+    return rows, {name: _copied(arranged_state(spec, state)) for name, state in states.items()}
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a row-major copy. `contiguous` would not copy if only strides of dimensions of size 1 differ."""
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _arranged(spec: ParamSpec, state: torch.Tensor) -> torch.Tensor:
-    """Return a state tensor with the strides of its parameter, if it has the parameter's shape."""
-    return spec.arranged(state.view(-1)) if state.shape == spec.shape else state
 
 
 def _in_full(fields: Mapping[str, torch.Tensor], layout: StateLayout) -> dict[str, torch.Tensor]:
@@ -225,7 +220,7 @@ class Pieces:
                 if state is None:
                     self._fill(stage, run, wire, rest, fill, ())
                 else:
-                    target = _arranged(self._stage(stage).params[param], run.fields(rest)[state])
+                    target = arranged_state(self._stage(stage).params[param], run.fields(rest)[state])
                     count = target.numel() if run.places is None else run.stop - run.start
                     new = run.chosen(values[run.start : run.start + count])
                     target.copy_(new.view(target.shape))
@@ -273,7 +268,7 @@ class Pieces:
             fill(PieceState(piece.param, piece.start, rows, state_rows))
             spec.arranged(master).copy_(rows.view(spec.shape))
             for name, value in state_rows.items():
-                _arranged(spec, states[name]).copy_(value)
+                arranged_state(spec, states[name]).copy_(value)
         for name, value in states.items():
             if value.dtype != fields[name].dtype:
                 # `copy_` rounds to nearest, so a value that was read from the field keeps its bits.

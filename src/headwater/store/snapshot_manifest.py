@@ -211,7 +211,7 @@ def decode_scalars(scalars: Mapping[str, Any] | None) -> Scalars | None:
 def state_entries(rule: UpdateRules, param: ParamSpec) -> dict[str, TensorEntry]:
     """Return name -> dtype and shape of each optimizer state tensor of a parameter."""
     return {
-        name: TensorEntry(DTYPE_CODES[state.dtype], param.shape if state.shape is None else state.shape)
+        name: TensorEntry(DTYPE_CODES[state.dtype], state.shape_for(param))
         for name, state in rule.state_layout(param).items()
     }
 

@@ -11,7 +11,7 @@ import torch
 from headwater.core.modes import only_autocast
 from headwater.core.stage import ParamSpec
 from headwater.store.kept import Operands
-from headwater.store.layout import MASTER_FIELDS, Piece, Scalars, stored_dtype
+from headwater.store.layout import MASTER_FIELDS, Piece, Scalars, arranged_state, stored_dtype
 from headwater.store.masters import Workspaces, num_bits, read_master, write_master
 from headwater.store.piece_update import PieceUpdate, StageJob, batches
 from headwater.store.rounding import prepare_rounding, round_stochastically, state_stream
@@ -72,7 +72,8 @@ class TorchPieces(PieceUpdate):
             elif job.rules.elementwise:
                 states = {name: state.view(-1) for name, state in states.items()}
             else:
-                master, own, states = _arranged(spec, master, own, states)
+                master, own = spec.arranged(master), spec.arranged(own)
+                states = {name: arranged_state(spec, state) for name, state in states.items()}
             loaded.append(
                 _Loaded(
                     each,
@@ -181,14 +182,3 @@ def _round_states(loaded: _Loaded, scalars: Scalars) -> None:
         out = loaded.fields[name].view(-1)
         stream = state_stream(loaded.spec.name, name, count)
         round_stochastically(values.view(-1), out, stream=stream, start=loaded.operands.piece.start)
-
-
-def _arranged(
-    spec: ParamSpec, master: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return master, gradient and state of a whole parameter with its shape and strides."""
-    shaped = {
-        name: spec.arranged(state.view(-1)) if state.shape == spec.shape else state
-        for name, state in states.items()
-    }
-    return spec.arranged(master), spec.arranged(gradient), shaped

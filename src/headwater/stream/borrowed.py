@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.core.errors import StreamError
-from headwater.core.recorder import RECORDER, WAIT
 from headwater.core.stage import StageSpec
 from headwater.fabric.fabric import Fabric
 from headwater.stream.slabs import Slab, SlabDirectory, SlabPool, Want
@@ -39,9 +38,8 @@ class BorrowedWeights(WeightsInSlabs):
         fabric: Fabric,
         in_place: Collection[int] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(stages)
         self._store = store
-        self._stages = stages
         self._fabric = fabric
         self._pool = SlabPool(stages, slabs, fabric.allocate, in_place)
         self._directory = SlabDirectory(fabric, len(self._pool.slabs))
@@ -74,10 +72,6 @@ class BorrowedWeights(WeightsInSlabs):
             if slab.stage not in (None, self._wanted) and not slab.in_use:
                 slab.stage = None
                 self._directory.release(slab.index)
-
-    def require(self, stage: int) -> torch.Tensor:
-        with RECORDER.span(WAIT, self._stages[stage].name):
-            return self._require(stage)
 
     def _require(self, stage: int) -> torch.Tensor:
         want = Want(stage, self._store.version(stage))

@@ -128,7 +128,23 @@ class InPlaceWeights(Weights):
 
 
 class WeightsInSlabs(Weights):
-    """Interface: provides weights in slabs. Other stages may be read in host memory at the same time."""
+    """Interface: provides weights in slabs. Other stages may be read in host memory at the same time.
+
+    Args:
+        stages: the stages.
+    """
+
+    def __init__(self, stages: Sequence[StageSpec]) -> None:
+        super().__init__()
+        self._stages = stages
+
+    def require(self, stage: int) -> torch.Tensor:
+        with RECORDER.span(WAIT, self._stages[stage].name):
+            return self._require(stage)
+
+    @abc.abstractmethod
+    def _require(self, stage: int) -> torch.Tensor:
+        """Do what `require` does."""
 
     @abc.abstractmethod
     def look_ahead(self) -> None:
@@ -161,9 +177,8 @@ class SlabWeights(WeightsInSlabs):
         fabric: Fabric = ALONE,
         in_place: Collection[int] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(stages)
         self._store = store
-        self._stages = stages
         self._fabric = fabric
         self._pool = SlabPool(stages, slabs, shared_slab(fabric, device), in_place)
         self._directory = SlabDirectory(fabric, len(self._pool.slabs))
@@ -198,10 +213,6 @@ class SlabWeights(WeightsInSlabs):
         """Evict a stage whose slab has an old version. If every stage has its slab, keep it for a refill."""
         if stage in self._resident and not self._is_current(stage) and not self.stable:
             self._resident.pop(stage).stage = None
-
-    def require(self, stage: int) -> torch.Tensor:
-        with RECORDER.span(WAIT, self._stages[stage].name):
-            return self._require(stage)
 
     def _require(self, stage: int) -> torch.Tensor:
         if self._server is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,8 +27,7 @@ def total_state_bytes(optimizer: OptimizerSpec, params: Iterable[ParamSpec]) -> 
     with FakeTensorMode(), _StandIns():  # type: ignore[no-untyped-call]
         for param in params:
             for state in rule.state_layout(param).values():
-                numel = param.numel if state.shape is None else torch.Size(state.shape).numel()
-                total += numel * stored_dtype(param, state).itemsize
+                total += math.prod(state.shape_for(param)) * stored_dtype(param, state).itemsize
     return total
 
 
