@@ -127,12 +127,17 @@ def add_module(model):
     model[1].add_module("more", nn.Linear(6, 6))
 
 
+def another_dictionary(model):
+    """Give a container another dictionary of modules, as some libraries do to change their order."""
+    model._modules = dict(zip(model._modules, reversed(model._modules.values()), strict=True))
+
+
 CHANGES = {
     change.__name__: change
     for change in (
         new_layer, new_parameter, swap, append, insert_first, remove, wider_head, prune_one, parametrized,
         tie, own_forward, own_method, add_module, parametrized_with_inverse, orthogonal, normed_by_hook,
-        normed_by_parametrization,
+        normed_by_parametrization, another_dictionary,
     )
 }  # fmt: skip
 TAKING_TURNS = ["memory", "gradients on disk", "recompute"]
@@ -196,6 +201,26 @@ def test_model_changed_between_backward_and_the_first_step_equals_plain(plan, ch
         CHANGES[change](model)
         optimizer.step()
         return train(model, optimizer, 3), model, params
+
+    check(script, plan, tmp_path)
+
+
+@each_change(2, ["new_parameter", "swap", "remove", "append", "tie"])
+def test_model_changed_between_backward_and_the_first_step_of_another_optimizer_equals_plain(
+    plan, change, tmp_path
+):
+    """The store needs another layout for the second optimizer, before the model is planned again."""
+
+    def script(place):
+        model = place.compile(stack())
+        first = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = train(model, first, 2)
+        first.zero_grad()
+        second = adamw(model.parameters())
+        model(inputs(3)).square().mean().backward()
+        CHANGES[change](model)
+        second.step()
+        return losses, train(model, second, 3), model, second
 
     check(script, plan, tmp_path)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, product
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,9 @@ _OF_TENSORS: frozenset[Any] = frozenset({
 
 _Registry = dict[str, Any]
 
+_REGISTRIES = ("_modules", "_parameters")
+"""The attributes in which a module keeps its parts."""
+
 
 class Structure:
     """A record of the modules, parameters and replaced forwards of a model at the time when it is made.
@@ -49,10 +53,8 @@ class Structure:
         # The structure of a scripted module cannot change, and it has no registries to compare.
         self._modules = [module for module in model.modules() if not isinstance(module, ScriptModule)]
         self._attributes = [vars(module) for module in self._modules]
-        self._registries: list[_Registry] = [
-            each[kind] for each in self._attributes for kind in ("_modules", "_parameters")
-        ]
-        self._contents = self._copies()
+        self._registries = self._present_registries()
+        self._contents = [dict(registry) for registry in self._registries]
         self._empty = [registry for registry in self._registries if not registry]
         self._filled = [registry for registry in self._registries if registry]
         self._forwards = self._own_forwards()
@@ -62,8 +64,9 @@ class Structure:
         self._paths.update(model.named_parameters(remove_duplicate=False))
         self.names = {id(param): name for name, param in model.named_parameters()}
 
-    def _copies(self) -> list[_Registry]:
-        return [dict(registry) for registry in self._registries]
+    def _present_registries(self) -> list[_Registry]:
+        # `del module_list[1]` gives the list another dictionary.
+        return [attributes[kind] for attributes, kind in product(self._attributes, _REGISTRIES)]
 
     def _own_forwards(self) -> list[Any]:
         return [attributes.get(_FORWARD) for attributes in self._attributes]
@@ -71,6 +74,7 @@ class Structure:
     def _present_identities(self) -> tuple[object, ...]:
         """Return the identities of all recorded objects now. Kept fast, as it runs before every forward."""
         return (
+            *(list(map(id, map(itemgetter(kind), self._attributes))) for kind in _REGISTRIES),
             # A model has many empty registries: one test covers all of them.
             any(self._empty),
             list(map(len, self._filled)),
@@ -107,18 +111,24 @@ class Structure:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Enter a context in which the model has this structure again."""
-        contents, forwards = self._copies(), self._own_forwards()
-        self._write_back(self._contents, self._forwards)
+        registries = self._present_registries()
+        contents, forwards = [dict(registry) for registry in registries], self._own_forwards()
+        self._write_back(self._registries, self._contents, self._forwards)
         try:
             yield
         finally:
-            self._write_back(contents, forwards)
+            self._write_back(registries, contents, forwards)
 
-    def _write_back(self, contents: Sequence[_Registry], forwards: Sequence[Any]) -> None:
-        for registry, content in zip(self._registries, contents, strict=True):
+    def _write_back(
+        self, registries: Sequence[_Registry], contents: Sequence[_Registry], forwards: Sequence[Any]
+    ) -> None:
+        for registry, content in zip(registries, contents, strict=True):
             # The entries are replaced, not only updated, because their order counts too.
             registry.clear()
             registry.update(content)
+        owners = product(self._attributes, _REGISTRIES)
+        for (attributes, kind), registry in zip(owners, registries, strict=True):
+            attributes[kind] = registry
         for attributes, forward in zip(self._attributes, forwards, strict=True):
             if forward is None:
                 attributes.pop(_FORWARD, None)
