@@ -39,6 +39,23 @@ def test_a_kept_view_follows_the_steps_and_is_trained(view, plan, tmp_path):
     check(script, plan, tmp_path)
 
 
+@plans
+def test_an_element_is_formatted_as_in_plain_pytorch(plan, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        optimizer = adamw(model.parameters())
+        shown = []
+        for number in range(2):
+            optimizer.zero_grad()
+            model(inputs(number)).square().mean().backward()
+            optimizer.step()
+            bias = model[1][0].bias
+            shown += [f"{bias[0]:.3f}", f"{bias[1]}", f"{bias.detach()[2]:.2e}", f"{bias.sum():.4f}"]
+        return shown
+
+    check(script, plan, tmp_path)
+
+
 def written(weight):
     with torch.no_grad():
         weight[0].mul_(0.5)
