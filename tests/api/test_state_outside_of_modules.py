@@ -299,13 +299,62 @@ def module_that_the_function_imports():
     return draw
 
 
+def attribute_of_a_list():
+    class Numbers(list):
+        def draw(self):
+            self.calls += 1
+            return self.calls
+
+    numbers = Numbers([1])
+    numbers.calls = 0
+    return numbers.draw
+
+
+def class_attribute_of_a_dictionary():
+    class Numbers(dict):
+        calls = 0
+
+        def __missing__(self, key):
+            Numbers.calls += 1
+            return Numbers.calls
+
+    numbers = Numbers()
+    return lambda: numbers["next"]
+
+
+def view_of_bytes():
+    counts = memoryview(bytearray(8)).cast("q")
+
+    def draw():
+        counts[0] += 1
+        return counts[0]
+
+    return draw
+
+
+def engine_of_quasirandom_numbers():
+    engine = torch.quasirandom.SobolEngine(1, scramble=True, seed=1)
+    return lambda: engine.draw(1) + 1
+
+
+def reversed_iterator_over_a_list():
+    numbers = reversed(list(range(1, 200)))
+    return lambda: next(numbers)
+
+
+def iterator_over_bytes():
+    numbers = iter(bytes(range(1, 200)))
+    return lambda: next(numbers)
+
+
 MAKERS = [
     class_attribute, function_attribute, list_of_a_class, method_of_python, numpy_array, tensor,
     tensor_that_is_an_attribute, context_variable, environment, waiting_numbers, file_in_memory, namespace,
     iterator_over_a_tuple, iterator_over_a_list, list_in_a_tuple, dictionary_behind_a_proxy, bytes_of_python,
     array_of_python, object_of_a_weak_reference, object_of_a_weak_proxy, weak_dictionary, key_of_a_dictionary,
     environment_in_a_closure, class_of_a_class, list_in_an_object_of_an_object, module_in_a_closure,
-    module_that_the_function_imports,
+    module_that_the_function_imports, attribute_of_a_list, class_attribute_of_a_dictionary, view_of_bytes,
+    engine_of_quasirandom_numbers, reversed_iterator_over_a_list, iterator_over_bytes,
 ]  # fmt: skip
 
 
@@ -352,7 +401,34 @@ def enumerated():
     return lambda: next(numbers)[0]
 
 
-@pytest.mark.parametrize("make", [generator, iterator_over_a_range, count, enumerated])
+def iterator_over_a_dictionary():
+    numbers = iter(dict.fromkeys(range(1, 200)))
+    return lambda: next(numbers)
+
+
+def iterator_over_items():
+    numbers = iter({number: number for number in range(1, 200)}.items())
+    return lambda: next(numbers)[0]
+
+
+def iterator_over_a_set():
+    numbers = iter(set(range(1, 200)))
+    return lambda: next(numbers)
+
+
+def iterator_over_a_loader():
+    data = torch.utils.data.TensorDataset(torch.arange(1.0, 200.0))
+    batches = iter(torch.utils.data.DataLoader(data, batch_size=1))
+    return lambda: next(batches)[0]
+
+
+CANNOT_GO_BACK = [
+    generator, iterator_over_a_range, count, enumerated, iterator_over_a_dictionary, iterator_over_items,
+    iterator_over_a_set, iterator_over_a_loader,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", CANNOT_GO_BACK)
 def test_iterators_that_cannot_go_back_are_refused(make, tmp_path):
     with pytest.raises(StreamError, match="the forward takes the next value of an iterator"):
         check(lambda place: train(place, make), "memory", tmp_path)

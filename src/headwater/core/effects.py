@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
+from torch.quasirandom import SobolEngine
 
 from headwater.core.containers import CONTAINERS, Items, has_items
 from headwater.core.foreign import HOLDERS, is_foreign, is_of_foreign, slots_of
@@ -90,9 +91,9 @@ _FIXED = (tuple, frozenset)
 
 _HOLDERS = (
     *(*HOLDERS, ChainMap),
-    *(weakref.WeakKeyDictionary, weakref.WeakSet, weakref.WeakValueDictionary),
+    *(weakref.WeakKeyDictionary, weakref.WeakSet, weakref.WeakValueDictionary, SobolEngine),
 )
-"""Python's own classes whose objects have their state in attributes."""
+"""Classes of Python and torch whose objects have their state in attributes."""
 
 _PARTS_OF_CODE = (FunctionType, MethodType, functools.partial, *CONTAINERS, *_FIXED)
 """Python's own classes whose objects count as parts of the user's code."""
@@ -251,6 +252,8 @@ class _Visitor:
             self.visit(variable.content, depth - 1)
         elif isinstance(value, weakref.ref):
             self.visit(value(), depth)
+        elif isinstance(value, memoryview):
+            self.visit(value.obj, depth)
         else:
             self._visit_other(value, depth)
 
@@ -332,6 +335,8 @@ class _Visitor:
         record = OfContainer(container)
         self.state.records.append(record)
         self._visit_items(record.items, depth)
+        if not is_foreign(type(container)):  # a class of the user, whose objects have attributes too
+            self._visit_object(container, depth)
 
     def _visit_items(self, items: Items, depth: int) -> None:
         if len(items) <= _LARGEST:

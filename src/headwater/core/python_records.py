@@ -6,14 +6,17 @@ import abc
 import array
 import io
 import itertools
+import operator
 import os
 import warnings
+from collections import deque
 from contextvars import ContextVar
 from types import CellType, FunctionType, GeneratorType, MemberDescriptorType, ModuleType
 from typing import Any, final
 
 import numpy as np
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headwater.core.containers import Items, has_items, items_of, restore
 from headwater.core.random_states import set_state, state_of
@@ -364,20 +367,30 @@ class OfGenerator(Record):
         return OfGenerator(self._generator)
 
 
-_REWINDABLE: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter("")))
+_REWINDABLE: tuple[type, ...] = (
+    *(type(iter([])), type(iter(())), type(iter("")), type(iter(b"")), type(iter(bytearray()))),
+    *(type(iter(array.array("b"))), type(reversed([])), reversed),
+)
+
+_COUNTED: tuple[type, ...] = (
+    *(type(iter({})), type(iter({}.values())), type(iter({}.items())), type(iter(set()))),
+    *(type(reversed({})), type(reversed({}.values())), type(reversed({}.items()))),
+    *(type(iter(deque())), type(reversed(deque()))),
+)
+"""The classes of iterators that tell only how many items are left."""
 
 ITERATORS: tuple[type, ...] = (
-    *_REWINDABLE,
+    *(*_REWINDABLE, *_COUNTED, _BaseDataLoaderIter),
     type(iter(range(0))),
     *(GeneratorType, enumerate, filter, map, zip),
     *(itertools.chain, itertools.count, itertools.cycle, itertools.islice, itertools.repeat),
 )
-"""The classes of Python's own iterators whose position can be read."""
+"""The classes of iterators of Python and torch whose position can be read."""
 
 
 @final
 class OfIterator(Record):
-    """The position of an iterator. Only iterators over lists, tuples and strings can go back."""
+    """The position of an iterator. Only iterators over lists, tuples, strings and arrays can go back."""
 
     __slots__ = ("_position", "iterator")
 
@@ -405,6 +418,10 @@ def _position_of(value: Any) -> Any:
         return frame and (frame.f_lasti, [_Same(variable) for variable in frame.f_locals.values()])
     if isinstance(value, itertools.count):
         return repr(value)
+    if isinstance(value, _COUNTED):
+        return operator.length_hint(value)
+    if isinstance(value, _BaseDataLoaderIter):
+        return value._num_yielded
     if isinstance(value, ITERATORS):
         with warnings.catch_warnings():  # Python 3.12 warns that `itertools` will lose `__reduce__`
             warnings.simplefilter("ignore", DeprecationWarning)

@@ -162,8 +162,8 @@ class RecordedPart(NotTraced):
         with torch._C.DisableTorchFunctionSubclass():
             if is_metadata(func) or func in BY_IDENTITY:
                 return func(*args, **(kwargs or {}))
-            if func is torch.Tensor.__format__:  # takes the number of a plain tensor only
-                return func(args[0].plain(), *args[1:])
+            if func is torch.Tensor.__format__:  # formats the number of a plain tensor only
+                return format(args[0].plain(), *args[1:])
             return on_values(func, args, kwargs or {})
 
     def plain(self) -> torch.Tensor:
