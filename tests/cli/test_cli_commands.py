@@ -46,7 +46,7 @@ def test_help_of_a_command_within_a_command_describes_it(capsys):
     from headwater.cli.main import main
 
     for words, text in (
-        (("checkpoint", "import"), "Create a run from a folder of weights."),
+        (("checkpoint", "import"), "Create a run from weights."),
         (("scaling", "write"), "Write the params files of a family."),
     ):
         with pytest.raises(SystemExit):

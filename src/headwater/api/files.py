@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -28,9 +29,12 @@ from headwater.core.errors import CheckpointError
 from headwater.core.files import PARTIAL_SUFFIX, check_replaceable, disk_errors, lookup_errors, sync_folder
 from headwater.core.interrupts import UninterruptedContext
 from headwater.core.lazy import LazyTensor
+from headwater.core.mdl import MdlTensor, is_mdl, read_mdl
 from headwater.core.pickles import load_pickled
 from headwater.core.safetensors import DTYPE_CODES, TensorFile, TensorFileWriter, TensorPlace
 from headwater.fabric.membership import current
+
+logger = logging.getLogger(__name__)
 
 _STATE, _CHECKSUMS, _SEAL, _VERSION = (
     f"headwater.{key}" for key in ("state", "checksums", "seal", "version")
@@ -88,7 +92,7 @@ def _save(state: Any, path: Path) -> None:
 
 
 def load(path: str | os.PathLike[str], map_location: torch.device | str | None = None) -> Any:
-    """Load a file of `save`, `torch.save` or safetensors, without running code from the file.
+    """Load a file of `save`, `torch.save`, safetensors or Cerebras' `cstorch.save`, without running its code.
 
     Tensors are on the CPU. Large tensors are lazy: their values are read, and compared with their checksums,
     when they are used, for example by `load_state_dict`. Until then the file may be replaced by another file,
@@ -99,7 +103,8 @@ def load(path: str | os.PathLike[str], map_location: torch.device | str | None =
         map_location: read all tensors now and copy them to this device.
 
     Returns:
-        The saved state; the tensors by name if another program wrote the safetensors file.
+        The saved state; the tensors by name if another program wrote the safetensors file. For an older file
+        of `cstorch.save`, see `headwater.core.mdl.Mdl.nested`.
 
     Raises:
         CheckpointError: if the file is missing, damaged, of another kind, or a pickle that holds other
@@ -119,6 +124,8 @@ def load(path: str | os.PathLike[str], map_location: torch.device | str | None =
         )
     if is_pickled:
         return load_pickled(path, map_location or "cpu")
+    if is_mdl(path):
+        return _load_mdl(path, map_location)
     file = TensorFile(path, hold=True)
     is_state = any(key.startswith("headwater.") for key in file.metadata)
     structure = _checked_structure(file) if is_state else None
@@ -126,6 +133,35 @@ def load(path: str | os.PathLike[str], map_location: torch.device | str | None =
     if map_location is not None:
         tensors = {name: tensor.to(map_location) for name, tensor in tensors.items()}
     return decode(structure, tensors) if is_state else tensors
+
+
+def _load_mdl(path: Path, map_location: torch.device | str | None) -> Any:
+    """Load a file of Cerebras' `cstorch.save`. Pickled objects in it are left out with a warning."""
+    found = read_mdl(path)
+    if found.unread:
+        logger.warning(
+            "%s: left out %d values that are pickled or in other files: %s",
+            path,
+            len(found.unread),
+            ", ".join(found.unread[:5]),
+        )
+    values: dict[str, Any] = {}
+    same: dict[MdlTensor, Tensor] = {}  # a tensor with several names stays one tensor
+    for name, value in found.values.items():
+        if isinstance(value, MdlTensor):
+            if value not in same:
+                tensor = _lazy_mdl_tensor(value)
+                same[value] = tensor if map_location is None else tensor.to(map_location)
+            values[name] = same[value]
+        else:
+            values[name] = value
+    return found.nested(values)
+
+
+def _lazy_mdl_tensor(tensor: MdlTensor) -> Tensor:
+    if torch.Size(tensor.shape).numel() * tensor.dtype.itemsize <= _READ_AT_ONCE_BYTES:
+        return tensor.read()
+    return LazyTensor(lambda: iter([tensor.read().flatten()]), tensor.shape, tensor.dtype)
 
 
 def lazy_tensors(file: TensorFile) -> dict[str, Tensor]:

@@ -24,8 +24,10 @@ from headwater.config.run import RunConfig, load_params
 from headwater.convert.adapters import export_adapters
 from headwater.convert.checkpoint import export_hf, open_hf, read_config
 from headwater.convert.folder import MODEL_FILE, read_model_section
+from headwater.convert.model_zoo import zoo_readers
 from headwater.convert.stored import stored_tensors
-from headwater.core.errors import CorruptError, RunError
+from headwater.core.errors import ConfigError, CorruptError, RunError
+from headwater.core.mdl import is_mdl
 from headwater.core.side_files import end_tokens, keep_generation_tokens, side_files
 from headwater.core.units import format_bytes
 from headwater.models.lora import is_adapter
@@ -46,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     info = commands.add_parser("info", help="print step, size and state of checkpoints")
     info.add_argument(
-        "path", type=Path, metavar="PATH", help="a checkpoint, a model_dir, or a folder in either format"
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="a checkpoint, a model_dir, a folder in either format, or an .mdl file",
     )
     info.add_argument("--verify", action="store_true", help="check the checksums of all files")
     info.set_defaults(parser=info, action=run_info)
@@ -65,12 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     export.set_defaults(parser=export, action=run_export)
 
-    importer = commands.add_parser("import", help="create a run from a folder of weights")
+    importer = commands.add_parser("import", help="create a run from weights")
     importer.add_argument(
         "folder",
         type=Path,
         metavar="FOLDER",
-        help="folder that save_pretrained or headwater checkpoint convert has written",
+        help="folder that save_pretrained or headwater checkpoint convert has written, or an .mdl file of "
+        "the Model Zoo",
     )
     importer.add_argument(
         "--model_dir", required=True, type=Path, metavar="DIR", help="folder of the new run"
@@ -78,7 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     importer.add_argument(
         "--params",
         metavar="PARAMS",
-        help="params file with everything but the model; without it, a file to complete is written",
+        help="params file with everything but the model; without it, a file to complete is written. For an "
+        ".mdl file: the params file of its model",
     )
     importer.set_defaults(parser=importer, action=run_import)
 
@@ -92,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_info(args: argparse.Namespace) -> int:
     """Print a table of checkpoints and return the exit code, which is 1 if one of them is damaged."""
-    if is_folder_of_weights(args.path):
+    if is_folder_of_weights(args.path) or is_mdl(args.path):
         return _show_folder(args.path, deep=args.verify)
     paths = complete_checkpoints(args.path) or [args.path]
     columns = ("checkpoint", "step", "parameters", "optimizer", "size")
@@ -117,10 +124,10 @@ def run_info(args: argparse.Namespace) -> int:
 
 
 def _show_folder(path: Path, *, deep: bool) -> int:
-    """Print the content of a folder in Hugging Face's or Headwater's format; return the exit code.
+    """Print the content of a folder in Hugging Face's or Headwater's format, or of an .mdl file.
 
     Args:
-        path: the folder.
+        path: the folder or file.
         deep: true to read every tensor.
     """
     tensors, model = tensors_of(path), model_of(path)
@@ -197,8 +204,7 @@ def _end_of_text(run_dir: RunDir) -> int | None:
 
 def run_import(args: argparse.Namespace) -> int:
     """Create a model_dir with a checkpoint of step 0; return the exit code."""
-    own = (args.folder / MODEL_FILE).is_file()
-    model, readers, parts = _own_weights(args.folder) if own else _published_weights(args.folder)
+    model, readers, parts = _weights(args.folder, args.params)
     with ModelDirLock(args.model_dir), tempfile.TemporaryDirectory() as scratch:
         if complete_checkpoints(args.model_dir):
             raise RunError(
@@ -211,7 +217,7 @@ def run_import(args: argparse.Namespace) -> int:
         run_dir = RunDir(args.model_dir)
         for part in parts:
             run_dir.keep_files_of(part)
-        if not own:
+        if not is_mdl(args.folder) and not (args.folder / MODEL_FILE).is_file():
             keep_generation_tokens(read_config(args.folder), run_dir.path)
         # The params are written last: only then is the folder the model_dir of a run.
         run_dir.write_params(config)
@@ -221,6 +227,34 @@ def run_import(args: argparse.Namespace) -> int:
 
 _Weights = tuple[ModelConfig, Mapping[str, Callable[[], torch.Tensor]], Sequence[Path]]
 """A model, functions that read its parameters by name, and the folders with the files beside them."""
+
+
+def _weights(source: Path, params: str | None) -> _Weights:
+    """Return the weights of a folder in either format, or of a file of the Model Zoo.
+
+    Args:
+        source: the folder or file.
+        params: the params file that the user names.
+    """
+    if is_mdl(source):
+        return _zoo_weights(source, params)
+    return _own_weights(source) if (source / MODEL_FILE).is_file() else _published_weights(source)
+
+
+def _zoo_weights(path: Path, params: str | None) -> _Weights:
+    """Return the weights of a file of the Model Zoo, which does not describe the model.
+
+    Raises:
+        ConfigError: if no params file is named.
+    """
+    if params is None:
+        raise ConfigError(
+            f"{path} does not contain the description of its model",
+            where="--params",
+            remedy="name the params file with which the model was trained: --params PARAMS.yaml",
+        )
+    model = load_params(find_params(params)).init.model
+    return model, zoo_readers(path, model), []
 
 
 def _own_weights(folder: Path) -> _Weights:

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from headwater.cli.parser import Parser
 from headwater.config.models import ModelConfig
+from headwater.config.run import load_params
 from headwater.convert.checkpoint import export_hf, open_hf, parameter_shapes
 from headwater.convert.folder import MODEL_FILE, read_folder, read_model_section, write_folder
 from headwater.convert.formats import CONVERTERS, nearest_converter
 from headwater.convert.formats.base import Format
+from headwater.convert.model_zoo import zoo_readers
 from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.mdl import is_mdl
 from headwater.core.side_files import side_files
 from headwater.trainer.checkpoint_inspection import complete_checkpoints
 from headwater.trainer.comparison import compare
@@ -27,19 +30,24 @@ from headwater.trainer.pretrained import checkpoint_weights
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _HF, _OWN = "hf", "headwater"
 _RELEASE = re.compile(r"cs-\d+\.\d+")
-"""Names of the Model Zoo's checkpoint formats, by release. All of them mean Headwater's own format."""
+"""Names of the Model Zoo's checkpoint formats, by release. They mean its own format if IN is such a file, and
+otherwise Headwater's format."""
 
 
 def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the commands to those of `headwater checkpoint`."""
     convert = commands.add_parser("convert", help="convert between Hugging Face's and Headwater's format")
     convert.add_argument("--model", required=True, metavar="MODEL", help="see list-converters")
-    formats = "hf, headwater; cs-X.Y means headwater"
+    formats = "hf, headwater; cs-X.Y means headwater, or the format of IN if IN is an .mdl file"
     convert.add_argument(
         "--src-fmt", required=True, type=_format, metavar="FORMAT", help=f"format of IN: {formats}"
     )
     convert.add_argument(
-        "--tgt-fmt", required=True, type=_format, metavar="FORMAT", help=f"format of OUT: {formats}"
+        "--tgt-fmt",
+        required=True,
+        type=_format,
+        metavar="FORMAT",
+        help="format of OUT: hf, headwater; cs-X.Y means headwater",
     )
     convert.add_argument(
         "--config", type=Path, metavar="FILE", help="config.json or params file (that in the folder IN)"
@@ -48,7 +56,9 @@ def add_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     convert.add_argument(
         "--output-dir", type=Path, metavar="DIR", help="folder in which OUT is created as IN_to_FORMAT"
     )
-    convert.add_argument("input", type=Path, metavar="IN", help="a folder, or a file in it")
+    convert.add_argument(
+        "input", type=Path, metavar="IN", help="a folder, a file in it, or an .mdl file of the Model Zoo"
+    )
     convert.add_argument(
         "output", type=Path, metavar="OUT", nargs="?", help="new folder; or give --output-dir"
     )
@@ -86,8 +96,14 @@ def run_convert(args: argparse.Namespace) -> int:
             where="--model",
             remedy=f"write {close}; {listed}" if close else listed,
         )
-    source, target = _meant(args.src_fmt), _meant(args.tgt_fmt)
-    if source == target:
+    source, target, is_zoo = _meant(args.src_fmt), _meant(args.tgt_fmt), is_mdl(args.input)
+    if is_zoo and source == _HF:
+        raise ConfigError(
+            f"{args.input} is a file of the Model Zoo, not a checkpoint in Hugging Face's format",
+            where="--src-fmt",
+            remedy="write --src-fmt cs-2.2, or another release",
+        )
+    if source == target and not is_zoo:
         raise ConfigError(
             f"source and target format are both {source}"
             if args.src_fmt == args.tgt_fmt
@@ -100,16 +116,20 @@ def run_convert(args: argparse.Namespace) -> int:
     format, model = CONVERTERS[args.model]
     folder = args.input if args.input.is_dir() else args.input.parent
     output, dtype = _output(args), DTYPES[args.dtype]
-    if source == _HF:
+    config: ModelConfig
+    if is_zoo:
+        config, tensors = _zoo(args.input, args.config, format, model)
+    elif source == _HF:
         found = open_hf(folder, config_file=args.config, format=format)
-        shapes = parameter_shapes(found.config)
-        beside = side_files(folder)
-        write_folder(found.tensors(), shapes, found.config, output, dtype=dtype, beside=beside)
+        config, tensors = found.config, found.tensors()
     else:
         config, tensors = _own(folder, args.config, format, model)
-        beside = side_files(folder)
+    beside = side_files(folder)
+    if target == _HF:
         export_hf(tensors, config, output, format=format, dtype=dtype, tokenizer_files=beside)
-    print(f"{folder} converted to {output}")
+    else:
+        write_folder(tensors, parameter_shapes(config), config, output, dtype=dtype, beside=beside)
+    print(f"{args.input if is_zoo else folder} converted to {output}")
     return 0
 
 
@@ -150,15 +170,38 @@ def _own(
     else:
         params = config_file or folder.parent / "params.yaml"
         config, tensors = read_model_section(params), checkpoint_weights(folder)
+    _check_model(config, format, model, config_file or folder)
+    return config, tensors
+
+
+def _zoo(
+    path: Path, config_file: Path | None, format: Format, model: str
+) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
+    """Return the model and its weights from a file of the Model Zoo; the arguments are those of `_own`.
+
+    Raises:
+        ConfigError: if the params file is missing, or contains another model than `--model` names.
+    """
+    if config_file is None:
+        raise ConfigError(
+            f"{path} does not contain the description of its model",
+            where="--config",
+            remedy="name the params file with which the model was trained: --config PARAMS.yaml",
+        )
+    config = load_params(config_file).init.model
+    _check_model(config, format, model, config_file)
+    return config, ((name, read()) for name, read in zoo_readers(path, config).items())
+
+
+def _check_model(config: ModelConfig, format: Format, model: str, where: Path) -> None:
     if config.name not in format.models and config.name != model:
         raise ConfigError(
             f"expected a model that --model {model} converts, found {config.name}",
-            where=str(config_file or folder),
+            where=str(where),
             remedy=f"convert it with --model {config.name}"
             if config.name in CONVERTERS
             else "use headwater checkpoint export, which can write this model",
         )
-    return config, tensors
 
 
 def run_list(args: argparse.Namespace) -> int:

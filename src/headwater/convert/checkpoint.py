@@ -197,7 +197,7 @@ class Imported:
         places = _places(self.config, self.format, self.folder, expected)
         unknown = {name: stored.read for name, stored in places.items() if name not in expected}
         known = {
-            each.name: partial(_joined, each, places, str(self.folder))
+            each.name: partial(joined, each, places, str(self.folder))
             for each in self.mapped.values()
             if each.theirs and all(name in places for name in each.theirs)
         }
@@ -338,14 +338,14 @@ def _readers(
             )
         raise missing(absent, where)
     return {
-        each.name: partial(_joined, each, places, where)
+        each.name: partial(joined, each, places, where)
         if each.theirs
         else partial(init_parameter, each.name, each.shape, config, seed=0)
         for each in mapped.values()
     }
 
 
-def _joined(each: Mapped, places: Mapping[str, StoredTensor], where: str) -> Tensor:
+def joined(each: Mapped, places: Mapping[str, StoredTensor], where: str) -> Tensor:
     """Read the stored tensors that hold a parameter, and return the parameter made of them.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -136,31 +136,59 @@ def layer_namings(name: str, config: DecoderConfig) -> tuple[Sequence[tuple[str,
 def public_parts(name: str, config: DecoderConfig) -> tuple[tuple[str, int], ...]:
     """Return the Model Zoo's names of the parameters stacked in ours, each with its number of rows (-1: all).
 
-    Patterns of names in params files use these names. The result is empty for a parameter that the Model Zoo
-    does not have.
+    Patterns of names in params files use these names, and so do checkpoints of the Model Zoo. The result is
+    empty for the output of several shared experts, whose matrices are side by side in ours.
     """
-    inner, kv = config.inner_size, config.num_kv_heads * config.head_size
     block = re.match(r"blocks\.(\d+)\.(.*)", name)
     if block is None:
-        public = {
-            "embedding.weight": "embedding_layer.word_embeddings.weight",
-            "position_embedding.weight": "embedding_layer.position_embeddings.embed.weight",
-            "head.weight": "lm_head.weight",
-        }
-        return ((public[name], -1),) if name in public else ()
+        return ((_renamed(name, _PUBLIC_NAMES), -1),)
     layer, below = f"transformer_decoder.layers.{block[1]}", block[2]
+    kind = below.rpartition(".")[2]
     if below.startswith("attention.qkv."):
-        kind = below.rpartition(".")[2]
-        projections = zip("qkv", (inner, kv, kv), strict=True)
+        kv = config.num_kv_heads * config.head_size
+        projections = zip("qkv", (config.inner_size, kv, kv), strict=True)
         return tuple(
             (f"{layer}.self_attn.proj_{which}_dense_layer.{kind}", rows) for which, rows in projections
         )
-    for ours, theirs in (
-        ("attention.output.", "self_attn.proj_output_dense_layer."),
-        ("ffn.input.", "ffn.ffn.0.linear_layer."),
-        ("ffn.gate.", "ffn.ffn.0.linear_layer_for_glu."),
-        ("ffn.output.", "ffn.ffn.1.linear_layer."),
-    ):
-        if below.startswith(ours):
-            return ((f"{layer}.{theirs}{below.removeprefix(ours)}", -1),)
-    return ()
+    moe = config.moe
+    if moe is not None and below.startswith("ffn.shared."):
+        if below.startswith("ffn.shared.output.") and moe.num_shared_experts > 1:
+            return ()
+        theirs = _renamed(below.removeprefix("ffn.shared."), _PUBLIC_FFN_NAMES)
+        rows = config.ffn_size if moe.num_shared_experts > 1 else -1
+        experts = f"{layer}.ffn.experts.shared_experts"
+        return tuple((f"{experts}.{expert}.ffn.{theirs}", rows) for expert in range(moe.num_shared_experts))
+    if moe is not None and below.startswith(("ffn.input.", "ffn.gate.", "ffn.output.")):
+        theirs = _renamed(below.removeprefix("ffn."), _PUBLIC_FFN_NAMES)
+        rows = config.hidden_size if below.startswith("ffn.output.") else config.ffn_size
+        experts = f"{layer}.ffn.experts.experts"
+        return tuple((f"{experts}.{expert}.{theirs}", rows) for expert in range(moe.num_experts))
+    if below.startswith("ffn.") and not below.startswith("ffn.router."):
+        return ((f"{layer}.ffn.ffn.{_renamed(below.removeprefix('ffn.'), _PUBLIC_FFN_NAMES)}", -1),)
+    return ((f"{layer}.{_renamed(below, _PUBLIC_BLOCK_NAMES)}", -1),)
+
+
+_PUBLIC_NAMES = {
+    "embedding": "embedding_layer.word_embeddings",
+    "position_embedding": "embedding_layer.position_embeddings.embed",
+    "alibi": "embedding_layer.position_embed_helper",
+    "embedding_norm": "embedding_ln_f",
+    "norm": "transformer_decoder.norm",
+    "head": "lm_head",
+}
+_PUBLIC_BLOCK_NAMES = {
+    "attention_norm": "norm1",
+    "attention.output": "self_attn.proj_output_dense_layer",
+    "attention_post_norm": "norm1_post",
+    "ffn_norm": "norm3",
+    "ffn.router": "ffn.gate",
+    "ffn_post_norm": "norm3_post",
+}
+_PUBLIC_FFN_NAMES = {"input": "0.linear_layer", "gate": "0.linear_layer_for_glu", "output": "1.linear_layer"}
+"""The Model Zoo's names of our modules: of a decoder, of a block, and of a feed-forward layer."""
+
+
+def _renamed(parameter: str, modules: Mapping[str, str]) -> str:
+    """Return the name of a parameter with another name of its module. Adapters keep their own names."""
+    module, _, kind = parameter.rpartition(".")
+    return f"{modules[module]}.{kind}"

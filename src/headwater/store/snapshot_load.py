@@ -63,7 +63,8 @@ class SavedCheckpoint:
                 if found is None
                 else f"expected the folder of a checkpoint, found {found}",
                 where=str(folder),
-                remedy="name a folder checkpoint_<step> in the model_dir",
+                remedy="name a folder checkpoint_<step> in the model_dir; headwater checkpoint import makes "
+                "one from other weights",
             )
         self.folder = folder
         self.manifest = read_manifest(folder)

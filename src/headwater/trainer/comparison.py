@@ -12,9 +12,11 @@ from torch import Tensor
 from headwater.config.models.huggingface import CONFIG_FILE
 from headwater.convert.checkpoint import open_hf, read_config
 from headwater.convert.folder import MODEL_FILE, read_model_section
+from headwater.convert.model_zoo import zoo_tensors
 from headwater.convert.shards import has_weights
 from headwater.convert.stored import PICKLED_FILE, StoredTensor, in_file, stored_tensors
 from headwater.core.errors import ConfigError
+from headwater.core.mdl import is_mdl
 from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.store.snapshot_manifest import MANIFEST_FILE
 
@@ -189,7 +191,7 @@ def tensors_of(path: Path) -> list[StoredTensor]:
     """
     if (path / MANIFEST_FILE).is_file():
         return [stored for file in SavedCheckpoint(path).weights() for stored in in_file(file)]
-    return list(stored_tensors(path))
+    return list(zoo_tensors(path) if is_mdl(path) else stored_tensors(path))
 
 
 def _by_our_names(folder: Path) -> dict[str, Read] | None:

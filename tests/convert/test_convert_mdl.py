@@ -1,0 +1,269 @@
+"""Checkpoints of Cerebras' software, compared with the logits of the Model Zoo's own classes."""
+
+import json
+import logging
+import lzma
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from pydantic import TypeAdapter
+from safetensors.torch import load_file
+
+import headwater
+from headwater.cli.main import main
+from headwater.config.models import AnyModel
+from headwater.convert.model_zoo import zoo_readers
+from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.mdl import read_mdl
+from headwater.models.registry import build_model
+
+h5py = pytest.importorskip("h5py")
+pytest.importorskip("hdf5plugin")
+
+FILES = Path(__file__).parent / "mdl"
+BASE = {
+    "vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 1, "num_heads": 4, "filter_size": 32,
+    "max_position_embeddings": 8, "dropout_rate": 0.0, "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+ROTARY = {
+    "position_embedding_type": "rotary", "rotary_dim": 4, "norm_type": "rmsnorm", "use_ffn_bias": False,
+    "use_projection_bias_in_attention": False, "use_ffn_bias_in_attention": False,
+    "share_embedding_weights": False,
+}  # fmt: skip
+MODELS = {
+    "gpt2": {"name": "gpt2", "num_hidden_layers": 2, "nonlinearity": "gelu"},
+    "llama": {
+        **ROTARY, "name": "llama", "num_hidden_layers": 2, "rotary_dim": 6, "nonlinearity": "swiglu",
+        "attention_module": "multiquery_attention", "extra_attention_params": {"num_kv_groups": 2},
+    },
+    "mixtral": {
+        **ROTARY, "name": "mixtral", "nonlinearity": "swiglu",
+        "moe": {"num_experts": 4, "top_k": 2, "num_shared_experts": 1},
+    },
+    "gemma2": {
+        **ROTARY, "name": "gemma2", "num_hidden_layers": 2, "nonlinearity": "geglu",
+        "share_embedding_weights": True, "norm_first_sandwich": True, "final_logit_softcapping": 30.0,
+        "attention_logit_softcapping": 50.0, "embeddings_scale": 4.0, "layer_norm_epsilon": 1e-6,
+    },
+    "bloom": {
+        "name": "bloom", "position_embedding_type": "alibi", "embedding_layer_norm": True,
+        "nonlinearity": "gelu",
+    },
+    "slopes": {
+        "name": "bloom", "position_embedding_type": "alibi", "embedding_layer_norm": False,
+        "alibi_trainable_slopes": True, "use_bias_in_output": True, "nonlinearity": "gelu",
+    },
+    "gptj": {"name": "gptj", "rotary_dim": 4, "nonlinearity": "gelu"},
+    "gpt-neox": {"name": "gpt-neox", "rotary_dim": 4, "nonlinearity": "gelu"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path):
+    def unpacked(name):
+        path = tmp_path / f"{name}.mdl"
+        path.write_bytes(lzma.decompress((FILES / f"{name}.mdl.xz").read_bytes()))
+        return path
+
+    return unpacked
+
+
+@pytest.fixture
+def params(tmp_path):
+    def written(name, **changes):
+        path = tmp_path / f"{name}.yaml"
+        section = {**BASE, **MODELS[name], **changes}
+        path.write_text(yaml.safe_dump({"trainer": {"init": {"model": section}}}))
+        return path
+
+    return written
+
+
+def config_of(name, **changes):
+    return TypeAdapter(AnyModel).validate_python({**BASE, **MODELS[name], **changes})
+
+
+def weights_of(path, config):
+    return {name: read() for name, read in zoo_readers(path, config).items()}
+
+
+def expected_of(name):
+    found = load_file(FILES / "expected.safetensors")
+    return found[f"{name}.input_ids"].long(), found[f"{name}.logits"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_the_logits_of_the_model_zoos_own_class(file, name):
+    config = config_of(name)
+    model = build_model(config).eval()
+    weights = weights_of(file(name), config)
+    tied = {"head.weight"} if config.share_embedding_weights else set()
+    assert weights.keys() | tied == model.state_dict().keys()
+    with torch.no_grad():
+        for parameter, value in weights.items():
+            model.get_parameter(parameter).copy_(value)
+        tokens, logits = expected_of(name)
+        torch.testing.assert_close(model.logits(tokens), logits, rtol=1e-5, atol=2e-5)
+
+
+def test_files_of_both_layouts_hold_the_same_weights(file):
+    new, old = (weights_of(file(name), config_of("gpt2")) for name in ("gpt2", "old"))
+    assert new.keys() == old.keys()
+    assert all(torch.equal(new[name], old[name]) for name in new)
+
+
+def test_load_returns_the_nested_state_without_pickled_objects(file, caplog):
+    with caplog.at_level(logging.WARNING):
+        state = headwater.load(file("gpt2"))
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["object"]
+    assert state.keys() == {"model", "optimizer", "global_step", "half", "trainer"}
+    assert state["trainer"] == {"name": "run", "seed": None, "flag": True}
+    assert state["global_step"].item() == 7
+    assert state["half"].dtype == torch.bfloat16 and state["half"].tolist() == [1.5, -2.0]
+    assert state["optimizer"]["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0]}]
+    assert state["optimizer"]["state"][0]["exp_avg"].tolist() == [1.0, 1.0, 1.0]
+    weights = state["model"]
+    assert (
+        weights["model.lm_head.weight"].data_ptr()
+        == weights["model.embedding_layer.word_embeddings.weight"].data_ptr()
+    )
+
+
+def test_load_reads_all_kinds_of_values_of_the_older_layout(file):
+    state = headwater.load(file("old"))
+    new = headwater.load(file("gpt2"))["model"]
+    assert state["model"].keys() == new.keys()
+    assert all(torch.equal(state["model"][name], new[name]) for name in new)
+    assert (state["note"], state["nothing"], state["optimizer"]) == ("abc", None, {"state.lr": 0.5})
+    assert state["half"].dtype == torch.bfloat16 and state["half"].tolist() == [1.5, -2.0]
+    assert torch.equal(state["filled"], torch.full((2, 3), 4.0))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_transformers_reads_a_converted_file_with_the_same_logits(file, params, name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    options = ["--model", name, "--src-fmt", "cs-2.2", "--tgt-fmt", "hf", "--config", str(params(name))]
+    assert main(["checkpoint", "convert", *options, str(file(name)), str(tmp_path / "out")]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens, logits = expected_of(name)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, logits, rtol=1e-5, atol=2e-5)
+
+
+def test_a_run_starts_from_an_imported_file(file, params, tmp_path, capsys):
+    source = file("gpt2")
+    run = tmp_path / "run"
+    assert (
+        main(["checkpoint", "import", str(source), "--params", str(params("gpt2")), "--model_dir", str(run)])
+        == 0
+    )
+    assert main(["checkpoint", "convert", "--model", "gpt2", "--src-fmt", "cs-2.2", "--tgt-fmt", "headwater",
+                 "--config", str(params("gpt2")), str(source), str(tmp_path / "own")]) == 0  # fmt: skip
+    capsys.readouterr()
+    assert main(["checkpoint", "diff", str(run), str(tmp_path / "own")]) == 0
+    assert "the same, bit for bit" in capsys.readouterr().out
+    assert main(["checkpoint", "info", str(source)]) == 0
+    assert "gpt2.mdl" in capsys.readouterr().out
+
+
+# faults
+
+
+def test_a_model_that_is_not_that_of_the_file_is_refused(file):
+    source = file("gpt2")
+    with pytest.raises(CheckpointError, match=r"layers\.2\.") as error:
+        zoo_readers(source, config_of("gpt2", num_hidden_layers=3))
+    assert "missing" in error.value.what
+    with pytest.raises(CheckpointError, match=r"layers\.1\..* does not belong to this model"):
+        zoo_readers(source, config_of("gpt2", num_hidden_layers=1))
+    readers = zoo_readers(source, config_of("gpt2", filter_size=40))
+    with pytest.raises(CheckpointError, match=r"expected tensor .* of shape \(40, 24\)"):
+        readers["blocks.0.ffn.input.weight"]()
+
+
+def test_slopes_that_a_model_would_ignore_are_refused(file):
+    constant = config_of("slopes", alibi_trainable_slopes=False)
+    with pytest.raises(CheckpointError, match="slopes of ALiBi") as error:
+        zoo_readers(file("slopes"), constant)
+    assert "alibi_trainable_slopes" in error.value.remedy
+
+
+def test_a_model_without_known_names_is_refused(file):
+    config = TypeAdapter(AnyModel).validate_python({"name": "bert", "hidden_size": 24, "num_heads": 4})
+    with pytest.raises(CheckpointError, match="no counterpart"):
+        zoo_readers(file("gpt2"), config)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "old"])
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.9, 0.999])
+def test_a_file_that_is_cut_off_is_refused(file, name, kept):
+    path = file(name)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
+    with pytest.raises(CheckpointError, match="cannot be read") as error:
+        headwater.load(path)
+    assert error.value.where == str(path)
+
+
+def test_a_file_that_is_not_complete_is_refused(file):
+    path = file("gpt2")
+    with h5py.File(path, "a") as opened:
+        del opened.attrs["__SUCCESS__"]
+    with pytest.raises(CheckpointError, match="incomplete"):
+        read_mdl(path)
+
+
+def test_a_file_of_a_newer_format_is_refused(file):
+    path = file("gpt2")
+    with h5py.File(path, "a") as opened:
+        opened.attrs["__version__"] = 0.6
+    with pytest.raises(CheckpointError, match=r"format 0\.6"):
+        read_mdl(path)
+
+
+def test_another_hdf5_file_is_refused(tmp_path):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as opened:
+        opened["data"] = [1, 2]
+    with pytest.raises(CheckpointError, match="not a checkpoint of Cerebras' software"):
+        headwater.load(path)
+
+
+@pytest.mark.parametrize(
+    "damage", ["[", '{"a": 1}', json.dumps({"model.x.__metadata__": {"__NUMPY__": True}})]
+)
+def test_damaged_metadata_are_refused(file, damage):
+    path = file("gpt2")
+    with h5py.File(path, "a") as opened:
+        opened.attrs["model.x.__metadata__" if "NUMPY" in damage else "__spec__"] = damage
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_mdl(path)
+
+
+@pytest.mark.parametrize("missing", ["h5py", "hdf5plugin"])
+def test_without_the_packages_the_error_says_what_to_install(file, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=missing) as error:
+        headwater.load(file("gpt2"))
+    assert "headwater[mdl]" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--src-fmt", "hf", "--tgt-fmt", "headwater"], "not a checkpoint in Hugging Face's format"),
+        (["--src-fmt", "cs-2.2", "--tgt-fmt", "hf"], "does not contain the description of its model"),
+    ],
+)
+def test_wrong_options_of_a_conversion_are_refused(file, tmp_path, capsys, options, message):
+    code = main(
+        ["checkpoint", "convert", "--model", "gpt2", *options, str(file("gpt2")), str(tmp_path / "o")]
+    )
+    assert code and message in capsys.readouterr().err
+
+
+def test_an_import_without_params_is_refused(file, tmp_path, capsys):
+    assert main(["checkpoint", "import", str(file("gpt2")), "--model_dir", str(tmp_path / "run")])
+    assert "--params" in capsys.readouterr().err
