@@ -339,6 +339,33 @@ def test_a_storage_that_is_used_is_not_freed(use, trained):
     assert not values_at(address, 36).any()
 
 
+class Shrinking(nn.Linear):
+    """A layer whose forward changes its own weight."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+@extreme_plans
+def test_values_that_a_forward_writes_are_at_the_address_of_a_storage_that_is_used(plan, tmp_path):
+    place = Place(plan, tmp_path)
+    model = place.compile(nn.Sequential(*(Shrinking(6, 6) for _ in range(3))))
+    inputs, weight = randn(3, 6, seed=1), model[0].weight
+    model(inputs)
+    view = weight[0]  # autograd records it
+    used, before = weight.untyped_storage(), weight.detach().clone()
+    with torch.no_grad():
+        model(inputs)
+    expected = before * 0.9
+    assert torch.equal(weight.detach().clone(), expected)
+    assert torch.equal(values_at(weight.data_ptr(), 36), expected.flatten())
+    assert torch.equal(view.detach(), expected[0])
+    assert used.data_ptr() == weight.data_ptr()
+    place.release()
+
+
 @extreme_plans
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_a_storage_has_the_bytes_of_its_parameter(trained):

@@ -91,6 +91,10 @@ class StageAccess:
         """Return a counter. It grows whenever the wire image changes that `fetch` copies."""
         return self._versions[stage]
 
+    def note_change(self, stage: int) -> None:
+        """Record that a forward has changed the wire image of a stage in the memory of the tier."""
+        self._versions[stage] += 1
+
     # a stage with all updates applied
 
     def fetch(

@@ -247,6 +247,8 @@ class StageParameters:
             )
         if self.unseen is not None:
             self.unseen.raise_found()
+        if self._writable and self._written:
+            self._store.access.note_change(self._spec.index)
         for index, value in values.items():
             self._keep(index, value)
 
