@@ -157,3 +157,17 @@ def test_a_parameter_without_a_gradient_does_not_change(kind):
 def test_arguments_out_of_range(kind, options, message):
     with pytest.raises(ConfigError, match=message):
         kind([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+def test_lamb_counts_its_steps_in_fp32_whatever_the_default_dtype_is():
+    expected = values(0, torch.float32)
+    found = [torch.nn.Parameter(value.clone()) for value in expected]
+    expected = train(Lamb(expected, lr=0.01), expected, steps=300)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizer = Lamb(found, lr=0.01)
+        found = train(optimizer, found, steps=300)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {300.0}
+    assert all(map(torch.equal, found, expected))

@@ -97,3 +97,15 @@ def test_schedules():
 def test_invalid_settings_are_refused(section, message):
     with pytest.raises(ValueError, match=message):
         SparsityConfig.model_validate(section)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_random_mask_does_not_depend_on_the_default_dtype(dtype):
+    weight = torch.zeros(40, 30)
+    expected = first_mask(weight, 0.5, "random", torch.Generator().manual_seed(3))
+    torch.set_default_dtype(dtype)
+    try:
+        found = first_mask(weight, 0.5, "random", torch.Generator().manual_seed(3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)

@@ -75,7 +75,8 @@ def _try_out(name: str, build: Build, reached: Callable[[], PythonState]) -> Non
     random_states = [state_of(generator) for generator in generators]
     watched: list[torch.nn.Parameter] = [_WatchedParameter(value) for value in _values()]
     try:
-        joint, single = build(watched), build([torch.nn.Parameter(torch.zeros(_SHAPES[0]))])
+        alone = torch.nn.Parameter(torch.zeros(_SHAPES[0], dtype=torch.float32))
+        joint, single = build(watched), build([alone])
         _divide_group(joint)
         fixed = _fixed_values(joint)
         _train_jointly(joint, watched)
@@ -270,10 +271,13 @@ def _can_be_saved(value: object) -> bool:
 
 def _values() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator) for shape in _SHAPES]
+    return [torch.randn(shape, dtype=torch.float32, generator=generator) for shape in _SHAPES]
 
 
 def _gradients() -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     scales = itertools.islice(itertools.cycle(_GRADIENT_SCALES), _STEPS)
-    return [[torch.randn(shape, generator=generator) * scale for shape in _SHAPES] for scale in scales]
+    return [
+        [torch.randn(shape, dtype=torch.float32, generator=generator) * scale for shape in _SHAPES]
+        for scale in scales
+    ]

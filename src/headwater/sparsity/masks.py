@@ -36,7 +36,7 @@ def first_mask(weight: Tensor, sparsity: float, method: str, generator: torch.Ge
     kept = num_kept(weight.numel(), sparsity)
     match method:
         case "random":
-            return largest(torch.rand(weight.shape, generator=generator), kept)
+            return largest(torch.rand(weight.shape, dtype=torch.float32, generator=generator), kept)
         case "topk":
             return largest(weight.abs(), kept)
         case "from_zeros":

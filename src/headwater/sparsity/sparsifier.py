@@ -266,7 +266,8 @@ class Sparsifier:
             if group.algorithm == "rigl":
                 return gradient().detach()[part.rows].abs().float().cpu()
             seed = derive_seed(self._seed, "sparsity", part.name, step)
-            return torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
+            generator = torch.Generator().manual_seed(seed)
+            return torch.rand(weight.shape, dtype=torch.float32, generator=generator)
 
         assert group.drop_fraction is not None, f"algorithm {group.algorithm} needs a drop_fraction"
         return exchanged(weight, mask, scores, group.drop_fraction(step))
