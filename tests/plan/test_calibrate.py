@@ -9,7 +9,9 @@ import resource
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -60,10 +62,11 @@ def machine(monkeypatch):
     return Machine
 
 
-def calibrate(**arguments):
-    """Return the rates that a new process finds."""
+def calibrate(cache=None, **arguments):
+    """Return the rates that a new process finds; `cache` is the file of stored measurements."""
     module._IN_THIS_PROCESS.clear()
-    return module.calibrate(**arguments)
+    with nullcontext() if cache is None else mock.patch.object(module, "cache_file", return_value=cache):
+        return module.calibrate(**arguments)
 
 
 def test_every_rate_of_a_cpu_is_measured_and_no_file_is_left(tmp_path):
@@ -281,13 +284,13 @@ def test_a_process_measures_only_once(tmp_path, machine):
     machine.measurements = [taken(1.0)]
     assert calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
     machine.now_s += 40 * DAY_S
-    assert module.calibrate(cache=tmp_path / "cache.json").fp32_flops_per_s == 1.0
+    assert module.calibrate().fp32_flops_per_s == 1.0
 
 
 def test_a_measurement_that_fails_is_not_tried_again_by_this_process(tmp_path, machine):
     machine.measurements = [None]
     assert calibrate(cache=tmp_path / "cache.json") is None
-    assert module.calibrate(cache=tmp_path / "cache.json") is None
+    assert module.calibrate() is None
 
 
 def test_old_rates_are_used_if_a_measurement_fails(tmp_path, machine):

@@ -99,7 +99,6 @@ def calibrate(
     *,
     kernels: Kernels = "exact",
     recalibrate: bool = False,
-    cache: Path | None = None,
     budget: int | None = None,
     most_wall_s: float | None = None,
 ) -> Calibration | None:
@@ -115,7 +114,6 @@ def calibrate(
         kernels: the kernels of the run.
         recalibrate: measure even if the rates of this machine are stored, and forget the rates that were
             measured with other folders.
-        cache: JSON file of stored measurements; by default in the user's cache folder.
         budget: bytes of host memory that this process and the measuring one may hold; `None`: the free
             memory.
         most_wall_s: seconds after which a measurement is stopped; `None`: the limit for this device.
@@ -130,7 +128,7 @@ def calibrate(
     # The key names the kernel of Adam, because another kernel updates parameters at another rate.
     suffix = f"|{adam_in_use()}|{kernels}"
     key = machine_key(device, folder) + suffix
-    cache = cache or cache_file(_FILE)
+    cache = cache_file(_FILE)
     if recalibrate or key not in _IN_THIS_PROCESS:
 
         def measure() -> Measurement | None:
