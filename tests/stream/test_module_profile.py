@@ -221,7 +221,11 @@ def test_the_table_of_stages_lists_their_computation_updates_and_transfers(tmp_p
     assert sum(row.wait_s for row in summary.modules) <= summary.busy.busy_s["wait"] + 1e-9
     assert sum(row.wait_s for row in summary.modules) > 0
     text = io.StringIO()
-    Console(file=text, width=80).print(stage_table(summary))
+    named = dataclasses.replace(summary.stages[0], name="position_embedding")
+    Console(file=text, width=80).print(
+        stage_table(dataclasses.replace(summary, stages=(named, *summary.stages[1:])))
+    )
+    assert "position_embedding" in text.getvalue()
     columns = ["stage", "forward", "backward", "wait", "update", "GFLOP/s", "weights", "gradients", "disk"]
     assert text.getvalue().splitlines()[1].split() == columns
 

@@ -5,7 +5,9 @@ import time
 
 import pytest
 
+from headwater.config import load_params, shipped_params
 from headwater.trainer import waits
+from headwater.trainer.zoo_job import zoo_trainable
 
 
 @pytest.fixture
@@ -52,3 +54,9 @@ def test_other_ranks_say_nothing(caplog, at_once):
     with waits.log_if_long("planning", Fabric):
         pass
     assert not caplog.records
+
+
+def test_a_model_that_takes_long_to_build_says_so(caplog, at_once):
+    caplog.set_level("INFO", "headwater")
+    zoo_trainable(load_params(shipped_params()["gpt/tiny"]).init)
+    assert [record.message for record in caplog.records] == ["building the model …"]

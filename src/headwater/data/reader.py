@@ -287,7 +287,11 @@ def _hdf5_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         near = nearest_sibling(folder)
         out = folder.parent if folder.name in ("train", "val") else "DIR"
-        remedy = f"did you mean {near}?" if near else f"create it with: headwater data INPUT --out {out}"
+        remedy = (
+            f"did you mean {near}?"
+            if near
+            else f"name another folder, or create it: headwater data INPUT --out {out}"
+        )
         raise DataError("data_dir does not exist", where=f"data_dir: {folder}", remedy=remedy)
     # Systems write hidden files beside others, such as `._name` on macOS.
     visible = (path for path in folder.iterdir() if not path.name.startswith("."))

@@ -63,8 +63,10 @@ def stage_table(summary: Summary, num_ranks: int = 1) -> Table:
         num_ranks: number of ranks.
     """
     table = _table(_title("Stages (ms; weights, gradients and disk in MiB)", summary, num_ranks))
+    # Short names, few digits and one space between columns: the table has 80 characters where the output is
+    # not a terminal, and names such as `position_embedding` must fit.
+    table.padding = (0, 1, 0, 0)
     table.add_column("stage", overflow="fold")
-    # Short names and few digits: the table has 80 columns where the output is not a terminal.
     for name in ("forward", "backward", "wait", "update", "GFLOP/s", "weights", "gradients", "disk"):
         table.add_column(name, justify="right")
     stages = sorted(summary.stages, key=lambda stage: -(stage.compute_s + stage.wait_s))

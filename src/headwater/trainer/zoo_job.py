@@ -18,6 +18,7 @@ from headwater.core.batches import num_samples
 from headwater.core.errors import ConfigError
 from headwater.fabric.consistency import check_consistency
 from headwater.fabric.fabric import ALONE, Fabric
+from headwater.fabric.membership import current
 from headwater.models.huggingface import HuggingFaceModel
 from headwater.models.layers.attention import use_torch_attention
 from headwater.models.liger import use_liger
@@ -31,6 +32,7 @@ from headwater.trainer.huggingface import LibraryValues, weights_folder
 from headwater.trainer.job import Average, Batch, Job, Trainable
 from headwater.trainer.metrics import find_metrics
 from headwater.trainer.run_dir import RunDir
+from headwater.trainer.waits import log_if_long
 
 
 def meta_model(config: ModelConfig) -> nn.Module:
@@ -50,7 +52,8 @@ def zoo_trainable(init: InitConfig, sequence_length: int | None = None) -> Train
         init: the params.
         sequence_length: tokens of a sample; the model's maximum if not given.
     """
-    model = meta_model(init.model)
+    with log_if_long("building the model", current()):
+        model = meta_model(init.model)
     if init.backend.loss == "liger":
         use_liger(model, device_of(init.backend))
     if init.backend.attention == "torch":
