@@ -9,7 +9,7 @@ import pytest
 from headwater.core.errors import DataError
 from headwater.data import raw_records
 from headwater.data.prepare import prepare
-from headwater.data.raw_records import BadRecords, read_records
+from headwater.data.raw_records import BadRecords, Record, read_records, text_of
 from headwater.data.settings import PrepareSettings
 from headwater.data.tokenizer import TrainBPE, _short_words
 
@@ -100,3 +100,21 @@ def test_long_words_are_cut_to_train_a_tokenizer():
         assert "".join(parts) == text and all(len(part) <= 64 + 2 for part in parts)
         numbers.append(len(parts))
     assert numbers == [157, 5, 5, 10, 5, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        (
+            {"messages": []},
+            "write --mode chat, which reads records like this one; or name the key of the text",
+        ),
+        ({"conversations": [], "chosen": {}, "rejected": {}}, "write --mode preference"),
+        ({"instruction": "Add.", "input": "1 1", "output": "2"}, "write --mode prompt_completion"),
+        ({"content": "A text."}, "name the key of the text with --json_key; the record has 'content'"),
+    ],
+)
+def test_a_record_of_another_mode_leads_to_that_mode(fields, advice):
+    with pytest.raises(DataError, match="record has no key 'text'") as caught:
+        text_of(Record(fields, "chats.jsonl, line 1", 0), "text")
+    assert caught.value.remedy.startswith(advice)

@@ -130,6 +130,19 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], io.BufferedReader]]:
         ) from error
 
 
+_MODES = {
+    "chosen": "preference",
+    "messages": "chat",
+    "conversations": "chat",
+    "completion": "prompt_completion",
+    "output": "prompt_completion",
+}
+"""Field of a record -> the mode of `headwater data` that reads such records, instead of running text.
+
+A preference may have the fields of a conversation too, so its field is the first.
+"""
+
+
 def text_of(record: Record, key: str) -> str:
     """Return the text at `key` of a record.
 
@@ -139,6 +152,9 @@ def text_of(record: Record, key: str) -> str:
     if key not in record.fields:
         near = similar(key, record.fields, count=1) or sorted(record.fields)[:5]
         remedy = f"name the key of the text with --json_key; the record has {', '.join(map(repr, near))}"
+        mode = next((mode for field, mode in _MODES.items() if field in record.fields), None)
+        if mode is not None:
+            remedy = f"write --mode {mode}, which reads records like this one; or {remedy}"
         raise DataError(f"record has no key {key!r}", where=record.where, remedy=remedy)
     return checked_text(record.fields[key], key, record.where)
 
