@@ -274,6 +274,21 @@ def test_a_copy_of_a_streamed_model_is_a_plain_model(tmp_path):
     place.release()
 
 
+def test_a_copy_after_the_step_of_another_optimizer_is_a_plain_model(tmp_path):
+    """The store gets another layout for the second optimizer, and its blocks other forwards."""
+    place = Place("recompute", tmp_path)
+    model = place.compile(Net())
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(2))
+    for _ in range(2):
+        train(model, adamw(model.parameters()), batches(1))
+        copied = copy.deepcopy(model).eval()
+        assert_plain(copied)
+        ((tokens, _),) = batches(1)
+        assert torch.equal(copied(tokens), model.eval()(tokens))
+        model.train()
+    place.release()
+
+
 @extreme_plans
 def test_a_copy_of_a_copy_is_independent_and_is_freed_at_once(plan, tmp_path):
     place = Place(plan, tmp_path)

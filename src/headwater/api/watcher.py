@@ -16,6 +16,7 @@ from torch.jit import ScriptModule
 from torch.nn.utils import stateless
 
 from headwater.core.errors import StreamError
+from headwater.core.module_calls import forward_of_user
 from headwater.core.overlap import overlapping
 from headwater.stream.detached import values_of
 
@@ -69,7 +70,8 @@ class Structure:
         return [attributes[kind] for attributes, kind in product(self._attributes, _REGISTRIES)]
 
     def _own_forwards(self) -> list[Any]:
-        return [attributes.get(_FORWARD) for attributes in self._attributes]
+        # Not those of an engine: it may be replaced while the structure of the user is restored.
+        return [forward_of_user(each) if _FORWARD in each else None for each in self._attributes]
 
     def _present_identities(self) -> tuple[object, ...]:
         """Return the identities of all recorded objects now. Kept fast, as it runs before every forward."""
@@ -130,8 +132,10 @@ class Structure:
         for (attributes, kind), registry in zip(owners, registries, strict=True):
             attributes[kind] = registry
         for attributes, forward in zip(self._attributes, forwards, strict=True):
+            if forward_of_user(attributes) is forward:
+                continue
             if forward is None:
-                attributes.pop(_FORWARD, None)
+                del attributes[_FORWARD]
             else:
                 attributes[_FORWARD] = forward
 

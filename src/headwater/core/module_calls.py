@@ -84,6 +84,14 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
     return restore
 
 
+def forward_of_user(attributes: dict[str, Any]) -> Any:
+    """Return the forward that the user has set on a module, from the attributes of the module, or `None`."""
+    forward = attributes.get("forward")
+    while isinstance(forward, _ReplacedForward):
+        forward = forward.before
+    return forward
+
+
 def cannot_be_pickled(module: nn.Module | None) -> StreamError:
     """Return the error for a pickle of a compiled module."""
     return StreamError(
@@ -201,14 +209,14 @@ def _deep_copy(memo: dict[int, Any]) -> Any:
     of `copy.deepcopy`, which calls it.
     """
     module = sys._getframe(1).f_locals["x"]
-    forward = vars(module).get("forward")
+    forward = forward_of_user(vars(module))
     # Another object with the same attributes: another thread may call the module meanwhile.
     plain = object.__new__(type(module))
     for name, value in dict(vars(module)).items():
         if value is not _deep_copy and not isinstance(value, _Layered | _ReplacedForward):
             vars(plain)[name] = value
-    if isinstance(forward, _ReplacedForward) and forward.before is not None:
-        vars(plain)["forward"] = forward.before
+    if forward is not None:
+        vars(plain)["forward"] = forward
     for param in module.parameters():
         home = getattr(param, "home", None)
         # In its forward, a weight that is streamed in 16 bits is an ordinary parameter of 16 bits.
