@@ -326,3 +326,34 @@ def test_a_gradient_under_autocast_of_a_part_that_was_frozen_is_kept(tmp_path):
         return [param.dtype for param in model.parameters()], model
 
     check(script, "memory", tmp_path)
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+@some_plan
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_layer_that_was_frozen_with_a_gradient_before_streaming_is_updated_by_it(name, plan, tmp_path):
+    def script(place):
+        model = Net()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        (first, second) = batches(2)
+        loss_of(model(first[0]), first[1]).backward()
+        model.head.requires_grad_(False)
+        model = place.compile(model)
+        with torch.no_grad():
+            model(first[0])
+        losses = []
+        for _ in range(2):
+            loss = loss_of(model(second[0]), second[1])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)

@@ -55,7 +55,10 @@ def _collect_from_frozen(param: Any) -> None:
 
 def is_trained(param: torch.Tensor) -> bool:
     """True if a plan must have memory for the gradient of a parameter."""
-    return param.requires_grad or hasattr(param, _TRAINED)
+    if param.requires_grad or hasattr(param, _TRAINED):
+        return True
+    # It may have been frozen after a backward in plain PyTorch.
+    return not hasattr(param, "home") and param.grad is not None
 
 
 def forget_trained(params: Iterable[torch.Tensor]) -> None:
