@@ -1,4 +1,4 @@
-"""Weights of decoders in checkpoints that Cerebras' Model Zoo has written."""
+"""Weights of decoders and of BERT in checkpoints that Cerebras' Model Zoo has written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headwater.convert.stored import StoredTensor
 from headwater.core.errors import CheckpointError
 from headwater.core.mdl import read_mdl
 from headwater.models.layers.positions import alibi_slopes
-from headwater.models.registry import FAMILIES
+from headwater.models.registry import FAMILIES, build_model
 
 _PREFIX = "model."
 """In a checkpoint of a run the weights are below the key `model`; the Model Zoo's classes add it again."""
@@ -71,9 +71,7 @@ def zoo_readers(path: Path, config: ModelConfig) -> dict[str, Callable[[], Tenso
     mapped = _map_model(config, path)
     expected = dict.fromkeys(name for each in mapped.values() for name in each.theirs)
     places = {stored.name: stored for stored in zoo_tensors(path)}
-    ignored = {*_COPIES, _SLOPES}
-    if getattr(config, "share_embedding_weights", False):
-        ignored.add("lm_head.weight")
+    ignored = {*_COPIES, _SLOPES, *_second_names(config)}
     unknown = next((name for name in places if name not in expected and name not in ignored), None)
     if unknown is not None:
         raise unexpected(unknown, expected, str(path))
@@ -82,6 +80,15 @@ def zoo_readers(path: Path, config: ModelConfig) -> dict[str, Callable[[], Tenso
     if _SLOPES in places and _SLOPES not in expected:
         _check_slopes(places[_SLOPES], path)
     return {name: partial(joined, each, places, str(path)) for name, each in mapped.items()}
+
+
+def _second_names(config: ModelConfig) -> Iterator[str]:
+    """Yield the Model Zoo's names of heads that share the weights of an embedding."""
+    model = build_model(config, device="meta")
+    own = dict(model.named_parameters())
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name not in own:
+            yield from (theirs for theirs, _ in FAMILIES[config.name].public_parts(name, config))
 
 
 def _check_slopes(stored: StoredTensor, path: Path) -> None:
@@ -112,7 +119,8 @@ def _rule(name: str, config: ModelConfig, path: Path) -> Rule:
         raise CheckpointError(
             f"{name} of the model {config.name} has no counterpart in these files that is known",
             where=str(path),
-            remedy="decoders can be read; convert other models to Hugging Face's format with the Model Zoo",
+            remedy="decoders and BERT can be read; convert other models to Hugging Face's format with the "
+            "Model Zoo",
         )
     names = [theirs for theirs, _ in parts]
     if names == [_SLOPES]:

@@ -389,3 +389,43 @@ def learning_rate_scale(name: str, config: EncoderSection | DPRConfig) -> float:
     if below == "mlm.dense.weight":
         return 1 / encoder.width_ratio
     return encoder_learning_rate_scale(below, encoder)
+
+
+_PUBLIC_NAMES = {
+    "encoder.embedding": "bert_encoder.embedding_layer.word_embeddings",
+    "encoder.position_embedding": "bert_encoder.embedding_layer.position_embeddings.embed",
+    "encoder.segment_embedding": "bert_encoder.embedding_layer.segment_embeddings",
+    "encoder.embedding_norm": "bert_encoder.embed_ln_f",
+    "pooler.dense": "bert_encoder.pooler.pooler.ffn.0.linear_layer",
+    "nsp": "bert_cls_head.classifier.ffn.0.linear_layer",
+    "mlm.dense": "bert_mlm_head.mlm_transform.ffn.ffn.0.linear_layer",
+    "mlm.norm": "bert_mlm_head.mlm_transform.ln",
+    "mlm.output": "bert_mlm_head.classifier.ffn.0.linear_layer",
+}
+_PUBLIC_BLOCK_NAMES = {
+    "attention.output": "self_attn.proj_output_dense_layer",
+    "attention_norm": "norm1",
+    "ffn.input": "ffn.ffn.0.linear_layer",
+    "ffn.output": "ffn.ffn.1.linear_layer",
+    "ffn_norm": "norm2",
+}
+"""The Model Zoo's names of our modules: of BERT with its heads, and of a block."""
+
+
+def public_parts(name: str, config: EncoderSection | DPRConfig) -> tuple[tuple[str, int], ...]:
+    """Return the Model Zoo's names of the parameters stacked in ours, each with its number of rows (-1: all).
+
+    The result is empty for other encoders than BERT, and for parameters whose names are not known.
+    """
+    if not isinstance(config, BertConfig) or config.name != "bert":
+        return ()
+    module, _, kind = name.rpartition(".")
+    block = re.match(r"encoder\.blocks\.(\d+)\.(.*)", module)
+    if block is None:
+        return ((f"{_PUBLIC_NAMES[module]}.{kind}", -1),) if module in _PUBLIC_NAMES else ()
+    layer, below = f"bert_encoder.transformer_encoder.layers.{block[1]}", block[2]
+    if below == "attention.qkv":
+        return tuple(
+            (f"{layer}.self_attn.proj_{which}_dense_layer.{kind}", config.hidden_size) for which in "qkv"
+        )
+    return ((f"{layer}.{_PUBLIC_BLOCK_NAMES[below]}.{kind}", -1),) if below in _PUBLIC_BLOCK_NAMES else ()

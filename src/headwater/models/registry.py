@@ -90,6 +90,7 @@ def _encoder(model: Callable[..., nn.Module], batch: Callable[[Any, int, int | N
         bert.learning_rate_scale,
         batch,
         labels=bert.num_labels,
+        public_parts=bert.public_parts,
         texts=padding.encoder_texts,
     )
 
