@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from headwater.core.errors import DataError
 from headwater.core.safe_path import safe_path
@@ -84,7 +84,7 @@ class BatchLoader:
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self._batches,
-            collate_fn=_as_is,
+            collate_fn=_shared,
             num_workers=workers.count,
             # torch raises an error if these two settings are given without workers.
             prefetch_factor=workers.prefetch_factor if workers.count else None,
@@ -186,5 +186,22 @@ def _exit_without_shutdown(worker: int) -> None:
 
 
 # Spawned workers import this function by its name, so it cannot be a lambda.
-def _as_is(batch: Any) -> Any:
+def _shared(batch: Any) -> Any:
+    """Return what the data set has returned. In a worker, move the tensors of a batch to shared memory first.
+
+    torch would move the tensors there on another thread of the worker. If that failed, the batch would never
+    arrive, and the training process would wait for it without end.
+    """
+    if isinstance(batch, DataError) or get_worker_info() is None:
+        return batch
+    try:
+        for tensor in batch.values():
+            tensor.share_memory_()
+    except RuntimeError as error:
+        return DataError(
+            f"a data worker has no shared memory for its batch: {str(error).partition(chr(10))[0]}",
+            where="/dev/shm",
+            remedy="write num_workers: 0 or a smaller prefetch_factor, or give a container more memory there "
+            "(docker run --shm-size)",
+        )
     return batch
