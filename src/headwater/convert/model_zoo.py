@@ -16,7 +16,6 @@ from headwater.convert.formats.base import qkv_rows
 from headwater.convert.rules import (
     Mapped,
     Rule,
-    map_parameters,
     missing,
     reordered,
     same,
@@ -105,7 +104,8 @@ def _check_slopes(stored: StoredTensor, path: Path) -> None:
 def _map_model(config: ModelConfig, path: Path) -> Mapping[str, Mapped]:
     """Return every parameter of a model by name, with the tensors of the Model Zoo that hold it."""
     shapes = parameter_shapes(config)
-    return map_parameters(shapes, [_rule(name, config, path) for name in shapes])
+    rules = {name: _rule(name, config, path) for name in shapes}
+    return {name: Mapped(name, shapes[name], rule.theirs, rule) for name, rule in rules.items()}
 
 
 def _rule(name: str, config: ModelConfig, path: Path) -> Rule:
