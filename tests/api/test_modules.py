@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import logging
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -481,3 +482,17 @@ def test_errors_of_the_forward_beside_disabled_hooks_are_raised_as_they_are(tmp_
     model(randn(3, 6, seed=0))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), disable_saved_tensors_hooks("no"):
         model(randn(3, 5, seed=0))
+
+
+def test_a_first_batch_of_a_wrong_shape_logs_no_traceback_of_torch(tmp_path):
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            Place("memory", tmp_path).compile(two_layers())(randn(3, 5, seed=0))
+    finally:
+        logger.removeHandler(handler)
+    assert not records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -46,6 +47,24 @@ class Tensors(Protocol):
         """Call an operator on tensors of the dry run; return its result."""
 
 
+@contextmanager
+def _without_logged_failures() -> Iterator[None]:
+    """Inside the context, torch does not log the traceback of an operator that fails on fake tensors.
+
+    The error reaches the user anyway, for example if a batch does not have the shape that the model expects.
+    """
+    logger = logging.getLogger(FakeTensorMode.__module__)
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return record.exc_info is None
+
+    logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_wanted)
+
+
 class FakeTensors:
     """Tensors without values, except the known values of batch and buffers, and results from these alone.
 
@@ -65,6 +84,7 @@ class FakeTensors:
             torch.random.fork_rng(devices=[]),
             FakeTensorMode(allow_non_fake_inputs=True),
             python_stand_ins(),
+            _without_logged_failures(),
         ):
             yield
 
