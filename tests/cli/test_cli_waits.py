@@ -53,6 +53,7 @@ def test_a_run_logs_what_it_waits_for(headwater, params, at_once, not_measured):
     assert code == 0
     said = [line for line in out.splitlines() if line.endswith("…")]
     assert said == [
+        "building the model …",
         "reading the weights to start with …",
         "measuring the speed of this machine, for at most 20 s …",
         "planning …",

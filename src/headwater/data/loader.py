@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from headwater.core.errors import DataError
 from headwater.core.safe_path import safe_path
+from headwater.core.trees import tensors_in
 from headwater.data.order import SampleOrder
 
 Batch = dict[str, torch.Tensor]
@@ -195,7 +196,7 @@ def _shared(batch: Any) -> Any:
     if isinstance(batch, DataError) or get_worker_info() is None:
         return batch
     try:
-        for tensor in batch.values():
+        for tensor in tensors_in(batch):
             tensor.share_memory_()
     except RuntimeError as error:
         return DataError(

@@ -443,7 +443,8 @@ class _Operation:
         part = stand_in(PartAtRest, result.shape, result)
         leaf = next(leaf for leaf in self._at_rest.values() if leaf.home == home)
         part.source = leaf.source
-        part.meta = torch.empty(0, dtype=result.dtype, device="meta").as_strided(
+        numel = result.untyped_storage().nbytes() // result.element_size()
+        part.meta = torch.empty(numel, dtype=result.dtype, device="meta").as_strided(
             result.shape, result.stride(), result.storage_offset()
         )
         part.selection = lambda whole: self._result_of(whole, index)
