@@ -200,6 +200,58 @@ def test_a_model_that_is_not_that_of_the_file_is_refused(file):
         readers["blocks.0.ffn.input.weight"]()
 
 
+def test_tensors_are_read_from_the_opened_file_after_another_one_has_its_name(file):
+    path = file("gpt2")
+    tensor = read_mdl(path).tensors["model.model.ln_f.weight"]
+    path.unlink()
+    path.write_bytes(b"another file")
+    assert tensor.read().shape == (24,)
+
+
+def test_a_head_that_differs_from_the_embedding_is_not_dropped(file):
+    path = file("gpt-neox")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from"):
+        zoo_readers(path, config_of("gpt-neox", share_embedding_weights=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma2", {"attention_sliding_window_length": 4, "sliding_window_every_other_decoder_layer": True}),
+        ("bloom", {"embeddings_scale": 2.0}),
+        ("bloom", {"pos_scaling_factor": 2.0}),
+        ("mixtral", {"moe": {"num_experts": 4, "top_k": 1, "num_shared_experts": 1}}),
+        ("gpt2", {"position_embedding_type": "fixed"}),
+        ("gpt2", {"attention_sink_tokens": 2}),
+    ],
+)
+def test_settings_with_another_meaning_in_the_model_zoo_are_refused(file, name, changes):
+    with pytest.raises(ConfigError, match="computes another function"):
+        zoo_readers(file(name), config_of(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("gemma2", {"layer_norm_epsilon": None}, "no layer_norm_epsilon: the Model Zoo uses 1e-05"),
+        ("llama", {"rotary_dim": None}, "no rotary_dim: the Model Zoo uses 1 then, and Headwater 6"),
+        ("bloom", {"nonlinearity": None}, "no nonlinearity: the Model Zoo uses gelu"),
+    ],
+)
+def test_a_key_whose_default_differs_must_be_written(name, changes, expected, tmp_path, file, capsys):
+    section = {key: each for key, each in {**BASE, **MODELS[name], **changes}.items() if each is not None}
+    params = tmp_path / "params.yaml"
+    params.write_text(yaml.safe_dump({"trainer": {"init": {"model": section}}}))
+    words = ["checkpoint", "import", str(file(name)), "--params", str(params), "--model_dir"]
+    assert main([*words, str(tmp_path / "run")])
+    assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_slopes_of_another_number_of_heads_are_refused(file):
+    with pytest.raises(CheckpointError, match="slopes of ALiBi for 4 heads"):
+        zoo_readers(file("bloom"), config_of("bloom", num_heads=8))
+
+
 def test_slopes_that_a_model_would_ignore_are_refused(file):
     constant = config_of("slopes", alibi_trainable_slopes=False)
     with pytest.raises(CheckpointError, match="slopes of ALiBi") as error:

@@ -110,7 +110,7 @@ def load(path: str | os.PathLike[str], map_location: torch.device | str | None =
         CheckpointError: if the file is missing, damaged, of another kind, or a pickle that holds other
             objects than tensors and plain values.
         CorruptError: here or when a tensor is used, if its bytes do not match the checksum.
-        ConfigError: if this user may not look up the path.
+        ConfigError: if this user may not look up the path, or a package that reads the file is missing.
     """
     path = Path(path)
     with lookup_errors():

@@ -253,7 +253,7 @@ def _zoo_weights(path: Path, params: str | None) -> _Weights:
             where="--params",
             remedy="name the params file with which the model was trained: --params PARAMS.yaml",
         )
-    model = load_params(find_params(params)).init.model
+    model = convert.zoo_model(find_params(params))
     return model, zoo_readers(path, model), []
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from headwater.cli.parser import Parser
 from headwater.config.models import ModelConfig
-from headwater.config.run import load_params
+from headwater.config.run import read_run
 from headwater.convert.checkpoint import export_hf, open_hf, parameter_shapes
 from headwater.convert.folder import MODEL_FILE, read_folder, read_model_section, write_folder
 from headwater.convert.formats import CONVERTERS, nearest_converter
 from headwater.convert.formats.base import Format
-from headwater.convert.model_zoo import zoo_readers
+from headwater.convert.model_zoo import check_defaults, zoo_readers
 from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.mdl import is_mdl
 from headwater.core.side_files import side_files
@@ -188,9 +188,20 @@ def _zoo(
             where="--config",
             remedy="name the params file with which the model was trained: --config PARAMS.yaml",
         )
-    config = load_params(config_file).init.model
+    config = zoo_model(config_file)
     _check_model(config, format, model, config_file)
     return config, ((name, read()) for name, read in zoo_readers(path, config).items())
+
+
+def zoo_model(params: Path) -> ModelConfig:
+    """Return the model of a params file with which the Model Zoo has trained.
+
+    Raises:
+        ConfigError: if the file is not valid, or lacks a key whose default differs.
+    """
+    run, document, _ = read_run(params)
+    check_defaults(run.init.model, document.get(("trainer", "init", "model")), where=str(params))
+    return run.init.model
 
 
 def _check_model(config: ModelConfig, format: Format, model: str, where: Path) -> None:

@@ -4,7 +4,7 @@ Source of the format: the packages cerebras_pytorch and cerebras_appliance 2.10.
 two layouts. In both, each tensor is a data set, and the name of a value consists of its keys in the state,
 joined by points.
 
-| format | values that are no tensors | structure |
+| format | other values | structure |
 |---|---|---|
 | 0.1 to 0.4 | data sets, with their kind in the attribute `__H5_TYPE__` | a pickle, which is not read |
 | 0.5 | as JSON in the attribute `NAME.__metadata__` of the file | as JSON in the attribute `__spec__` |
@@ -15,10 +15,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 from urllib.parse import unquote
 
 import torch
@@ -30,8 +32,8 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _NEWEST = 0.5
 _METADATA = ".__metadata__"
 _INSTALL = "pip install 'headwater[mdl]'"
-_BITS = {torch.bfloat16: torch.int16}
-"""The dtype in the file of a dtype that HDF5 lacks."""
+_BITS = {torch.bfloat16: (torch.int16, torch.uint16)}
+"""The dtypes in the file of a dtype that HDF5 lacks."""
 
 
 def is_mdl(path: Path) -> bool:
@@ -41,6 +43,20 @@ def is_mdl(path: Path) -> bool:
             return file.read(len(_SIGNATURE)) == _SIGNATURE
     except OSError:
         return False
+
+
+@final
+class _Source:
+    """A file that stays open as long as a tensor may be read from it.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +120,14 @@ def read_mdl(path: Path) -> Mdl:
         ConfigError: if a package that reads these files is not installed.
         CheckpointError: if the file is damaged, incomplete, of a newer format, or another kind of HDF5 file.
     """
-    with _opened(path) as file:
+    try:
+        # Tensors are read later from this file, even if another file has got its name by then.
+        source = _Source(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"the file cannot be opened: {error.strerror}", where=str(path), remedy="check the path"
+        ) from error
+    with _opened(source) as file:
         attributes = dict(file.attrs)
         version = float(attributes.get("__version__", 0.1))
         if "__spec__" not in attributes:
@@ -115,29 +138,32 @@ def read_mdl(path: Path) -> Mdl:
             )
         if version > _NEWEST:
             raise CheckpointError(
-                f"the file has format {version}, but formats up to {_NEWEST} are known",
+                f"expected a format up to {_NEWEST}, found format {version}",
                 where=str(path),
                 remedy="convert it to Hugging Face's format with the Model Zoo",
             )
-        return _old_layout(path, file) if version < _NEWEST else _new_layout(path, file, attributes)
+        return _old_layout(source, file) if version < _NEWEST else _new_layout(source, file, attributes)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(source: _Source) -> Iterator[Any]:
     """Open an HDF5 file, and turn the errors that a damaged one causes into a `CheckpointError`."""
     try:
         import h5py
         import hdf5plugin  # noqa: F401  # registers LZ4, in which tensors are compressed
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"reading {path} needs {error.name}, which is not installed", remedy=_INSTALL
+            f"reading {source.path} needs {error.name}, which is not installed", remedy=_INSTALL
         ) from error
     try:
-        with h5py.File(path, "r") as file:
+        # HDF5 itself cannot open a file that was removed, so it reads through a file of Python.
+        with Path(f"/proc/self/fd/{source.descriptor}").open("rb") as opened, h5py.File(opened, "r") as file:
             yield file
     except _DAMAGED as error:
         raise CheckpointError(
-            f"the file cannot be read: {error}", where=str(path), remedy="copy it again"
+            f"the file cannot be read: {type(error).__name__}: {error}",
+            where=str(source.path),
+            remedy="copy it again",
         ) from error
 
 
@@ -148,11 +174,11 @@ _DAMAGED = (OSError, RuntimeError, LookupError, ValueError, TypeError, Attribute
 # format 0.5
 
 
-def _new_layout(path: Path, file: Any, attributes: Mapping[str, Any]) -> Mdl:
+def _new_layout(source: _Source, file: Any, attributes: Mapping[str, Any]) -> Mdl:
     if not attributes.get("__SUCCESS__", False):
         raise CheckpointError(
             "the file is incomplete: its writer was interrupted",
-            where=str(path),
+            where=str(source.path),
             remedy="use another checkpoint",
         )
     values: dict[str, Any] = {}
@@ -172,7 +198,7 @@ def _new_layout(path: Path, file: Any, attributes: Mapping[str, Any]) -> Mdl:
             values[name] = _filled(tuple(found["shape"]), dtype, found["fill_value"])
         elif found.get("__NUMPY__"):
             dtype = _dtype(found["dtypes"][0]) if "dtypes" in found else _dtype_of(file[name], found)
-            values[name] = MdlTensor(file[name].shape, dtype, functools.partial(_read, path, name, dtype))
+            values[name] = MdlTensor(file[name].shape, dtype, functools.partial(_read, source, name, dtype))
         else:
             unread.append(name)
     _, root = json.loads(json.loads(attributes["__spec__"])[1])
@@ -219,7 +245,7 @@ def _with_values(structure: Any, values: Mapping[str, Any]) -> Any:
 # formats 0.1 to 0.4
 
 
-def _old_layout(path: Path, file: Any) -> Mdl:
+def _old_layout(source: _Source, file: Any) -> Mdl:
     values: dict[str, Any] = {}
     unread, links = [], {}
     for key in file:
@@ -227,7 +253,7 @@ def _old_layout(path: Path, file: Any) -> Mdl:
         found = dict(data.attrs)
         kind = found.get("__H5_TYPE__") or _older_kind(found)
         if kind in ("TorchTensorH5Type", "NumpyArrayH5Type"):
-            values[name] = _stored(path, key, data)
+            values[name] = _stored(source, key, data)
         elif kind in ("DeferredH5Tensor", "StoredTensorH5Type") and found.get("link_to_self"):
             links[name] = unquote(found["key"])
         elif kind in ("DeferredFullTensor", "FullTensorH5Type"):
@@ -262,25 +288,27 @@ def _older_kind(found: Mapping[str, Any]) -> str:
 def _linked(
     values: Mapping[str, Any], unread: Sequence[str], links: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values and the names of unread ones, with those that stand for a value of another name."""
+    """Return the values, and the names of unread ones. Names that are links to others get their values."""
     found = {name: values[other] for name, other in links.items() if other in values}
     return {**values, **found}, [*unread, *(name for name in links if name not in found)]
 
 
-def _stored(path: Path, key: str, data: Any) -> MdlTensor:
+def _stored(source: _Source, key: str, data: Any) -> MdlTensor:
     dtype = _dtype_of(data, data.attrs)
-    return MdlTensor(data.shape, dtype, functools.partial(_read, path, key, dtype))
+    return MdlTensor(data.shape, dtype, functools.partial(_read, source, key, dtype))
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, value: float | None) -> MdlTensor:
     """Return a tensor whose elements are all equal. The file holds one of them."""
-    return MdlTensor(shape, dtype, lambda: torch.full(shape, value or 0, dtype=dtype))
+    fill = value or 0
+    torch.full(shape, fill, dtype=dtype, device="meta")  # raises now if a value is damaged
+    return MdlTensor(shape, dtype, lambda: torch.full(shape, fill, dtype=dtype))
 
 
-def _read(path: Path, key: str, dtype: torch.dtype) -> Tensor:
-    with _opened(path) as file:
+def _read(source: _Source, key: str, dtype: torch.dtype) -> Tensor:
+    with _opened(source) as file:
         values = torch.from_numpy(file[key][...])
-    return values.view(dtype) if values.dtype == _BITS.get(dtype) else values.to(dtype)
+    return values.view(dtype) if values.dtype in _BITS.get(dtype, ()) else values.to(dtype)
 
 
 def _dtype_of(data: Any, found: Mapping[str, Any]) -> torch.dtype:
