@@ -17,6 +17,7 @@ from headwater.cli.main import main
 from headwater.config.models import AnyModel
 from headwater.convert.model_zoo import zoo_readers
 from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.lazy import LazyTensor
 from headwater.core.mdl import read_mdl
 from headwater.models.registry import build_model
 
@@ -146,6 +147,14 @@ def test_load_returns_the_nested_state_without_pickled_objects(file, caplog):
         weights["model.lm_head.weight"].data_ptr()
         == weights["model.embedding_layer.word_embeddings.weight"].data_ptr()
     )
+
+
+def test_large_tensors_are_lazy_and_have_the_same_values(file, monkeypatch):
+    weights = headwater.load(file("gpt2"))["model"]
+    monkeypatch.setattr("headwater.api.files._READ_AT_ONCE_BYTES", 0)
+    lazy = headwater.load(file("gpt2"))["model"]
+    assert all(isinstance(tensor, LazyTensor) for tensor in lazy.values())
+    assert all(torch.equal(lazy[name].clone(), weights[name]) for name in weights)
 
 
 def test_load_reads_all_kinds_of_values_of_the_older_layout(file):

@@ -161,7 +161,7 @@ def _load_mdl(path: Path, map_location: torch.device | str | None) -> Any:
 def _lazy_mdl_tensor(tensor: MdlTensor) -> Tensor:
     if torch.Size(tensor.shape).numel() * tensor.dtype.itemsize <= _READ_AT_ONCE_BYTES:
         return tensor.read()
-    return LazyTensor(lambda: iter([tensor.read().flatten()]), tensor.shape, tensor.dtype)
+    return LazyTensor.whole(tensor.read, tensor.shape, tensor.dtype)
 
 
 def lazy_tensors(file: TensorFile) -> dict[str, Tensor]:

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwater.config.models import ModelConfig
 from headwater.config.models.decoder import DecoderConfig
 from headwater.config.models.encoder import BertConfig
-from headwater.convert.checkpoint import joined, parameter_shapes
+from headwater.convert.checkpoint import joined
 from headwater.convert.formats.base import qkv_rows
 from headwater.convert.rules import (
     Mapped,
@@ -70,10 +70,11 @@ def zoo_readers(path: Path, config: ModelConfig) -> dict[str, Callable[[], Tenso
             that cannot be read. The functions raise it if a tensor has an unexpected shape.
     """
     _check_meaning(config)
-    mapped = _map_model(config, path)
+    model = build_model(config, device="meta")
+    mapped = _map_model(model, config, path)
     expected = dict.fromkeys(name for each in mapped.values() for name in each.theirs)
     places = {stored.name: stored for stored in zoo_tensors(path)}
-    shared = dict(_second_names(config))
+    shared = dict(_second_names(model, config))
     ignored = {*_COPIES, *shared}
     if getattr(config, "position_embedding_type", None) == "alibi":
         ignored.add(_SLOPES)
@@ -176,9 +177,8 @@ def _check_meaning(config: ModelConfig) -> None:
             )
 
 
-def _second_names(config: ModelConfig) -> Iterator[tuple[str, str]]:
+def _second_names(model: nn.Module, config: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield the Model Zoo's names of heads that share the weights of an embedding, and of the embedding."""
-    model = build_model(config, device="meta")
     own = {parameter: name for name, parameter in model.named_parameters()}
     public = FAMILIES[config.name].public_parts
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -214,11 +214,13 @@ def _check_slopes(stored: StoredTensor, config: ModelConfig, path: Path) -> None
         )
 
 
-def _map_model(config: ModelConfig, path: Path) -> Mapping[str, Mapped]:
+def _map_model(model: nn.Module, config: ModelConfig, path: Path) -> Mapping[str, Mapped]:
     """Return every parameter of a model by name, with the tensors of the Model Zoo that hold it."""
-    shapes = parameter_shapes(config)
-    rules = {name: _rule(name, config, path) for name in shapes}
-    return {name: Mapped(name, shapes[name], rule.theirs, rule) for name, rule in rules.items()}
+    mapped = {}
+    for name, parameter in model.named_parameters():
+        rule = _rule(name, config, path)
+        mapped[name] = Mapped(name, tuple(parameter.shape), rule.theirs, rule)
+    return mapped
 
 
 def _rule(name: str, config: ModelConfig, path: Path) -> Rule:

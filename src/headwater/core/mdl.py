@@ -198,7 +198,7 @@ def _new_layout(source: _Source, file: Any, attributes: Mapping[str, Any]) -> Md
             values[name] = _filled(tuple(found["shape"]), dtype, found["fill_value"])
         elif found.get("__NUMPY__"):
             dtype = _dtype(found["dtypes"][0]) if "dtypes" in found else _dtype_of(file[name], found)
-            values[name] = MdlTensor(file[name].shape, dtype, functools.partial(_read, source, name, dtype))
+            values[name] = _stored(source, name, file[name], dtype)
         else:
             unread.append(name)
     _, root = json.loads(json.loads(attributes["__spec__"])[1])
@@ -253,7 +253,7 @@ def _old_layout(source: _Source, file: Any) -> Mdl:
         found = dict(data.attrs)
         kind = found.get("__H5_TYPE__") or _older_kind(found)
         if kind in ("TorchTensorH5Type", "NumpyArrayH5Type"):
-            values[name] = _stored(source, key, data)
+            values[name] = _stored(source, key, data, _dtype_of(data, found))
         elif kind in ("DeferredH5Tensor", "StoredTensorH5Type") and found.get("link_to_self"):
             links[name] = unquote(found["key"])
         elif kind in ("DeferredFullTensor", "FullTensorH5Type"):
@@ -293,8 +293,7 @@ def _linked(
     return {**values, **found}, [*unread, *(name for name in links if name not in found)]
 
 
-def _stored(source: _Source, key: str, data: Any) -> MdlTensor:
-    dtype = _dtype_of(data, data.attrs)
+def _stored(source: _Source, key: str, data: Any, dtype: torch.dtype) -> MdlTensor:
     return MdlTensor(data.shape, dtype, functools.partial(_read, source, key, dtype))
 
 
