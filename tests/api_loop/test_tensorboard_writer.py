@@ -1,12 +1,14 @@
 """The writer for TensorBoard, which is torch's writer where it is installed."""
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from headwater.api.step import step_closure, trace
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, StoreError
 from headwater.fabric import membership
 from headwater.fabric.fabric import Alone
 from headwater.utils import tensorboard
@@ -30,6 +32,21 @@ def test_an_error_names_the_missing_package(monkeypatch):
         tensorboard.SummaryWriter  # noqa: B018
     with pytest.raises(AttributeError):
         tensorboard.Writer  # noqa: B018
+
+
+def test_a_folder_or_file_that_cannot_be_written_is_an_error_of_this_project(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="remedy: move it away, or name another folder") as refused:
+        tensorboard.SummaryWriter(str(tmp_path / "file"))
+    assert refused.value.where == str(tmp_path / "file")
+    with pytest.raises(StoreError, match=r"Read-only|Permission|No such file"):
+        tensorboard.SummaryWriter(log_dir=Path("/proc/none"))
+    writer = tensorboard.SummaryWriter(str(tmp_path / "new"))
+    writer.close()  # its next call opens another file
+    shutil.rmtree(tmp_path / "new")
+    (tmp_path / "new").touch()
+    with pytest.raises(StoreError, match="remedy: move it away, or name another folder"):
+        writer.add_scalar("loss", 1.0, 1)
 
 
 class SecondRank(Alone):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 from queue_samples import assert_cannot_be_changed, end, job_processes, processes_of, wait_until
 
 from headwater.appliance.database import Database
-from headwater.appliance.folder import QueueFolder
+from headwater.appliance.folder import QueueFolder, is_locked
 from headwater.appliance.job_processes import kill_processes
 from headwater.appliance.supervisor import ensure_supervisor
 from headwater.appliance.types import Phase, Priority, Submission
@@ -292,6 +293,16 @@ def test_one_supervisor_at_a_time_and_unique_leases(folder, queue, supervisor, s
     with pytest.raises(QueueError, match="UNIQUE"):
         database.execute("INSERT INTO leases VALUES (0, 1)")
     database.close()
+
+
+def test_a_supervisor_ends_when_the_folder_of_its_queue_is_removed(folder):
+    command = [sys.executable, "-m", "headwater", "jobs", "serve", "--queue_dir", str(folder.path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as served:
+        wait_until(lambda: is_locked(folder.supervisor_lock) and folder.job_locks.exists())
+        shutil.rmtree(folder.path)
+        _, error = served.communicate(timeout=30)
+    assert served.returncode == 2 and "Traceback" not in error
+    assert "the folder of the queue was removed" in error and str(folder.path) in error
 
 
 def test_jobs_for_more_csxs_than_there_still_are_fail(submit, queue, supervisor, folder):

@@ -382,6 +382,36 @@ def test_lock_ends_with_its_process(tmp_path):
         pass
 
 
+def test_a_failed_run_removes_the_folder_that_it_has_made_unless_something_is_in_it(tmp_path):
+    for folder, is_kept in ((tmp_path / "new", False), (tmp_path / "old", True), (tmp_path / "used", True)):
+        if folder.name == "old":
+            folder.mkdir()
+        with pytest.raises(KeyError), ModelDirLock(folder):
+            if folder.name == "used":
+                (folder / "plan.txt").touch()
+            raise KeyError
+        assert folder.exists() == is_kept
+    with ModelDirLock(tmp_path / "new"):
+        pass
+    assert (tmp_path / "new" / "run.lock").exists()
+
+
+def test_a_lock_whose_file_was_removed_before_it_was_taken_is_taken_again(tmp_path, monkeypatch):
+    """A failed run may remove the folder between the moments when another run opens and locks the file."""
+    take, folder = ModelDirLock._take, tmp_path / "run"
+
+    def late(self):
+        if not removed:
+            shutil.rmtree(folder)
+            removed.append(True)
+        take(self)
+
+    removed: list[bool] = []
+    monkeypatch.setattr(ModelDirLock, "_take", late)
+    with ModelDirLock(folder), pytest.raises(ModelDirBusyError):
+        ModelDirLock(folder).__enter__()
+
+
 def test_damaged_checkpoint_leaves_the_older_one_usable(tmp_path):
     store = make_store()
     manager = CheckpointManager(tmp_path)

@@ -162,6 +162,9 @@ def test_export_is_read_by_transformers_and_import_reads_it_back(headwater, para
     assert code == 0 and "continuing from step 0" in out
     code, _, err = headwater("checkpoint", "import", exported, "--model_dir", tmp_path / "new")
     assert code == 2 and "already contains a run" in err
+    other = tmp_path / "other"
+    code, _, err = headwater("checkpoint", "import", exported, "--model_dir", other, "--params", "none.yaml")
+    assert code == 2 and "none.yaml" in err and not other.exists()
 
 
 def test_config_validates_a_file_and_lists_the_shipped_ones(headwater, params):

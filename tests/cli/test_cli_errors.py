@@ -182,6 +182,22 @@ def test_an_error_of_data_names_the_section(headwater, params, data):
     assert_refused(result, "too few samples for one batch", "trainer.fit.train_dataloader, batch_size")
 
 
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ("stages_on_device=2", "stages_on_device needs ranks of one host that all compute on GPUs"),
+        ("tier=disk", "tier is disk, but no disk folder is given"),
+        ("micro_batch_size=3", "micro_batch_size 3 does not divide batch_size"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_before_data_are_read(
+    headwater, params, data, setting, what
+):
+    backend = f"trainer.init.backend.{setting}"
+    result = headwater("fit", params, backend, f"trainer.fit.train_dataloader.data_dir={data}/none")
+    assert_refused(result, what)
+
+
 def test_a_file_as_data_dir(headwater, params, data):
     file = next((data / "train").glob("*.h5"))
     result = headwater("fit", params, f"trainer.fit.train_dataloader.data_dir={file}")

@@ -146,6 +146,7 @@ def test_bad_input_of_csctl(control, queue_dir, words, message):
         (("submit", "true"), "unexpected argument 'true'"),
         (("submit", "--num_csx", "0", "--", "true"), "got 0"),
         (("submit", "--num_csx", "4096", "--", "true"), "got 4096"),
+        (("submit", "--model_dir", "", "--", "true"), "--model_dir: expected a path, got an empty text"),
         (("submit", "--job_labels", "x", "--", "true"), "expected a label name=value, got 'x'"),
         (("submit", "--job_priority", "high", "--", "true"), "unknown priority 'high'"),
         (("list", "--", "true"), "unexpected argument 'true'"),

@@ -32,6 +32,13 @@ def test_a_run_reports_its_speed_and_an_evaluation_warns(headwater, params, tmp_
     assert "RateProfiler, FlopUtilization, SavePerformanceData: without effect here" in error
 
 
+def test_a_profile_after_the_end_of_the_run_is_refused_before_planning(headwater, params, tmp_path):
+    code, _, error = headwater("fit", params, "--profile=70:90", "--max_steps=4")
+    assert code == 2
+    assert "between 1 and 4, the last step of the run, got 70 to 90" in error
+    assert not (tmp_path / "run/plan.txt").exists()  # written after planning
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
 def test_a_profile_has_all_ranks_and_changes_no_results(headwater, params, two, tmp_path):
     folder = tmp_path / "profiled"

@@ -51,6 +51,19 @@ def test_a_wrong_range_is_an_error_with_the_key_as_it_was_written(tmp_path, old,
     assert where.endswith(f"params.yaml, line 6: runconfig.op_profiler_config{key}")
 
 
+@pytest.mark.parametrize("written", ["5:10", "'5:10'"])
+def test_steps_written_as_on_the_command_line_are_an_error_that_names_the_keys(tmp_path, written):
+    (tmp_path / "params.yaml").write_text(OLDER.replace("{start_step: 1, end_step: 3}", f"{written} "))
+    with pytest.raises(
+        ConfigError, match="expected op_profiler_config to be a mapping of keys, got '5:10'"
+    ) as no:
+        load_params(tmp_path / "params.yaml")
+    assert "start_step" in str(no.value.remedy) and "end_step" in str(no.value.remedy)
+    (tmp_path / "params.yaml").write_text(OLDER.replace("max_steps: 10", "max_steps: 1:30"))
+    with pytest.raises(ConfigError, match="expected max_steps to be an integer, got '1:30'"):
+        load_params(tmp_path / "params.yaml")
+
+
 def test_the_option_of_the_command_line_replaces_the_profiles_of_the_params(tmp_path):
     (tmp_path / "params.yaml").write_text(OLDER)
     config = load_params(tmp_path / "params.yaml")

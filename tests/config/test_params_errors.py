@@ -274,12 +274,13 @@ def test_any_text_is_a_document_or_a_config_error(text):
         ("name: gpt2", "name: {a: 1}", "unknown model"),
         ("name: gpt2", "name: " + "x" * 100_000, "unknown model"),
         ("model_dir: runs/a", 'model_dir: "a\\0b"', "a path must not contain null characters"),
+        ("model_dir: runs/a", 'model_dir: ""', "expected a path, got an empty text"),
         ("seed: 7", "seed: " + "x" * 100_000, "expected seed to be an integer, got 'xxx"),
         ("seed: 7", "k" * 1000 + ": 7", "unknown key 'kkk"),
         ("trainer:", "extends: " + "x" * 100_000 + "\ntrainer:", "there is no params file 'xxx"),
         ("trainer:", "extends: ~nobody/x\ntrainer:", "there is no params file '~nobody/x'"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_errors_of_odd_values_are_short(tmp_path, old, new, what):
     assert old in NEWER

@@ -63,6 +63,15 @@ def test_dates_are_text():
     }
 
 
+def test_numbers_in_base_60_are_text():
+    """YAML 1.1 reads 5:10 as 310, and 1:30.5 as 90.5."""
+    values = ["5:10", "1:30", "-2:03:04", "1:30.5", "190:20:30.15"]
+    assert parse_yaml("a: [" + ", ".join(values) + "]", "params.yaml").tree == {"a": values}
+    numbers = parse_yaml("{a: 12, b: 1_000, c: -3.5, d: 2e-4}", "params.yaml").tree
+    assert numbers == {"a": 12, "b": 1000, "c": -3.5, "d": 2e-4}
+    assert parse_scalar("5:10") == "5:10"
+
+
 def test_merge_keys_are_followed():
     document = parse_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n", "params.yaml")
     assert document.tree == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +27,7 @@ from headwater.appliance.server import serving
 from headwater.appliance.types import Phase, Priority
 from headwater.appliance.watcher import try_lock
 from headwater.core.errors import QueueError
+from headwater.core.files import is_at
 from headwater.core.placement import wrong_num_csx
 from headwater.core.signals import handled
 
@@ -48,27 +49,25 @@ def supervise(folder: QueueFolder, idle_s: float | None = None) -> None:
         idle_s: seconds without a job after which to return; `None` for no limit.
 
     Raises:
-        QueueError: if the queue has another supervisor.
+        QueueError: if the queue has another supervisor, or its folder was removed.
     """
     while True:
         lock = _take(folder)
-        database = Database(folder)
-        try:
-            with serving(folder), _stopping() as stop:
-                Supervisor(database).run(stop, idle_s)
-        finally:
-            # The lock is released before the query below. From now on a client starts a supervisor itself.
-            os.close(lock)
-        # A client that submitted a job before the release of the lock saw a running supervisor and did not
-        # start one. So look for unfinished jobs after the release, and continue if there are any.
-        if (
-            stop.asked
-            or not database.rows("SELECT 1 FROM jobs WHERE ended IS NULL")
-            or is_locked(folder.supervisor_lock)
-        ):
-            database.close()
-            return
-        database.close()
+        with closing(Database(folder)) as database:
+            try:
+                with serving(folder), _stopping() as stop:
+                    Supervisor(database).run(stop, idle_s)
+            finally:
+                # This is before the query below. From now on a client starts a supervisor itself.
+                os.close(lock)
+            # A client that submitted a job before the release of the lock saw a running supervisor and did
+            # not start one. So look for unfinished jobs after the release, and continue if there are any.
+            if (
+                stop.asked
+                or not database.rows("SELECT 1 FROM jobs WHERE ended IS NULL")
+                or is_locked(folder.supervisor_lock)
+            ):
+                return
 
 
 class _Stop:
@@ -123,13 +122,25 @@ class Supervisor:
         self._locks = os.open(database.folder.job_locks, os.O_RDWR | os.O_CREAT, 0o600)
 
     def run(self, stop: _Stop, idle_s: float | None) -> None:
-        """Serve jobs until `stop` is set, or until there was no job for `idle_s` seconds."""
+        """Serve jobs until `stop` is set, or until there was no job for `idle_s` seconds.
+
+        Raises:
+            QueueError: if the folder of the queue was removed.
+        """
+        folder = self._database.folder
         changes, looked, busy = None, 0.0, time.monotonic()
         while not stop.asked:
             now = time.monotonic()
             ended = [watcher for watcher in self._watchers.values() if watcher.poll() is not None]
             if ended or changes != self._database.changes or now - looked > _LOOK_S:
                 changes, looked = self._database.changes, now
+                # The open database still works, but commands can no longer reach it.
+                if not is_at(self._locks, folder.job_locks):
+                    raise QueueError(
+                        "the folder of the queue was removed, so its supervisor ends",
+                        where=str(folder.path),
+                        remedy="running jobs continue; submit waiting jobs again",
+                    )
                 try:
                     if self.look():
                         busy = now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from headwater.core.errors import ConfigError
@@ -38,12 +39,20 @@ class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]  # not ge
         return made
 
 
+def _path(word: str) -> Path:
+    """Return a path. An empty word, as from an unset variable of a shell, would be the current folder."""
+    if not word:
+        raise argparse.ArgumentTypeError("expected a path, got an empty text")
+    return Path(word)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError`."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
         self.register("action", "parsers", _Commands)
+        self.register("type", Path, _path)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as the base class does, but report an unknown option before a missing argument."""

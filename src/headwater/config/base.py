@@ -186,7 +186,11 @@ def _path(value: Any) -> Any:
     # `open` would raise `ValueError`, without the place in the file.
     if "\0" in value:
         raise PydanticCustomError("size", "a path must not contain null characters")
-    return expand_user(Path(os.path.expandvars(value)))
+    expanded = os.path.expandvars(value)
+    if not expanded:  # it would be the current folder
+        remedy = "write a path; a dot is the current folder"
+        raise PydanticCustomError("size", "expected a path, got an empty text", {"remedy": remedy})
+    return expand_user(Path(expanded))
 
 
 def expand_user(path: Path) -> Path:

@@ -190,9 +190,11 @@ def _checked(construct: Callable[[Any, yaml.ScalarNode], Any]) -> Callable[[_Loa
 for _name in ("int", "float", "bool"):
     _Loader.add_constructor(_TAG + _name, _checked(yaml.SafeLoader.yaml_constructors[_TAG + _name]))
 
-# Read dates as text, because a folder may have a date as its name.
+# Read dates as text, because a folder may have a date as its name. Read 5:10 as text too: in YAML 1.1 it
+# is the number 310 in base 60, but users and YAML 1.2 do not know such numbers.
+_BASE_60 = (_TAG + "str", re.compile(r"[-+]?[\d_]+(:[\d_]+)+(\.[\d_]*)?$"))
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _TAG + "timestamp"]
+    first: [_BASE_60, *((tag, pattern) for tag, pattern in resolvers if tag != _TAG + "timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 # YAML 1.1 reads 2e-4 as text, because it has no decimal point. Users and YAML 1.2 expect a number.

@@ -230,6 +230,14 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def is_at(handle: int, path: Path) -> bool:
+    """True if an open file is still the file at `path`, and was not removed or replaced."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents; their names survive a loss of power."""
     # Listed before they exist: each of their names must be synced in its parent.

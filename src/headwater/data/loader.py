@@ -7,7 +7,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
@@ -27,6 +27,15 @@ class LoaderState(TypedDict):
     num_samples: int
     shuffle: bool
     shuffle_seed: int
+
+
+_OF_THE_ORDER: dict[Literal["num_samples", "shuffle", "shuffle_seed"], str] = {
+    "num_samples": "{} samples",
+    "shuffle": "shuffle: {}",
+    # Not the name of the key: most users set the run's `seed` instead.
+    "shuffle_seed": "seed {}",
+}
+"""Key of a state that must not differ when a run continues -> the words for its value in an error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +161,15 @@ class BatchLoader:
             DataError: if the state belongs to other data or another order.
         """
         mine = self.state_dict()
-        for key in ("num_samples", "shuffle", "shuffle_seed"):
+        for key, words in _OF_THE_ORDER.items():
             if state[key] != mine[key]:
-                what = f"the checkpoint was made with {key}={state[key]}, but this run has {key}={mine[key]}"
-                remedy = "use the data and seed of the checkpoint, or start without its data position"
-                raise DataError(what, where=f"train_dataloader.{key}", remedy=remedy)
+                then, now = (words.format(str(value).lower()) for value in (state[key], mine[key]))
+                raise DataError(
+                    f"the checkpoint was made with {then}, but this run has {now}",
+                    where="train_dataloader",
+                    remedy=f"continue with {then}, or load only the weights with the callback "
+                    "LoadCheckpointStates: model",
+                )
         self._consumed = state["samples_consumed"]
         self._resuming = True
 

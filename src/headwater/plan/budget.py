@@ -135,13 +135,30 @@ def _with_divided_stages(request: LimitedRequest) -> tuple[LimitedRequest, Plan 
 
 
 def check(asked: PlanRequest) -> None:
-    """Raise if the decisions that the user has made contradict each other.
+    """Raise if the decisions that the user has made contradict each other, or the model.
+
+    Raises:
+        ConfigError: names the decision.
+    """
+    # This comes first, because the check of `num_slabs` makes a dry run of the micro-batch size.
+    check_without_model(asked)
+    fixed = asked.fixed
+    least = asked.minimum_slabs(asked.trace_for(asked.micro_batch_sizes()[-1]), fixed.tier)
+    if fixed.num_slabs is not None and fixed.num_slabs < least:
+        raise ConfigError(
+            f"this model needs at least {counted(least, 'slab', 'slabs')}, found {fixed.num_slabs}",
+            where="num_slabs",
+            remedy=f"write {least} or more, or leave num_slabs out",
+        )
+
+
+def check_without_model(asked: PlanRequest) -> None:
+    """Raise if the decisions that the user has made contradict each other. No dry run is made.
 
     Raises:
         ConfigError: names the decision.
     """
     fixed = asked.fixed
-    # The size is checked first, because the check of `num_slabs` makes a dry run of it.
     _check_micro_batch_size(asked)
     for name, tier in {"tier": fixed.tier, "gradient_tier": fixed.gradient_tier}.items():
         if tier == "disk" and asked.resources.disk is None:
@@ -162,13 +179,6 @@ def check(asked: PlanRequest) -> None:
             f"but {_without_device_tier(asked)}",
             where="stages_on_device",
             remedy="leave stages_on_device out",
-        )
-    least = asked.minimum_slabs(asked.trace_for(asked.micro_batch_sizes()[-1]), fixed.tier)
-    if fixed.num_slabs is not None and fixed.num_slabs < least:
-        raise ConfigError(
-            f"this model needs at least {counted(least, 'slab', 'slabs')}, found {fixed.num_slabs}",
-            where="num_slabs",
-            remedy=f"write {least} or more, or leave num_slabs out",
         )
 
 

@@ -144,6 +144,26 @@ def make_op_profilers(
     ]
 
 
+def check_reached(start_step: int, end_step: int, last: int) -> None:
+    """Check that a run reaches the steps to profile.
+
+    Args:
+        start_step: first profiled step.
+        end_step: last profiled step.
+        last: last step of the run.
+
+    Raises:
+        ConfigError: if the run ends before `start_step`.
+    """
+    if start_step > last:
+        raise ConfigError(
+            f"expected steps to profile between 1 and {last}, the last step of the run, got {start_step} to "
+            f"{end_step}",
+            where=_WHERE,
+            remedy=f"profile steps up to {last}, or set a larger max_steps",
+        )
+
+
 def check_range(start_step: int, end_step: int, done: int, last: int, *, warn: bool = True) -> None:
     """Check that a run reaches the steps to profile; warn if it begins or ends among them, or has done them.
 
@@ -157,13 +177,7 @@ def check_range(start_step: int, end_step: int, done: int, last: int, *, warn: b
     Raises:
         ConfigError: if the run ends before `start_step`.
     """
-    if start_step > last:
-        raise ConfigError(
-            f"expected steps to profile between 1 and {last}, the last step of the run, got {start_step} to "
-            f"{end_step}",
-            where=_WHERE,
-            remedy=f"profile steps up to {last}, or set a larger max_steps",
-        )
+    check_reached(start_step, end_step, last)
     if not warn:
         return
     if end_step <= done:

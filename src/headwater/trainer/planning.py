@@ -11,6 +11,7 @@ import torch
 
 from headwater.api.engines import EngineSteps, build_engine, warn_of_half_products
 from headwater.config.sections import LoopConfig
+from headwater.core.batches import equal_share
 from headwater.core.errors import ConfigError
 from headwater.core.patience import notice_if_long
 from headwater.core.placement import ONE_RANK, Placement
@@ -19,7 +20,7 @@ from headwater.core.stage import MAY_BE_MISSING, ParamSpec
 from headwater.core.units import counted
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.optim.spec import NO_UPDATES, OptimizerSpec
-from headwater.plan.budget import make_plan
+from headwater.plan.budget import check_without_model, make_plan
 from headwater.plan.division import divisions
 from headwater.plan.machine import warn_of_budgets, weight_bytes
 from headwater.plan.options import (
@@ -139,6 +140,36 @@ def fixed_micro_batch_size(init: CommonInitConfig, batch_size: int) -> int | Non
             remedy="set only one of grad_accum_steps and micro_batch_size, to a divisor of batch_size",
         )
     return batch_size // count
+
+
+def check_settings(init: CommonInitConfig, batch_size: int, fabric: Fabric = ALONE) -> None:
+    """Raise if settings that a plan must keep contradict each other. Called before data are read.
+
+    Args:
+        init: the params.
+        batch_size: samples of one step over all ranks.
+        fabric: the ranks that train together.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+
+    def dry_run(size: int) -> Trace:
+        raise AssertionError("these checks need no dry run")
+
+    device, share = device_of(init.backend), equal_share(batch_size, fabric.num_csx)
+    check_without_model(
+        PlanRequest(
+            dry_run,
+            batch_size=share,
+            precision=usable_precision(init.precision.precision, device),
+            optimizer_state_bytes=0,
+            resources=resources_of(init.backend),
+            device=device,
+            fixed=fixed_by(init.backend, fixed_micro_batch_size(init, share)),
+            share=host_share(fabric.placement, fabric.hosts, fabric.host),
+        )
+    )
 
 
 def plan_run(

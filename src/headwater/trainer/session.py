@@ -35,13 +35,14 @@ from headwater.trainer.logs import STEP_CALLBACKS, make_callbacks
 from headwater.trainer.loop import Trainer
 from headwater.trainer.memory_watch import memory_watch
 from headwater.trainer.model_dir_lock import ModelDirLock
-from headwater.trainer.planning import Workload, run_length, training_workload
+from headwater.trainer.op_profiler import check_reached
+from headwater.trainer.planning import Workload, check_settings, run_length, training_workload
 from headwater.trainer.ranks import check_num_ranks, program_and_params
 from headwater.trainer.run_dir import RunDir
 from headwater.trainer.start import Start, find_start
 from headwater.trainer.tracking.make import import_packages
 from headwater.trainer.waits import log_if_long
-from headwater.trainer.zoo_job import zoo_job, zoo_trainable
+from headwater.trainer.zoo_job import fit_section, zoo_job, zoo_trainable
 
 if TYPE_CHECKING:
     from headwater.stream.engine import Engine
@@ -88,6 +89,7 @@ def fit(
     # to which they lead.
     if fabric.size > 1:
         check_consistency(fabric, program_and_params(config))
+    check_settings(config.init, fit_section(config).train_dataloader.batch_size, fabric)
     job = zoo_job(config, fabric)
     if config.init.evaluates_tasks:
         from headwater.trainer.task_callbacks import harness_callbacks
@@ -184,13 +186,16 @@ def _started(
 
     def open_for(start: Start) -> AbstractContextManager[Engine]:
         nonlocal sparsifier
+        end_step = job.end_step(start.step)
+        for profile in init.profiles:  # before planning and reading weights, which may take minutes
+            check_reached(profile.start_step, profile.end_step, end_step)
         blank = strict and start.path is not None
         if not blank:  # before planning, which may fail on a busy machine
             with log_if_long("reading the weights to start with", fabric):
                 trainable.check_initial()
         batch_size = job.batch_size // fabric.num_csx
         work = training_workload(init, trainable, batch_size, start, data_workers=job.data_workers)
-        work = dataclasses.replace(work, steps=max(0, job.end_step(start.step) - start.step))
+        work = dataclasses.replace(work, steps=max(0, end_step - start.step))
         sparsifier = work.sparsifier
         return open_engine(
             init,

@@ -5,10 +5,13 @@ With several ranks only rank 0 writes. On the other ranks all methods of a write
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ConfigError
+from headwater.core.files import disk_errors
 from headwater.fabric.membership import current
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ def _of_first_rank(writer: type[SummaryWriter]) -> type[SummaryWriter]:
     # joined its ranks, unlike the import of this module.
 
     class SummaryWriter(writer):  # type: ignore[misc]
-        """Torch's `SummaryWriter`, which writes on rank 0 only."""
+        """Torch's `SummaryWriter`, which writes on rank 0 only, with errors of this project."""
 
         def __new__(cls, *args: Any, **kwargs: Any) -> SummaryWriter:
             requested: Any = cls
@@ -45,7 +48,25 @@ def _of_first_rank(writer: type[SummaryWriter]) -> type[SummaryWriter]:
             instance: SummaryWriter = object.__new__(kind)
             return instance
 
+    for name, method in vars(writer).items():
+        if callable(method):
+            setattr(SummaryWriter, name, _with_disk_errors(method))
     return SummaryWriter
+
+
+def _with_disk_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a writer whose errors of the system are errors of this project."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch sets `log_dir` before it makes the folder.
+        try:
+            return method(self, *args, **kwargs)
+        except OSError:
+            with disk_errors(Path(self.log_dir)):
+                raise
+
+    return call
 
 
 @cache
