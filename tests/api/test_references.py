@@ -1,11 +1,13 @@
 """Tensors that a script made from parameters before the first forward."""
 
+import contextlib
 import warnings
 
 import pytest
 import torch
 from any_loop import Place, odd_plans
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwater as hw
 from headwater.api.references import StaleTensorWarning
@@ -43,6 +45,17 @@ def test_copies_and_deleted_tensors_cause_no_warning():
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
     assert kept
+
+
+def test_a_graph_that_a_mode_has_seen_causes_no_warning():
+    model = compiled()
+    inputs = torch.randn(3, 4, requires_grad=True)  # so the graph saves views of the weights
+    with Seeing():
+        loss = nn.Sequential(*model).forward(inputs).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaleTensorWarning)
+        model(torch.randn(3, 4))
+    assert loss.requires_grad
 
 
 class KeepsView(nn.Linear):
@@ -90,11 +103,21 @@ def test_a_warning_names_views_that_a_forward_keeps(plan, recorded, tmp_path):
     assert kept == {None: True, plan: False}
 
 
+class Seeing(TorchDispatchMode):
+    """Gives each tensor that an operator reads a Python object, as a kernel in Python does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seen", [contextlib.nullcontext, Seeing])
 @odd_plans
-def test_graphs_and_detached_weights_cause_no_warning_of_views(plan, tmp_path):
+def test_graphs_and_detached_weights_cause_no_warning_of_views(plan, seen, tmp_path):
     place = Place(plan, tmp_path)
     model = place.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
-    loss = model(torch.ones(3, 4)).sum()  # its graph refers to the weights
+    model(torch.ones(3, 4))
+    with seen():
+        loss = model(torch.ones(3, 4)).sum()  # its graph refers to the weights
     assert steps(model, 4) == []
     between = model[0].weight.detach()[0]
     assert steps(model, 4) == [] and torch.equal(between, model[0].weight[0])  # it follows the steps

@@ -9,8 +9,9 @@ change it.
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ _SHOWN = 3
 
 _OWN_REFERENCES = 2
 """References to a parameter that torch counts: the Python object, and the node that gets the gradient."""
+
+_SEARCH_REFERENCES = 3
+"""References to a tensor that Python counts in `_held`: a list, a variable, and the call that counts."""
 
 
 class StaleTensorWarning(UserWarning):
@@ -99,8 +103,8 @@ def _viewed(names: Mapping[int, str]) -> set[str]:
     Args:
         names: identity of a parameter -> its name.
     """
-    bases = (id(tensor._base) for tensor in _tensors() if tensor._is_view())
-    return {names[base] for base in bases if base in names}
+    views = _held(lambda tensor: tensor._is_view() and id(tensor._base) in names)
+    return {names[id(view._base)] for view in views}
 
 
 def _shared(names: Mapping[int, str], known: Collection[int]) -> set[str]:
@@ -110,13 +114,26 @@ def _shared(names: Mapping[int, str], known: Collection[int]) -> set[str]:
         names: address -> name of the parameter.
         known: identities of the parameters.
     """
-    outside = (_address(tensor) for tensor in _tensors() if id(tensor) not in known)
-    return {names[address] for address in outside if address is not None and address in names}
+    outside = _held(lambda tensor: id(tensor) not in known and _address(tensor) in names)
+    return {names[address] for tensor in outside if (address := _address(tensor)) is not None}
 
 
-def _tensors() -> Iterable[torch.Tensor]:
-    """Return every `torch.Tensor` and `nn.Parameter` of this process, but no object of a subclass."""
-    return (each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
+def _held(is_meant: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+    """Return each `torch.Tensor` and `nn.Parameter` that the program can reach, and that `is_meant` accepts.
+
+    Objects of subclasses are left out, and so are tensors that only an autograd graph holds. Such a tensor
+    has a Python object if a kernel or a mode in Python has seen it, and then torch refers to that object.
+    """
+    found = [
+        each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter) and is_meant(each)
+    ]
+    return [each for each in found if sys.getrefcount(each) - _is_held_by_torch(each) > _SEARCH_REFERENCES]
+
+
+def _is_held_by_torch(tensor: torch.Tensor) -> bool:
+    """True if torch refers to the Python object, because C++ code such as a graph holds the tensor too."""
+    is_held: bool = torch.Tensor._use_count(tensor) > 1  # type: ignore[attr-defined]
+    return is_held
 
 
 def _address(tensor: torch.Tensor) -> int | None:
