@@ -26,10 +26,11 @@ from headwater.api.writing import write_tensors
 from headwater.core.checked_files import CHUNK_BYTES, Chunk
 from headwater.core.cleanup import on_failure
 from headwater.core.errors import CheckpointError
+from headwater.core.file_tensor import FileTensor
 from headwater.core.files import PARTIAL_SUFFIX, check_replaceable, disk_errors, lookup_errors, sync_folder
 from headwater.core.interrupts import UninterruptedContext
 from headwater.core.lazy import LazyTensor
-from headwater.core.mdl import MdlTensor, is_mdl, read_mdl
+from headwater.core.mdl import is_mdl, read_mdl
 from headwater.core.pickles import load_pickled
 from headwater.core.safetensors import DTYPE_CODES, TensorFile, TensorFileWriter, TensorPlace
 from headwater.fabric.membership import current
@@ -146,9 +147,9 @@ def _load_mdl(path: Path, map_location: torch.device | str | None) -> Any:
             ", ".join(found.unread[:5]),
         )
     values: dict[str, Any] = {}
-    same: dict[MdlTensor, Tensor] = {}  # a tensor with several names stays one tensor
+    same: dict[FileTensor, Tensor] = {}  # a tensor with several names stays one tensor
     for name, value in found.values.items():
-        if isinstance(value, MdlTensor):
+        if isinstance(value, FileTensor):
             if value not in same:
                 tensor = _lazy_mdl_tensor(value)
                 same[value] = tensor if map_location is None else tensor.to(map_location)
@@ -158,8 +159,8 @@ def _load_mdl(path: Path, map_location: torch.device | str | None) -> Any:
     return found.nested(values)
 
 
-def _lazy_mdl_tensor(tensor: MdlTensor) -> Tensor:
-    if torch.Size(tensor.shape).numel() * tensor.dtype.itemsize <= _READ_AT_ONCE_BYTES:
+def _lazy_mdl_tensor(tensor: FileTensor) -> Tensor:
+    if tensor.num_bytes <= _READ_AT_ONCE_BYTES:
         return tensor.read()
     return LazyTensor.whole(tensor.read, tensor.shape, tensor.dtype)
 

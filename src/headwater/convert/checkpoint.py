@@ -31,8 +31,9 @@ from headwater.convert.formats.base import Format
 from headwater.convert.output import new_folder
 from headwater.convert.rules import Mapped, map_parameters, missing, unexpected
 from headwater.convert.shards import SHARD_BYTES, ShardWriter, plan_shards, write_index
-from headwater.convert.stored import StoredTensor, stored_tensors
+from headwater.convert.stored import stored_tensors
 from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.file_tensor import FileTensor
 from headwater.core.files import why_unreadable
 from headwater.models.decoder_parameters import layer_namings
 from headwater.models.lora import is_adapter, merge_adapters
@@ -345,7 +346,7 @@ def _readers(
     }
 
 
-def joined(each: Mapped, places: Mapping[str, StoredTensor], where: str) -> Tensor:
+def joined(each: Mapped, places: Mapping[str, FileTensor], where: str) -> Tensor:
     """Read the stored tensors that hold a parameter, and return the parameter made of them.
 
     Raises:
@@ -362,7 +363,7 @@ def joined(each: Mapped, places: Mapping[str, StoredTensor], where: str) -> Tens
 
 def _places(
     config: ModelConfig, format: Format, folder: Path, expected: Collection[str]
-) -> dict[str, StoredTensor]:
+) -> dict[str, FileTensor]:
     """Return full name -> stored tensor. Unknown tensors that hold no weights are left out."""
     head, tied = f"{format.head}.weight", getattr(config, "share_embedding_weights", False)
     places = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,8 @@ from headwater.convert.rules import (
     stacked,
     unexpected,
 )
-from headwater.convert.stored import StoredTensor
 from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.file_tensor import FileTensor
 from headwater.core.mdl import read_mdl
 from headwater.models.layers.positions import alibi_slopes
 from headwater.models.registry import FAMILIES, build_model
@@ -39,7 +40,7 @@ _SLOPES = "embedding_layer.position_embed_helper.slopes"
 """The slopes of ALiBi, which are stored even if they are constants."""
 
 
-def zoo_tensors(path: Path) -> Iterator[StoredTensor]:
+def zoo_tensors(path: Path) -> Iterator[FileTensor]:
     """Yield the tensors of the model in a checkpoint of the Model Zoo, under the names in its module.
 
     Raises:
@@ -53,7 +54,7 @@ def zoo_tensors(path: Path) -> Iterator[StoredTensor]:
         if not is_state or name.startswith(_PREFIX):
             while name.startswith(_PREFIX):
                 name = name.removeprefix(_PREFIX)
-            yield StoredTensor(name, tensor.shape, tensor.dtype, tensor.read)
+            yield dataclasses.replace(tensor, name=name)
 
 
 def zoo_readers(path: Path, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
@@ -186,7 +187,7 @@ def _second_names(model: nn.Module, config: ModelConfig) -> Iterator[tuple[str, 
             yield public(name, config)[0][0], public(own[parameter], config)[0][0]
 
 
-def _check_shared(head: StoredTensor, embedding: StoredTensor, path: Path) -> None:
+def _check_shared(head: FileTensor, embedding: FileTensor, path: Path) -> None:
     """Raise `CheckpointError` unless a head has the weights of the embedding."""
     if head.read != embedding.read and not torch.equal(head.read(), embedding.read()):
         raise CheckpointError(
@@ -196,7 +197,7 @@ def _check_shared(head: StoredTensor, embedding: StoredTensor, path: Path) -> No
         )
 
 
-def _check_slopes(stored: StoredTensor, config: ModelConfig, path: Path) -> None:
+def _check_slopes(stored: FileTensor, config: ModelConfig, path: Path) -> None:
     """Raise `CheckpointError` unless the constant slopes of a model with ALiBi are those of our model."""
     slopes = stored.read().float().flatten()
     wanted = alibi_slopes(config.num_heads) if isinstance(config, DecoderConfig) else None

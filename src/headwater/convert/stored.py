@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from headwater.convert.shards import has_weights, weight_files
 from headwater.core.errors import CheckpointError
+from headwater.core.file_tensor import FileTensor
 from headwater.core.pickles import load_pickled
 from headwater.core.safetensors import TensorFile
 
@@ -19,29 +19,7 @@ PICKLED_FILE = "pytorch_model.bin"
 """Weight file of older checkpoints; it is read without running code from it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file, whose values are read only on request.
-
-    Attributes:
-        name: name in the file.
-        shape: shape of the tensor.
-        dtype: dtype of the tensor.
-        read: reads the values.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the values in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
+def stored_tensors(folder: Path) -> Iterator[FileTensor]:
     """Yield the tensors of a folder's safetensors files, or of `pytorch_model.bin` if it lacks those.
 
     Raises:
@@ -55,10 +33,10 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
             yield from in_file(TensorFile(path))
 
 
-def in_file(file: TensorFile) -> Iterator[StoredTensor]:
+def in_file(file: TensorFile) -> Iterator[FileTensor]:
     """Yield the tensors of a safetensors file."""
     for name, place in file.places.items():
-        yield StoredTensor(name, tuple(place.shape), place.dtype, partial(file.read_whole, name))
+        yield FileTensor(name, tuple(place.shape), place.dtype, partial(file.read_whole, name))
 
 
 def pickled_tensors(path: Path) -> dict[str, Tensor]:
@@ -79,9 +57,9 @@ def pickled_tensors(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def _in_pickle(path: Path) -> Iterator[StoredTensor]:
+def _in_pickle(path: Path) -> Iterator[FileTensor]:
     for name, tensor in pickled_tensors(path).items():
-        yield StoredTensor(name, tuple(tensor.shape), tensor.dtype, partial(_copy, tensor))
+        yield FileTensor(name, tuple(tensor.shape), tensor.dtype, partial(_copy, tensor))
 
 
 def _copy(tensor: Tensor) -> Tensor:

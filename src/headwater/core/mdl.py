@@ -17,7 +17,7 @@ import functools
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.file_tensor import FileTensor
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _NEWEST = 0.5
@@ -60,21 +61,6 @@ class _Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class MdlTensor:
-    """A tensor in a file, whose values are read only on request.
-
-    Attributes:
-        shape: shape of the tensor.
-        dtype: dtype of the tensor.
-        read: reads the values. Raises `CheckpointError` if the file is damaged.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
 class Mdl:
     """The content of a checkpoint of Cerebras' software.
 
@@ -86,14 +72,14 @@ class Mdl:
         structure: the nesting of the state, with names instead of values; `None` in formats before 0.5.
     """
 
-    values: Mapping[str, MdlTensor | str | float | bool | None]
+    values: Mapping[str, FileTensor | str | float | bool | None]
     unread: Sequence[str]
     structure: Any
 
     @property
-    def tensors(self) -> dict[str, MdlTensor]:
+    def tensors(self) -> dict[str, FileTensor]:
         """The tensors by name."""
-        return {name: each for name, each in self.values.items() if isinstance(each, MdlTensor)}
+        return {name: each for name, each in self.values.items() if isinstance(each, FileTensor)}
 
     def nested(self, values: Mapping[str, Any]) -> Any:
         """Return values, given by name, in the nesting of the saved state.
@@ -195,7 +181,7 @@ def _new_layout(source: _Source, file: Any, attributes: Mapping[str, Any]) -> Md
             values[name] = found.get(_PLAIN[kind])
         elif kind == "DeferredFullTensor":
             dtype = _dtype(found["dtype"])
-            values[name] = _filled(tuple(found["shape"]), dtype, found["fill_value"])
+            values[name] = _filled(name, tuple(found["shape"]), dtype, found["fill_value"])
         elif found.get("__NUMPY__"):
             dtype = _dtype(found["dtypes"][0]) if "dtypes" in found else _dtype_of(file[name], found)
             values[name] = _stored(source, name, file[name], dtype)
@@ -253,12 +239,12 @@ def _old_layout(source: _Source, file: Any) -> Mdl:
         found = dict(data.attrs)
         kind = found.get("__H5_TYPE__") or _older_kind(found)
         if kind in ("TorchTensorH5Type", "NumpyArrayH5Type"):
-            values[name] = _stored(source, key, data, _dtype_of(data, found))
+            values[name] = _stored(source, name, data, _dtype_of(data, found))
         elif kind in ("DeferredH5Tensor", "StoredTensorH5Type") and found.get("link_to_self"):
             links[name] = unquote(found["key"])
         elif kind in ("DeferredFullTensor", "FullTensorH5Type"):
             shape = tuple(int(size) for size in found["shape"])
-            values[name] = _filled(shape, _dtype_of(data, found), found["fill_value"].item())
+            values[name] = _filled(name, shape, _dtype_of(data, found), found["fill_value"].item())
         elif kind == "ScalarH5Type":
             values[name] = data[...].item()
         elif kind == "StringH5Type":
@@ -293,15 +279,15 @@ def _linked(
     return {**values, **found}, [*unread, *(name for name in links if name not in found)]
 
 
-def _stored(source: _Source, key: str, data: Any, dtype: torch.dtype) -> MdlTensor:
-    return MdlTensor(data.shape, dtype, functools.partial(_read, source, key, dtype))
+def _stored(source: _Source, name: str, data: Any, dtype: torch.dtype) -> FileTensor:
+    return FileTensor(name, data.shape, dtype, functools.partial(_read, source, data.name, dtype))
 
 
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, value: float | None) -> MdlTensor:
+def _filled(name: str, shape: tuple[int, ...], dtype: torch.dtype, value: float | None) -> FileTensor:
     """Return a tensor whose elements are all equal. The file holds one of them."""
     fill = value or 0
     torch.full(shape, fill, dtype=dtype, device="meta")  # raises now if a value is damaged
-    return MdlTensor(shape, dtype, lambda: torch.full(shape, fill, dtype=dtype))
+    return FileTensor(name, shape, dtype, lambda: torch.full(shape, fill, dtype=dtype))
 
 
 def _read(source: _Source, key: str, dtype: torch.dtype) -> Tensor:

@@ -14,8 +14,9 @@ from headwater.convert.checkpoint import open_hf, read_config
 from headwater.convert.folder import MODEL_FILE, read_model_section
 from headwater.convert.model_zoo import zoo_tensors
 from headwater.convert.shards import has_weights
-from headwater.convert.stored import PICKLED_FILE, StoredTensor, in_file, stored_tensors
+from headwater.convert.stored import PICKLED_FILE, in_file, stored_tensors
 from headwater.core.errors import ConfigError
+from headwater.core.file_tensor import FileTensor
 from headwater.core.mdl import is_mdl
 from headwater.store.snapshot_load import SavedCheckpoint
 from headwater.store.snapshot_manifest import MANIFEST_FILE
@@ -183,7 +184,7 @@ def _stored(path: Path) -> dict[str, Read]:
     return {stored.name: stored.read for stored in tensors_of(path)}
 
 
-def tensors_of(path: Path) -> list[StoredTensor]:
+def tensors_of(path: Path) -> list[FileTensor]:
     """Return the tensors of a checkpoint in any format. Their values are read on request.
 
     Raises:
