@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import weakref
 import zlib
@@ -117,6 +118,11 @@ class CheckedFile:
 @functools.lru_cache(maxsize=16)
 def _checksum_of_zeros(count: int) -> int:
     return zlib.crc32(bytes(count))
+
+
+def json_checksum(content: object) -> int:
+    """Return the CRC-32 of a value as JSON, which depends neither on the order of keys nor on white space."""
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 class FileBytes:

@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from headwater.core.checked_files import Chunk
+from headwater.core.checked_files import Chunk, json_checksum
 from headwater.core.errors import CorruptError, DataError
 from headwater.core.files import disk_errors, kind_of, replace_file
 from headwater.core.safetensors import Layout, TensorFileWriter, lay_out
@@ -92,7 +92,7 @@ class Manifest:
     def to_json(self) -> bytes:
         """Return the content of the manifest file; the inverse of `read_manifest`."""
         content = dataclasses.asdict(self)
-        checksum = zlib.crc32(_canonical(content))
+        checksum = json_checksum(content)
         document = {
             "kind": _KIND,
             "format_version": FORMAT_VERSION,
@@ -129,7 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
                 remedy="name the folder that headwater index wrote (--out)",
             )
         # Before the checksum, because a newer version may compute it differently.
-        if version == FORMAT_VERSION and checksum == zlib.crc32(_canonical(content)):
+        if version == FORMAT_VERSION and checksum == json_checksum(content):
             return TypeAdapter(Manifest).validate_python(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError("the manifest is damaged", where=str(path), remedy=_REMEDY) from error
@@ -175,10 +175,6 @@ def read_tokenizer(folder: Path, checksum: int) -> Tokenizer:
         if not path.is_file() or zlib.crc32(path.read_bytes()) != checksum:
             raise CorruptError("the tokenizer is missing or damaged", where=str(path), remedy=_REMEDY)
     return open_tokenizer(path)
-
-
-def _canonical(content: object) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _layout(num_passages: int, dimension: int, record_bytes: int) -> Layout:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from headwater.core.checked_files import OTHER_COPY, Chunk
+from headwater.core.checked_files import OTHER_COPY, Chunk, json_checksum
 from headwater.core.errors import CheckpointError, CorruptError
 from headwater.core.files import disk_errors, why_unreadable
 from headwater.core.safetensors import DTYPE_CODES, DTYPES
@@ -103,7 +102,7 @@ class Manifest:
         content = dataclasses.asdict(self)
         document = {
             "format_version": FORMAT_VERSION,
-            "checksum": zlib.crc32(_canonical(content)),
+            "checksum": json_checksum(content),
             "content": content,
         }
         return json.dumps(document).encode()
@@ -129,7 +128,7 @@ def read_manifest(folder: Path) -> Manifest:
         with disk_errors(path):
             document = json.loads(path.read_bytes())
         version, checksum, content = (document[key] for key in ("format_version", "checksum", "content"))
-        actual = zlib.crc32(_canonical(content))
+        actual = json_checksum(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, why_unreadable(error)) from error
     if type(version) is not int or version < 1:
@@ -167,10 +166,6 @@ def _covers(file: FileEntry) -> bool:
             return False
         position += length
     return position == file.num_bytes
-
-
-def _canonical(content: object) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _damaged(path: Path, why: str) -> CorruptError:

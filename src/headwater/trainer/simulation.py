@@ -177,7 +177,7 @@ def _point(
     number: int,
     batch_size: int,
 ) -> Point:
-    placement = place(cluster, number)
+    machines = place(cluster, number)
     work = training_workload(init, trainable, batch_size // number)
-    request = plan_request(init, trainable, work, placement.device)
-    return simulate_point(dataclasses.replace(request, **traces._asdict()), placement)
+    request = plan_request(init, trainable, work, machines.device)
+    return simulate_point(dataclasses.replace(request, **traces._asdict()), machines)

@@ -75,7 +75,7 @@ def draw_timeline(point: Point, title: str, path: Path) -> None:
 
 
 def _hosts_text(point: Point) -> str:
-    hosts = point.placement.hosts
+    hosts = point.machines.hosts
     return "one host" if hosts == 1 else f"{hosts} hosts (one is shown)"
 
 
@@ -93,8 +93,8 @@ def _figure(width: float, height: float) -> Any:
 def _draw_speed(points: Sequence[Point], axes: Axes) -> None:
     counts = [point.num_csx for point in points]
     speeds = [point.samples_per_s for point in points]
-    first = points[0].placement.devices
-    linear = [point.placement.devices * speeds[0] / first for point in points]
+    first = points[0].machines.devices
+    linear = [point.machines.devices * speeds[0] / first for point in points]
     axes.plot(counts, linear, color="#999999", linewidth=1, linestyle="--", label="linear")
     axes.plot(counts, speeds, color=_COLORS["compute"], marker="o", markersize=4, label="simulated")
     for point in points:
@@ -133,7 +133,7 @@ def _legend(axes: Axes, names: Sequence[str]) -> None:
 
 def _rows(point: Point) -> Iterator[int]:
     """Yield the resources to draw. If there are many ranks, only the first ones and the last are drawn."""
-    ranks = point.placement.ranks
+    ranks = point.machines.ranks
     shown = {*range(min(ranks, _MOST_RANKS_SHOWN - 1)), ranks - 1}
     for number, (_, name) in enumerate(point.step.timeline.resources):
         words = name.split()

@@ -46,7 +46,7 @@ class GradientsOut:
         after = (
             [self._owners.keep(stage, micro_batch, turns)] if self._plan.gradient_tier == "disk" else turns
         )
-        if network is not None and (last or self._host.placement.streams_from_store):
+        if network is not None and (last or self._host.machines.streams_from_store):
             after = [network.reduce(stage, held.gradient, after)]
         self._reduced += after if last else []
         return after

@@ -7,7 +7,7 @@ from typing import final
 from headwater.plan.cluster.disk import DiskQueue
 from headwater.plan.cluster.network import Links, connect
 from headwater.plan.cluster.timeline import Kind, Timeline
-from headwater.plan.cluster.types import Placement
+from headwater.plan.cluster.types import Machines
 
 
 @final
@@ -16,7 +16,7 @@ class HostResources:
 
     Attributes:
         timeline: the timeline of the step.
-        placement: where the ranks are.
+        machines: the hosts and ranks of the run.
         ranks: resource of each rank.
         cores: the resource of each rank if the ranks compute on cores, otherwise empty.
         links_in: link to the accelerator of each rank; empty without accelerators on links.
@@ -27,13 +27,13 @@ class HostResources:
 
     Args:
         timeline: the timeline of the step.
-        placement: where the ranks are.
+        machines: the hosts and ranks of the run.
     """
 
-    def __init__(self, timeline: Timeline, placement: Placement) -> None:
+    def __init__(self, timeline: Timeline, machines: Machines) -> None:
         self.timeline = timeline
-        self.placement = placement
-        host, numbers = placement.cluster.host, range(placement.ranks)
+        self.machines = machines
+        host, numbers = machines.cluster.host, range(machines.ranks)
         self.ranks = [timeline.resource("host", f"rank {rank}") for rank in numbers]
         self.links_in: list[int] = []
         self.links_out: list[int] = []
@@ -43,7 +43,7 @@ class HostResources:
         self.cores = self.ranks if host.accelerator is None else []
         self.memory = timeline.resource("host", "memory")
         self.disk = DiskQueue(timeline, "host", host.disk)
-        self.network: Links | None = connect(timeline, placement)
+        self.network: Links | None = connect(timeline, machines)
         self._memory_bytes_per_s = host.memory.bytes_per_s
 
     def way_in(self, rank: int) -> int:
@@ -65,8 +65,8 @@ class HostResources:
             link: the link that carries them.
             after: tasks that must have ended before it.
         """
-        assert self.placement.link_bytes_per_s is not None, "accelerators have links"
-        seconds = moved / self.placement.link_bytes_per_s
+        assert self.machines.link_bytes_per_s is not None, "accelerators have links"
+        seconds = moved / self.machines.link_bytes_per_s
         return self.timeline.add(kind, name, stage, seconds, (link,), after, moved)
 
     def use_memory(

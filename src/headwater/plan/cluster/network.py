@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from headwater.plan.cluster.timeline import Kind, Timeline
-from headwater.plan.cluster.types import Network, Placement
+from headwater.plan.cluster.types import Machines, Network
 
 PIECE_BYTES = 8 << 20
 """Maximum bytes that a switch receives before it forwards them."""
@@ -82,10 +82,10 @@ class Peers(Links):
 class Dedicated(Links):
     """Links between compute hosts and the hosts of a weight store, through switches that only forward."""
 
-    def __init__(self, timeline: Timeline, network: Network, placement: Placement) -> None:
+    def __init__(self, timeline: Timeline, network: Network, machines: Machines) -> None:
         super().__init__(timeline, network)
-        self._each = placement.hosts / placement.owners
-        self._num_hosts = placement.hosts + placement.owners
+        self._each = machines.hosts / machines.owners
+        self._num_hosts = machines.hosts + machines.owners
         self.store_out = timeline.resource("store", "network out")
         self.store_into = timeline.resource("store", "network in")
 
@@ -111,13 +111,13 @@ class Dedicated(Links):
 class Switches(Links):
     """A tree of switches that copy weights on the way down and sum gradients on the way up."""
 
-    def __init__(self, timeline: Timeline, network: Network, placement: Placement) -> None:
+    def __init__(self, timeline: Timeline, network: Network, machines: Machines) -> None:
         super().__init__(timeline, network)
         assert network.fan_out is not None, "such switches have a fan-out"
         levels, reach = 1, network.fan_out
-        while reach < placement.hosts:
+        while reach < machines.hosts:
             levels, reach = levels + 1, reach * network.fan_out
-        self._owners = placement.owners
+        self._owners = machines.owners
         names = [f"level {level}" for level in range(1, levels)]
         down = [timeline.resource("switches", f"{name} down") for name in names]
         up = [timeline.resource("switches", f"{name} up") for name in names]
@@ -144,15 +144,15 @@ class Switches(Links):
         return 2 * len(self._down) * self._network.latency_s  # up to the store, and down again
 
 
-def connect(timeline: Timeline, placement: Placement) -> Links | None:
+def connect(timeline: Timeline, machines: Machines) -> Links | None:
     """Return the links of a run; `None` if nothing is sent between hosts."""
-    network = placement.cluster.network
-    if placement.cluster.store is None:
-        if placement.hosts == 1:
+    network = machines.cluster.network
+    if machines.cluster.store is None:
+        if machines.hosts == 1:
             return None
         assert network is not None, "several hosts have a network"
-        return Peers(timeline, network, placement.hosts)
+        return Peers(timeline, network, machines.hosts)
     assert network is not None, "a cluster with a separate weight store has a network"
     if network.fan_out is None:
-        return Dedicated(timeline, network, placement)
-    return Switches(timeline, network, placement)
+        return Dedicated(timeline, network, machines)
+    return Switches(timeline, network, machines)

@@ -9,7 +9,7 @@ from headwater.core.units import format_bytes
 from headwater.plan.cluster.disk import DiskQueue
 from headwater.plan.cluster.host import HostResources
 from headwater.plan.cluster.timeline import Kind
-from headwater.plan.cluster.types import Placement
+from headwater.plan.cluster.types import Machines
 from headwater.plan.footprint import Footprint
 from headwater.plan.predict import Predictor
 from headwater.plan.types import Plan, Tier
@@ -25,17 +25,17 @@ class Owners:
     """
 
     def __init__(self, plan: Plan, predictor: Predictor, host: HostResources) -> None:
-        timeline, placement = host.timeline, host.placement
+        timeline, machines = host.timeline, host.machines
         self._timeline, self._plan, self._predictor = timeline, plan, predictor
-        self._placement, self._network = placement, host.network
+        self._machines, self._network = machines, host.network
         self._cores, self._memory = host.cores, host.memory
         # Sums of gradients wait on the disk of the compute host, even if other hosts have the masters.
         self._host_disk = self._disk = host.disk
-        self._part = 1.0 / placement.owners
+        self._part = 1.0 / machines.owners
         self._slowness, tier = 1.0, plan.tier
-        store = placement.cluster.store
+        store = machines.cluster.store
         if store is not None:
-            tier = store_tier(predictor.footprint, placement)
+            tier = store_tier(predictor.footprint, machines)
             self._cores = []
             self._memory = timeline.resource("store", "memory")
             self._disk = DiskQueue(timeline, "store", store.disk)
@@ -65,7 +65,7 @@ class Owners:
         done = self._compute(stage, before)
         if stage in self._on_disk:
             self._disk.write("masters written", stage, moved, done)
-        if self._network is None or self._placement.streams_from_store:
+        if self._network is None or self._machines.streams_from_store:
             return self._timeline.add(Kind.UPDATE, "updated", stage, 0.0, after=done)
         if stage not in self._plan.on_disk:
             return self._network.broadcast(stage, held.slab, done)
@@ -94,17 +94,17 @@ class Owners:
         return self._host_disk.write("gradients written", stage, held, before)
 
 
-def store_tier(footprint: Footprint, placement: Placement) -> Tier:
+def store_tier(footprint: Footprint, machines: Machines) -> Tier:
     """Return the tier, memory or disk, in which the hosts of the weight store keep masters and states.
 
     Args:
         footprint: the footprint of the whole model.
-        placement: the placement of a cluster with a separate weight store.
+        machines: the machines of a cluster with a separate weight store.
 
     Raises:
         DoesNotFitError: if they fit neither in the memory nor on the disks of these hosts.
     """
-    store = placement.cluster.store
+    store = machines.cluster.store
     assert store is not None, "the cluster has a separate weight store"
     needed = sum(stage.stored for stage in footprint.stages) / store.count
     if needed <= store.memory.size_bytes:
@@ -113,6 +113,6 @@ def store_tier(footprint: Footprint, placement: Placement) -> Tier:
         return "disk"
     raise DoesNotFitError(
         f"each of {store.count} hosts of the weight store needs {format_bytes(needed)} of memory or disk",
-        where=placement.cluster.name,
+        where=machines.cluster.name,
         remedy="give the store more hosts, memory or disk",
     )

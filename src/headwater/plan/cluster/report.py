@@ -43,7 +43,7 @@ def _speed_table(points: Sequence[Point]) -> Table:
         plan = point.plan
         table.add_row(
             str(point.num_csx),
-            str(point.placement.hosts),
+            str(point.machines.hosts),
             str(point.batch_size),
             f"{plan.num_micro_batches} × {plan.micro_batch_size}",
             f"{point.step.step_s:.3g}",
@@ -92,7 +92,7 @@ def _point_document(point: Point, first: Point) -> dict[str, Any]:
     plan, timeline = point.plan, point.step.timeline
     return {
         "num_csx": point.num_csx,
-        "hosts": point.placement.hosts,
+        "hosts": point.machines.hosts,
         "batch_size": point.batch_size,
         "step_s": point.step.step_s,
         "samples_per_s": point.samples_per_s,

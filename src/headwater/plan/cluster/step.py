@@ -14,7 +14,7 @@ from headwater.plan.cluster.gradients import GradientsOut
 from headwater.plan.cluster.host import HostResources
 from headwater.plan.cluster.owners import Owners
 from headwater.plan.cluster.timeline import Kind, Timeline
-from headwater.plan.cluster.types import Placement
+from headwater.plan.cluster.types import Machines
 from headwater.plan.cluster.weights import WeightsIn
 from headwater.plan.predict import USE_OVERHEAD_S, Predictor
 from headwater.plan.types import Phase, Plan
@@ -39,19 +39,19 @@ class Step:
     step_s: float
 
 
-def simulate_step(plan: Plan, predictor: Predictor, placement: Placement) -> Step:
+def simulate_step(plan: Plan, predictor: Predictor, machines: Machines) -> Step:
     """Simulate one step.
 
     Args:
         plan: the plan of one rank, made for its part of the batch.
         predictor: the predictor of the plan's trace, with the rates of one rank.
-        placement: where the ranks are.
+        machines: the hosts and ranks of the run.
 
     Returns:
         The step.
     """
     timeline = Timeline()
-    host = HostResources(timeline, placement)
+    host = HostResources(timeline, machines)
     _Replay(plan, predictor, host).run()
     return Step(timeline, tuple(host.ranks), timeline.end_s)
 

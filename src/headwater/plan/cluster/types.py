@@ -125,11 +125,11 @@ class Cluster:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
-    """Hosts and ranks of a run on a cluster.
+class Machines:
+    """The hosts of a cluster that a run uses, and its ranks on them.
 
     Attributes:
-        cluster: the machines.
+        cluster: the cluster.
         hosts: number of compute hosts.
         ranks: compute ranks of each host.
     """
@@ -203,7 +203,7 @@ class Placement:
         )
 
 
-def place(cluster: Cluster, num_csx: int) -> Placement:
+def place(cluster: Cluster, num_csx: int) -> Machines:
     """Divide ranks evenly among the fewest hosts that have room for them; raise if that is not possible.
 
     Raises:
@@ -218,4 +218,4 @@ def place(cluster: Cluster, num_csx: int) -> Placement:
             f"{num_csx} CSXs cannot be divided evenly among {hosts} hosts of at most {cluster.host.ranks}",
             remedy=f"write {full} or {full + cluster.host.ranks}",
         )
-    return Placement(cluster, hosts, num_csx // hosts)
+    return Machines(cluster, hosts, num_csx // hosts)

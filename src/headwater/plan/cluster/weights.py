@@ -101,7 +101,7 @@ class WeightsIn:
         whole = [self._whole[stage]] if self._whole.get(stage, -1) >= 0 else []
         if not self._moves(use):
             return [whole for _ in freed]
-        if self._host.placement.streams_from_store:
+        if self._host.machines.streams_from_store:
             return self._broadcast(stage, [*whole, *everywhere])
         if stage in self._on_disk:
             # An update into a slab leaves the new weights there, so these are not read from disk again.
