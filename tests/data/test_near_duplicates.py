@@ -344,7 +344,7 @@ def test_options_that_do_not_fit_together(tmp_path, text_file, words, message, c
 def test_a_missing_package_is_an_error_with_a_command(tmp_path, text_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasketch", None)
     settings = PrepareSettings(TrainBPE(300), 32, deduplicate=NearDuplicates())
-    with pytest.raises(DataError, match="finding near-duplicates needs datasketch") as error:
+    with pytest.raises(ConfigError, match="finding near-duplicates needs datasketch") as error:
         prepare([text_file], tmp_path / "out", settings)
     assert error.value.remedy == "pip install 'headwater[dedup]'"
     assert not (tmp_path / "out.partial").exists()

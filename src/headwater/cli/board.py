@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from headwater.appliance.folder import find_folder
 from headwater.appliance.open import open_queue
 from headwater.core.errors import ConfigError, RunError
+from headwater.core.packages import importing
 from headwater.serving.process import run_until_signal
 
 if TYPE_CHECKING:
@@ -53,15 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until SIGINT (Ctrl-C) or SIGTERM arrives; return the exit code."""
-    try:
+    with importing("headwater board", "board"):
         import uvicorn
 
         from headwater.board.app import make_app
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"headwater board needs the package {error.name}, which is not installed",
-            remedy="pip install 'headwater[board]'",
-        ) from error
     from headwater.board.board import Board
 
     token = chosen_token(os.environ.get(_TOKEN), args.host)

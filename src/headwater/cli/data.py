@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headwater.cli.files import read_text
-from headwater.core.errors import ConfigError, DataError
+from headwater.core.errors import ConfigError
+from headwater.core.packages import importing
 from headwater.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -238,13 +239,11 @@ def run(args: argparse.Namespace) -> int:
     """Run `headwater data`: prepare data, or show prepared data, and print a summary; return the exit code.
 
     Raises:
-        ConfigError: if a setting is out of range.
-        DataError: if an input cannot be used, or a library is not installed.
+        ConfigError: if a setting is out of range, or a library is not installed.
+        DataError: if an input cannot be used.
     """
-    try:
+    with importing("headwater data", "data"):
         from headwater.data.prepare import prepare
-    except ModuleNotFoundError as error:
-        raise DataError(f"{error.name} is not installed", remedy="pip install 'headwater[data]'") from error
     if args.inputs[0] == Path("show"):
         return _show(args)
     console = Console()

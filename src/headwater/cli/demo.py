@@ -15,8 +15,8 @@ from headwater.cli.fit import summary
 from headwater.cli.output import open_console
 from headwater.config.files import find_params
 from headwater.config.run import RunConfig, load_params
-from headwater.core.errors import ConfigError
 from headwater.core.exit_codes import INTERRUPTED
+from headwater.core.packages import importing
 from headwater.core.units import counted, format_bytes, format_count, format_duration
 from headwater.data.assets import sample_text
 from headwater.plan.outlook import RunLength
@@ -133,15 +133,11 @@ def _config(args: argparse.Namespace, data: Path) -> RunConfig:
 
 def _prepared(config: RunConfig, folder: Path, console: Console) -> Statistics:
     """Return the statistics of the prepared data, which are created on the first call."""
-    try:
+    with importing("preparing text", "train"):
         from headwater.data.prepare import prepare
         from headwater.data.settings import PrepareSettings
         from headwater.data.statistics import FILE_NAME, read_statistics
         from headwater.data.tokenizer import TrainBPE
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"preparing text needs {error.name}", remedy="run: pip install 'headwater[train]'"
-        ) from error
     if (folder / FILE_NAME).exists():
         return read_statistics(folder)
     model = language_model(config)

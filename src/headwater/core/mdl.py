@@ -26,13 +26,13 @@ from urllib.parse import unquote
 import torch
 from torch import Tensor
 
-from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.errors import CheckpointError
 from headwater.core.file_tensor import FileTensor
+from headwater.core.packages import importing
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _NEWEST = 0.5
 _METADATA = ".__metadata__"
-_INSTALL = "pip install 'headwater[mdl]'"
 _BITS = {torch.bfloat16: (torch.int16, torch.uint16)}
 """The dtypes in the file of a dtype that HDF5 lacks."""
 
@@ -134,13 +134,9 @@ def read_mdl(path: Path) -> Mdl:
 @contextmanager
 def _opened(source: _Source) -> Iterator[Any]:
     """Open an HDF5 file, and turn the errors that a damaged one causes into a `CheckpointError`."""
-    try:
+    with importing(f"reading {source.path}", "mdl"):
         import h5py
         import hdf5plugin  # noqa: F401  # registers LZ4, in which tensors are compressed
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"reading {source.path} needs {error.name}, which is not installed", remedy=_INSTALL
-        ) from error
     try:
         # HDF5 itself cannot open a file that was removed, so it reads through a file of Python.
         with Path(f"/proc/self/fd/{source.descriptor}").open("rb") as opened, h5py.File(opened, "r") as file:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ConfigError, DataError
+from headwater.core.packages import importing
 from headwater.core.side_files import end_tokens, special_token
 
 if TYPE_CHECKING:
@@ -142,12 +143,8 @@ def open_tokenizer(path: Path) -> Tokenizer:
         ConfigError: if the tokenizers library is not installed.
         DataError: if the tokenizer is missing or damaged.
     """
-    try:
+    with importing("reading text", "data"):
         from headwater.data.tokenizer import load_tokenizer
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"reading text needs {error.name}", remedy="run: pip install 'headwater[data]'"
-        ) from error
     return load_tokenizer(path)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from headwater.core.errors import DataError
+from headwater.core.packages import importing
 from headwater.data.inputs import Inputs
 from headwater.data.journal import Corpus
 from headwater.data.packing import numbered_tasks
@@ -59,14 +59,10 @@ def choose_bands(threshold: float) -> Bands:
     """Return the bands with the fewest errors for a Jaccard similarity of `threshold`, as datasketch does.
 
     Raises:
-        DataError: if datasketch is not installed.
+        ConfigError: if datasketch is not installed.
     """
-    try:
+    with importing("finding near-duplicates", "dedup"):
         from datasketch import MinHashLSH
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"finding near-duplicates needs {error.name}", remedy="pip install 'headwater[dedup]'"
-        ) from error
     try:
         index = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)
     except ValueError:
@@ -88,7 +84,8 @@ def find_kept(
         num_workers: worker processes; 1 or less: work in this process.
 
     Raises:
-        DataError: if an input cannot be used, or datasketch is not installed.
+        ConfigError: if datasketch is not installed.
+        DataError: if an input cannot be used.
     """
     found, work = folder / KEPT_FILE, folder / "signatures"
     if not found.exists():

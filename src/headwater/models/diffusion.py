@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headwater.config.models.diffusion import DiTConfig, NoiseSchedule
 from headwater.core.errors import ConfigError
+from headwater.core.packages import importing
 from headwater.core.seeding import derive_seed
 
 _LARGEST_BETA = 0.999
@@ -129,12 +130,8 @@ def _make_sampler(config: DiTConfig) -> Any:
     Raises:
         ConfigError: if the library is not installed.
     """
-    try:
+    with importing("generating images", "diffusion"):
         from diffusers import DDIMScheduler, DDPMScheduler
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"generating images needs {error.name}", remedy="pip install 'headwater[diffusion]'"
-        ) from error
     section = config.reverse_process.sampler
     steps = config.num_diffusion_steps
     common = {

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from headwater.core.tables import titled_table
 from headwater.core.units import format_count, format_duration
 from headwater.plan.types import Plan, Prediction
 
@@ -41,7 +42,7 @@ class RunLength:
 
 def step_table(prediction: Prediction) -> Table:
     """Return a table of the predicted time of a step, by kind of work."""
-    table = Table(title="Predicted step", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = titled_table("Predicted step")
     for justify in ("left", "right", "left"):
         table.add_column("", justify=justify)
     for name, seconds in prediction.step_parts.items():

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from headwater.core.errors import ConfigError
 from headwater.core.files import disk_errors
+from headwater.core.packages import importing
 from headwater.core.stage import StageSpec
+from headwater.core.tables import titled_table
 from headwater.core.units import counted, format_bytes, format_count
 from headwater.plan.belady import replay, slab_capacity, slab_policy, slab_positions
 from headwater.plan.outlook import RunLength, outlook, step_table
@@ -147,7 +148,7 @@ def render_plan(plan: Plan, run: RunLength | None = None) -> RenderableType:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = titled_table(title)
     for index, column in enumerate(columns):
         # A name broken into two lines could not be searched for.
         if index == 0:
@@ -304,13 +305,8 @@ def draw_plan(plan: Plan, path: Path) -> None:
         ConfigError: if matplotlib is not installed.
         StoreError: if the file cannot be written.
     """
-    try:
+    with importing("drawing a plan", "plot", otherwise="leave the drawing out"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "drawing a plan needs matplotlib, which is not installed",
-            remedy="pip install 'headwater[plot]', or leave the drawing out",
-        ) from error
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     schedule, memory = figure.subplots(2, 1, height_ratios=[3, 1])
     _draw_schedule(plan, schedule)

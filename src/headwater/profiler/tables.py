@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from headwater.core.tables import titled_table
 from headwater.core.units import MIB
 from headwater.profiler.summary import Row, StageWork, Summary
 
@@ -36,7 +37,7 @@ def module_table(summary: Summary, num_ranks: int = 1) -> Table:
         num_ranks: number of ranks.
     """
     shown, hidden = summary.modules[:MOST_ROWS], summary.modules[MOST_ROWS:]
-    table = _table(_title("Time", summary, num_ranks))
+    table = titled_table(_title("Time", summary, num_ranks))
     table.add_column("")
     table.add_column("PyTorch module", overflow="fold")
     # Rows of whole stages alone have known FLOPs, with `depth: 0`.
@@ -62,7 +63,7 @@ def stage_table(summary: Summary, num_ranks: int = 1) -> Table:
         summary: the times of a rank: the slowest one of several.
         num_ranks: number of ranks.
     """
-    table = _table(_title("Stages (ms; weights, gradients and disk in MiB)", summary, num_ranks))
+    table = titled_table(_title("Stages (ms; weights, gradients and disk in MiB)", summary, num_ranks))
     # Short names, few digits and one space between columns: the table has 80 characters where the output is
     # not a terminal, and names such as `position_embedding` must fit.
     table.padding = (0, 1, 0, 0)
@@ -83,10 +84,6 @@ def _title(what: str, summary: Summary, num_ranks: int) -> str:
     steps = f"step {first}" if first == last else f"steps {first} to {last}, mean of a step"
     rank = "" if num_ranks == 1 else f"; rank {summary.rank}, the slowest of {num_ranks} ranks"
     return f"{what} of {steps}{rank}"
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
 
 
 def _module_cells(summary: Summary, row: Row) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headwater.core.errors import ConfigError
 from headwater.core.files import replace_file
+from headwater.core.packages import importing
 from headwater.scaling.law import LEVEL
 
 if TYPE_CHECKING:
@@ -27,14 +27,10 @@ def draw_report(report: Report, path: Path) -> None:
     Raises:
         ConfigError: if matplotlib is not installed.
     """
-    try:
+    with importing("a picture of the law", "plot"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator, NullLocator
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"a picture of the law needs {error.name}", remedy="run: pip install 'headwater[plot]'"
-        ) from error
     with rc_context({"font.size": 12}):
         figure = Figure(figsize=(9, 5.6), layout="constrained")
         axes = figure.subplots()

@@ -10,8 +10,8 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.core.errors import ConfigError
 from headwater.core.files import disk_errors
+from headwater.core.packages import importing
 from headwater.fabric.membership import current
 
 if TYPE_CHECKING:
@@ -23,13 +23,8 @@ __all__ = ["SummaryWriter"]
 def __getattr__(name: str) -> Any:
     if name != "SummaryWriter":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
+    with importing("SummaryWriter", "plot", otherwise="remove the writer"):
         from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"SummaryWriter needs {error.name}",
-            remedy="run: pip install 'headwater[plot]', or remove the writer",
-        ) from error
     return _of_first_rank(SummaryWriter)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from headwater.core.tables import titled_table
 from headwater.core.units import format_bytes, format_count
 from headwater.plan.capture.findings import Finding, names_text
 from headwater.plan.capture.record import OperatorTotal, StepRecord
@@ -122,7 +123,7 @@ def _weight(total: OperatorTotal) -> tuple[int, int]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = titled_table(title)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
     return table

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.core.errors import ConfigError
+from headwater.core.packages import importing
 from headwater.core.units import counted
 from headwater.plan.cluster.report import shown_parts
 from headwater.plan.cluster.scaling import Point, efficiency
@@ -80,13 +80,8 @@ def _hosts_text(point: Point) -> str:
 
 
 def _figure(width: float, height: float) -> Any:
-    try:
+    with importing("drawing a simulation", "plot", otherwise="leave --out out"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "drawing a simulation needs matplotlib, which is not installed",
-            remedy="pip install 'headwater[plot]', or omit --out",
-        ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
