@@ -194,6 +194,25 @@ def test_new_head_on_a_trained_model(checkpoints, empty):
     assert torch.equal(model.classifier.bias, torch.zeros(5))
 
 
+def test_new_head_whose_rule_belongs_to_the_module_around_it(tmp_path):
+    """In T5 the module that holds the two layers of the head initialises them, and not these layers."""
+    config = transformers.T5Config(
+        vocab_size=50, d_model=256, d_kv=4, d_ff=32, num_layers=1, num_heads=2, num_labels=3
+    )
+    transformers.T5Model(config).save_pretrained(tmp_path)
+    theirs = transformers.T5ForSequenceClassification.from_pretrained(tmp_path)
+    with empty_parameters():
+        model = transformers.T5ForSequenceClassification(config)
+    load_pretrained(model, tmp_path, strict=False)
+    fill_parameters(model)
+    for name, value in theirs.state_dict().items():
+        ours = model.get_parameter(name)
+        if name.startswith("classification_head"):
+            assert ours.std().item() == pytest.approx(value.std().item(), rel=0.2), name
+        else:
+            assert torch.equal(ours, value), name
+
+
 def test_tied_weights_under_any_name(checkpoints, tmp_path):
     folder, theirs = checkpoints("gpt2", sharded=False)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")

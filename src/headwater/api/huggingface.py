@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headwater.core.initialization import is_transformers_model
 from headwater.core.lazy import LazyTensor
 
 Tensors = Mapping[str, Tensor]
-
-
-def is_transformers_model(model: nn.Module) -> bool:
-    """Return true if `model` is a `PreTrainedModel`."""
-    transformers = sys.modules.get("transformers")  # None if not imported: then no model is of its class
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def named_by_model(model: Any, tensors: Tensors, own: Iterable[str]) -> dict[str, Tensor]:
@@ -187,20 +181,6 @@ def names_to_save(model: nn.Module, groups: Iterable[list[str]]) -> list[str]:
         # One name stays, even if the model declares all of them as tied.
         kept += [name for name in names if name not in declared[: len(names) - 1]]
     return kept
-
-
-def initialize(model: Any, module_name: str) -> None:
-    """Give the parameters of a module (not of its children) the random initial values of the model."""
-    module = model.get_submodule(module_name)
-    parts = module_name.split(".") if module_name else []
-    ancestors = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1))
-    # The innermost model decides: it may initialise its parts in another way than the model around it.
-    nearest = next((a for a in ancestors if is_transformers_model(a)), None)
-    with torch.no_grad():
-        if nearest is not None:
-            nearest._init_weights(module)
-        elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
 
 
 def save_config(model: Any, directory: Path, dtype: torch.dtype) -> None:

@@ -30,6 +30,7 @@ from headwater.core.cleanup import on_failure
 from headwater.core.empty import give_values, record_values, recorded_values
 from headwater.core.errors import CheckpointError
 from headwater.core.files import disk_errors, lookup_errors, sync_folder
+from headwater.core.initialization import initialize, others_without_memory
 from headwater.core.lazy import pieces_of
 from headwater.core.names import nearest
 from headwater.core.safetensors import TensorFile
@@ -243,23 +244,13 @@ def _initialize_rest(model: nn.Module, loading: _Loading, directory: Path) -> No
         for name, param in model.named_parameters()
         if param.is_meta and recorded_values(param) is None and id(param) not in filled
     }
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in rest)
-    # The initialisation overwrites all parameters of a module, so those with values are restored afterwards.
-    overwritten = [
-        (param, param.detach().clone())
-        for name in modules
-        for param in model.get_submodule(name).parameters(recurse=False)
-        if not param.is_meta
-    ]
-    with on_failure(lambda: _empty(rest.values())):
+    if not rest:
+        return
+    with on_failure(lambda: _empty(rest.values())), others_without_memory(model, rest):
         for param in rest.values():
             # A parameter that is still NaN afterwards was not initialised; see `_require_values`.
             give_values(param, torch.full_like(param, float("nan"), device="cpu"))
-        for name in modules:
-            huggingface.initialize(model, name)
-        with torch.no_grad():
-            for param, values in overwritten:
-                param.copy_(values)
+        initialize(model, rest)
         _require_values(rest, directory)
 
 

@@ -15,6 +15,7 @@ from headwater.config.models.huggingface import CONFIG_FILE, HuggingFaceConfig, 
 from headwater.core.batches import IGNORED
 from headwater.core.empty import empty_parameters, give_values
 from headwater.core.errors import ConfigError, DataError
+from headwater.core.initialization import initialize
 from headwater.core.seeding import derive_seed
 from headwater.models.evaluation import Accuracy
 from headwater.models.layers.attention import KeyValueCache
@@ -295,9 +296,9 @@ def init_parameter(name: str, shape: Sequence[int], config: HuggingFaceConfig, s
     owner._parameters[leaf] = real
     try:
         # The library draws from torch's global generator, whose state belongs to the run.
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "init", name))
-            _apply_rules(model.hf, path.removeprefix("hf").removeprefix("."))
+            initialize(model.hf, [name.removeprefix("hf.")])
     finally:
         owner._parameters[leaf] = outline
     if real.isnan().any():
@@ -307,13 +308,3 @@ def init_parameter(name: str, shape: Sequence[int], config: HuggingFaceConfig, s
             remedy="save the model with save_pretrained, and set weights to that folder",
         )
     return real.detach()
-
-
-def _apply_rules(model: Any, path: str) -> None:
-    """Apply the library's rules for initial weights to a module and then to each module around it."""
-    parts = path.split(".") if path else []
-    # From the inside out, as in the library: the rule of an outer module may replace that of an inner one.
-    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
-    for index, module in enumerate(around):
-        nearest = next(each for each in around[index:] if hasattr(each, "_init_weights"))
-        nearest._init_weights(module)
