@@ -10,6 +10,7 @@ import torch
 
 from headwater.conform.subject import Subject, fused_adamw, loss_of_outputs
 from headwater.core.errors import ConfigError, ModelError
+from headwater.core.packages import importing
 
 _BATCHES, _SAMPLES, _TOKENS = 4, 2, 16
 
@@ -22,12 +23,8 @@ def load_pretrained_subject(folder: Path) -> Subject:
             name in it.
         ModelError: if the inputs of the class are not known.
     """
-    try:
+    with importing("a Hugging Face folder", "hf"):
         import transformers
-    except ImportError as error:
-        raise ConfigError(
-            "Hugging Face folders need the package transformers", remedy="pip install 'headwater[hf]'"
-        ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # for a file that it cannot use, the library can raise any exception

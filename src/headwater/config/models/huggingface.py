@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from headwater.config.base import AsTuple, FilePath, Section
 from headwater.core.errors import ConfigError
+from headwater.core.packages import importing
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq", "sequence_classification", "image_classification"]
 """The tasks for which a model can be trained; `AUTO_CLASSES` has the class of each in the library."""
@@ -189,11 +190,6 @@ def _classes(task: Task) -> frozenset[str]:
 
 
 def _library(name: str) -> Any:
-    try:
+    with importing("a model of the transformers library", "hf"):
         import transformers
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "a model of the transformers library needs transformers",
-            remedy="run: pip install 'headwater[hf]'",
-        ) from error
     return getattr(transformers, name)
