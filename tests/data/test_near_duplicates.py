@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from headwater.cli.main import main
-from headwater.core.errors import ConfigError, DataError
+from headwater.core.errors import ConfigError
 from headwater.data import documents, near_duplicates, packing
 from headwater.data.documents import Piece, cut_pieces
 from headwater.data.modes import ModeOptions
