@@ -38,6 +38,21 @@ def test_compile_only_in_params_uses_the_named_folder(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"there"}
 
 
+def test_a_compile_dir_that_cannot_be_used_is_refused_and_unchanged(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    other = tmp_path / "other" / "operators.json"
+    for content in ('{"x": 1}', "{", '{"graphs": [1]}'):
+        other.parent.mkdir(exist_ok=True)
+        other.write_text(content)
+        assert main(["fit", "gpt/tiny", "--compile_only", "--compile_dir", "other"]) == 2
+        assert "not written by a compilation" in capsys.readouterr().err
+        assert other.read_text() == content
+    assert main(["fit", "gpt/tiny", "--compile_only", "--compile_dir", "file"]) == 2
+    assert "expected a folder or nothing, found a file" in capsys.readouterr().err
+    assert main(["fit", "gpt/tiny", "--compile_only", "--compile_dir", "/proc/none"]) == 1
+    assert "No such file or directory" in capsys.readouterr().err
+
+
 def test_compile_only_works_in_params_of_the_older_form(tmp_path, capsys):
     older = {
         "train_input": {"data_processor": "GptHDF5DataProcessor", "data_dir": "none", "batch_size": 2},

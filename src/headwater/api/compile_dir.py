@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from rich.console import Console, Group, RenderableType
 
+from headwater.core.errors import ConfigError
+from headwater.core.files import disk_errors
 from headwater.plan.capture.graph import Captured
 from headwater.plan.capture.record import StepRecord
 from headwater.plan.capture.report import (
@@ -39,14 +41,19 @@ def write_compile_dir(folder: Path, record: StepRecord, captured: Captured, plan
 
     Returns:
         The paths of the written files.
+
+    Raises:
+        ConfigError: if a file `operators.json` is there that no compilation has written.
+        StoreError: if the files cannot be written.
     """
     # Old graphs are removed first: their names are in `operators.json`, which is replaced below.
     _remove_graphs(folder)
     contents = dict(_contents(record, captured, plan))
-    for name, content in contents.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+    with disk_errors(folder):
+        for name, content in contents.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
     return [folder / name for name in contents]
 
 
@@ -76,9 +83,20 @@ def _remove_graphs(folder: Path) -> None:
     listing = folder / "operators.json"
     if not listing.is_file():
         return
-    for graph in json.loads(listing.read_text())["graphs"]:
-        for suffix in (".py", ".pt2", ".mlir"):
-            (folder / _graph_file(graph["name"], suffix)).unlink(missing_ok=True)
+    with disk_errors(listing):
+        content = listing.read_bytes()
+    try:
+        names = [str(graph["name"]) for graph in json.loads(content)["graphs"]]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            "the file was not written by a compilation, so a compilation does not replace it",
+            where=str(listing),
+            remedy="move it away, or name another compile_dir",
+        ) from error
+    with disk_errors(folder):
+        for name in names:
+            for suffix in (".py", ".pt2", ".mlir"):
+                (folder / _graph_file(name, suffix)).unlink(missing_ok=True)
 
 
 def _operators(record: StepRecord, captured: Captured) -> RenderableType:

@@ -16,6 +16,7 @@ from headwater.api.early_reports import CompileReport, ValidateReport
 from headwater.api.loop_steps import runs_in_loop
 from headwater.core.arithmetic import Kernels
 from headwater.core.errors import DoesNotFitError, ModelError
+from headwater.core.files import check_place
 from headwater.core.loss_function import LossFunction
 from headwater.core.precision import Precision
 from headwater.core.stage import OptimizerState
@@ -123,7 +124,10 @@ def compile_only(
 
     Raises:
         ModelError, ConfigError: see `validate_only`.
+        RunError, StoreError: if the files cannot be written.
     """
+    folder = Path(compile_dir)
+    check_place(folder, expected="a folder")  # now: the work below may take minutes
     valid = validate_only(
         model,
         args,
@@ -142,7 +146,6 @@ def compile_only(
     captured = capture_stages(model, record, lowering)
     refusal = str(plan) if isinstance(plan, DoesNotFitError) else None
     decided = None if isinstance(plan, DoesNotFitError) else plan
-    folder = Path(compile_dir)
     files = write_compile_dir(folder, record, captured, decided or str(refusal))
     mlir = MISSING if lowering is None else "MLIR: graphs/*.mlir"
     return CompileReport(record, captured, decided, refusal, mlir, tuple(files), folder)
