@@ -168,6 +168,19 @@ def test_a_campaign_continues_where_it_was_cut_off(monkeypatch, tmp_path):
             Folder(tmp_path, seed, precision)
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"seed": 7}\n{'])
+def test_a_damaged_folder_of_a_campaign_is_an_error_with_a_remedy(tmp_path, content):
+    Folder(tmp_path, 7)
+    whole = (tmp_path / "campaign.json").read_text()
+    (tmp_path / "campaign.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"(?s)campaign, or it is damaged.*campaign\.json.*remedy"):
+        Folder(tmp_path, 7)
+    (tmp_path / "campaign.json").write_text(whole)
+    (tmp_path / "cases.jsonl").write_text(f"{content}\n")
+    with pytest.raises(ConfigError, match=r"(?s)campaign, or it is damaged.*cases\.jsonl.*remedy"):
+        Folder(tmp_path, 7).outcomes()
+
+
 def test_cases_that_were_not_equal_are_run_again_with_another_version(tmp_path, monkeypatch):
     done = []
 

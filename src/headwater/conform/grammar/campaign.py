@@ -5,14 +5,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.conform.grammar.case import Outcome
 from headwater.conform.grammar.judge import BAD, Verdict
 from headwater.conform.grammar.workers import run_cases
 from headwater.core.errors import ConfigError
-from headwater.core.files import check_place, disk_errors, make_folder
+from headwater.core.files import check_place, disk_errors, make_folder, why_unreadable
 from headwater.core.precision import PrecisionName
 from headwater.fabric.consistency import program
 
@@ -47,26 +48,28 @@ class Folder:
         precision: precision of its forwards.
 
     Raises:
-        ConfigError: if the folder belongs to a campaign with another seed or precision.
+        ConfigError: if the folder belongs to a campaign with another seed or precision, or is damaged.
         RunError: if a file has the path of the folder, or the folder cannot be written.
     """
 
     def __init__(self, path: Path, seed: int, precision: PrecisionName = "fp32") -> None:
         self.path = path
         check_place(path, expected="a folder")
+        about = path / _CAMPAIGN
         with disk_errors(path):
             make_folder(path / _PROGRAMS)
-        about = path / _CAMPAIGN
-        if not about.exists():
-            about.write_text(json.dumps({"seed": seed, "precision": precision}))
-        found = {"precision": "fp32"} | json.loads(about.read_text())  # older folders name no precision
-        if (found["seed"], found["precision"]) != (seed, precision):
+            if not about.exists():
+                about.write_text(json.dumps({"seed": seed, "precision": precision}))
+            text = about.read_text(errors="replace")
+        with _parsing(about):
+            content = json.loads(text)
+            found = content["seed"], content.get("precision", "fp32")  # older folders name no precision
+        if found != (seed, precision):
             raise ConfigError(
                 f"expected a folder of models of seed {seed} in {precision}, found models of seed "
-                f"{found['seed']} in {found['precision']}",
+                f"{found[0]} in {found[1]}",
                 where=str(path),
-                remedy="pass another folder (--out), or "
-                f"--seed {found['seed']} --precision {found['precision']}",
+                remedy=f"pass another folder (--out), or --seed {found[0]} --precision {found[1]}",
             )
 
     def outcomes(self) -> list[Outcome]:
@@ -74,20 +77,36 @@ class Folder:
         file = self.path / _CASES
         if not file.exists():
             return []
-        text = file.read_text()
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            file.write_text(whole)
-        outcomes = (Outcome.from_json(json.loads(line)) for line in whole.splitlines())
+        with disk_errors(file):
+            text = file.read_text(errors="replace")
+            whole = text[: text.rfind("\n") + 1]
+            if whole != text:
+                file.write_text(whole)
+        with _parsing(file):
+            outcomes = [Outcome.from_json(json.loads(line)) for line in whole.splitlines()]
         return list({outcome.case: outcome for outcome in outcomes}.values())
 
     def add(self, outcome: Outcome) -> None:
         """Append an outcome, and write the scripts of its faults."""
-        for number, script in enumerate(outcome.scripts):
-            (self.path / _PROGRAMS / f"case_{outcome.case}_{number}.py").write_text(script)
-        # After the scripts: a case counts as done once its line is complete, and its scripts must exist then.
-        with (self.path / _CASES).open("a") as file:
-            file.write(json.dumps(outcome.to_json()) + "\n")
+        with disk_errors(self.path):
+            for number, script in enumerate(outcome.scripts):
+                (self.path / _PROGRAMS / f"case_{outcome.case}_{number}.py").write_text(script)
+            # After the scripts: a case counts as done once its line is complete. Its scripts must exist then.
+            with (self.path / _CASES).open("a") as file:
+                file.write(json.dumps(outcome.to_json()) + "\n")
+
+
+@contextmanager
+def _parsing(file: Path) -> Iterator[None]:
+    """Enter a context in which wrong content of a campaign's file is a `ConfigError`."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"the file is not that of a campaign, or it is damaged: {why_unreadable(error)}",
+            where=str(file),
+            remedy="pass another folder (--out), or a copy of this one",
+        ) from error
 
 
 def run_campaign(
