@@ -34,8 +34,8 @@ _MODULE_OF_NAME = {
     "profile": "headwater.api.profile",
     "load_pretrained": "headwater.api.pretrained",
     "save_pretrained": "headwater.api.pretrained",
-    "compile_only": "headwater.api.early",
-    "validate_only": "headwater.api.early",
+    "compile_only": "headwater.api.without_training",
+    "validate_only": "headwater.api.without_training",
 }
 _MODULES = {
     "amp": "headwater.api.amp",
@@ -83,11 +83,11 @@ if TYPE_CHECKING:
     from headwater.api import amp, sparse
     from headwater.api.backend import backend, current_backend
     from headwater.api.compile import compile, release
-    from headwater.api.early import compile_only, validate_only
     from headwater.api.files import load, save
     from headwater.api.pretrained import load_pretrained, save_pretrained
     from headwater.api.profile import profile
     from headwater.api.step import checkpoint_closure, compile_step, step_closure, trace
+    from headwater.api.without_training import compile_only, validate_only
     from headwater.core.empty import empty_parameters
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headwater.api.ranks import refuse_restarts
-from headwater.cli import early, fit, validate
+from headwater.cli import fit, validate, without_training
 from headwater.cli.arguments import add_override_options, overrides, read_params
 from headwater.cli.main import guarded, prepare_process, require_working_directory
 from headwater.cli.output import open_console
@@ -65,8 +65,10 @@ def run(
     def start() -> int:
         args = _parse(words, Path(sys.argv[0]).name)
         config = _read_user_params(args)
-        if early.asked_for(config):
-            return early.check(config, *user_example(config, model_class, get_train_dataloader))
+        if without_training.asked_for(config):
+            return without_training.compile_or_validate(
+                config, *user_example(config, model_class, get_train_dataloader)
+            )
         evaluations = None if args.mode == "train" else _require_eval_data(get_eval_dataloader, args.mode)
         fabric = ALONE if args.mode == "eval" else _ranks(config)
         console = open_console(config)
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(sys.argv[1:] if argv is None else argv, "python -m headwater.run")
         require_working_directory()
         config = read_params(args)
-        if args.mode == "eval" and not early.asked_for(config):
+        if args.mode == "eval" and not without_training.asked_for(config):
             return validate.evaluate(config)
         # Each rank runs the command `headwater fit`, which trains the same run.
         words = ["fit", args.params, *args.overrides]
@@ -110,7 +112,7 @@ def _parse(words: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument(
         "--mode", required=True, choices=MODES, help="train_and_eval also evaluates during training"
     )
-    early.add_early_options(parser)
+    without_training.add_options(parser)
     add_override_options(parser)
     args: argparse.Namespace
     args, rest = parser.parse_known_args(words)

@@ -98,7 +98,7 @@ def backend(
             same script as plain PyTorch.
         compile_dir: folder for the report of `compile_only`.
         compile_only: stop at the first step, and write a report of the model into `compile_dir`.
-        validate_only: stop at the first step, after a check that model, loss and data fit each other.
+        validate_only: stop at the first step, after a check that model, loss and batch fit each other.
         **options: keys of the section `backend` of a params file: `device_memory` and `host_memory` (bytes,
             or `"4GiB"`), `disk` (a folder, or `{path, size}`), `num_slabs`, `activations`, `tier`,
             `stages_in_memory`, `stages_on_device`, `gradient_tier`, `optimizer_state`, `compile`, `matmul`,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from headwater.api.engines import build_engine
+from headwater.api.model_structure import Structure, has_replaced_parameters
 from headwater.api.updaters import Updaters
-from headwater.api.watcher import Structure, has_replaced_parameters
 from headwater.config.sections import BackendConfig
 from headwater.core.cleanup import on_failure
 from headwater.core.empty import initial_values

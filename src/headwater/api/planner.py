@@ -12,9 +12,9 @@ from torch import nn
 from headwater.api.backend import Backend
 from headwater.api.building import FILE_PAGES
 from headwater.api.calls import Call
-from headwater.api.early import compile_only, validate_only
-from headwater.api.early_reports import CompileReport, ValidateReport
+from headwater.api.compile_reports import CompileReport, ValidateReport
 from headwater.api.engines import disk_folder, warn_of_half_products
+from headwater.api.without_training import compile_only, validate_only
 from headwater.core.patience import notice_if_long
 from headwater.core.precision import Precision
 from headwater.core.tensor_memory import return_free_memory

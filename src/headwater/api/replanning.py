@@ -13,16 +13,16 @@ from torch import nn
 
 from headwater.api.calls import Call, autocast_precision
 from headwater.api.engine_swap import Predecessor, ReplaceableEngine
+from headwater.api.model_structure import (
+    refuse_inference_parameters,
+    refuse_shared_memory,
+    refuse_tensor_classes,
+)
 from headwater.api.process_memory import process_memory
 from headwater.api.references import warn_of_references
 from headwater.api.retracing import restoring_state, traces_of
 from headwater.api.same_model import check_same_model
 from headwater.api.updaters import Updaters, live_optimizers
-from headwater.api.watcher import (
-    refuse_inference_parameters,
-    refuse_shared_memory,
-    refuse_tensor_classes,
-)
 from headwater.core.copies import copied_arguments
 from headwater.core.empty import settle_lazy_parameters
 from headwater.core.interrupts import interruptible

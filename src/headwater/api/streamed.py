@@ -13,19 +13,19 @@ from headwater.api.backend import Backend
 from headwater.api.call_changes import CallChanges, Need
 from headwater.api.calls import Call, guard_call, is_lazy, own_randomness, serves_call
 from headwater.api.engine_swap import ReplaceableEngine
-from headwater.api.optimizer_book import OptimizerBook
-from headwater.api.planner import Planner
-from headwater.api.replanning import Replanning, trained_names
-from headwater.api.same_model import check_same_trained
-from headwater.api.step_participant import StreamedSteps
-from headwater.api.updaters import Updaters
-from headwater.api.watcher import (
+from headwater.api.model_structure import (
     Structure,
     has_replaced_parameters,
     refuse_inference_parameters,
     refuse_shared_memory,
     refuse_tensor_classes,
 )
+from headwater.api.optimizer_book import OptimizerBook
+from headwater.api.planner import Planner
+from headwater.api.replanning import Replanning, trained_names
+from headwater.api.same_model import check_same_trained
+from headwater.api.step_participant import StreamedSteps
+from headwater.api.updaters import Updaters
 from headwater.core.empty import initial_values
 from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.module_calls import cannot_be_pickled

@@ -19,7 +19,7 @@ from headwater.appliance.remote.bundle import Bundle
 from headwater.appliance.remote.submission import RemoteSubmission
 from headwater.appliance.remote.workspace import MODEL_DIR
 from headwater.appliance.types import Priority, Submission, read_labels
-from headwater.cli import early
+from headwater.cli import without_training
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.following import add_following_options
 from headwater.cli.input_hosts import input_workers
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "With --appliance ssh://host the run is a job of that machine, and its artifacts are copied here."
     )
     parser.usage = f"headwater fit [-h] [--compile_only | --validate_only] [--submit] {USAGE}"
-    early.add_early_options(parser)
+    without_training.add_options(parser)
     parser.add_argument(
         _SUBMIT,
         action="store_true",
@@ -94,7 +94,7 @@ def ranks_here(config: RunConfig, words: Sequence[str], *, is_process: bool) -> 
     Yields:
         The exit code of the ranks; `None` if this process itself has to train, inside the context.
     """
-    with nullcontext(False) if early.asked_for(config) else input_workers(config) as has_workers:
+    with nullcontext(False) if without_training.asked_for(config) else input_workers(config) as has_workers:
         # This process must continue, because it starts lost input workers again. So the launcher of the ranks
         # must not replace it.
         yield launch_ranks(config, words, in_place=is_process and not has_workers)
@@ -108,7 +108,7 @@ def launch_ranks(config: RunConfig, words: Sequence[str], *, in_place: bool) -> 
         words: the command line after `headwater` with which a rank trains this run.
         in_place: replace this process by the launcher of the ranks (`exec`); the call then does not return.
     """
-    if early.asked_for(config):
+    if without_training.asked_for(config):
         return None
     backend = config.init.backend
     restarts = backend.cluster_config.max_restarts
@@ -196,9 +196,9 @@ def train(config: RunConfig) -> int:
 
     If the params ask for `compile_only` or `validate_only`, do that instead.
     """
-    if early.asked_for(config):
+    if without_training.asked_for(config):
         batch_size = fit_section(config).train_dataloader.batch_size
-        return early.check(config, zoo_trainable(config.init), batch_size)
+        return without_training.compile_or_validate(config, zoo_trainable(config.init), batch_size)
     console = open_console(config)
     return finish(config, fit(config, console=console), console)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from headwater.cli import early
+from headwater.cli import without_training
 from headwater.cli.arguments import USAGE, add_params_arguments, read_params
 from headwater.cli.parser import Parser
 from headwater.config.run import RunConfig
@@ -94,7 +94,7 @@ def _add_rank_arguments(parser: argparse.ArgumentParser, nodes_help: str, *, req
 def run(args: argparse.Namespace) -> int:
     """Check the arguments, run the chosen command, and return the exit code."""
     config = read_params(args)
-    if early.asked_for(config):
+    if without_training.asked_for(config):
         raise ConfigError(
             "compile_only and validate_only cannot run on a Ray cluster",
             remedy="use them with `headwater fit`, or remove them",

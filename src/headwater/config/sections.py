@@ -143,7 +143,7 @@ class BackendConfig(Section):
             allocator as it is.
         verify_disk: check data read from the disk tier against checksums.
         compile_only: do not train; write the plan, the graphs and a report of operators.
-        validate_only: do not train; check that model, loss, optimizer and data fit together.
+        validate_only: do not train; check that model, loss, optimizer and the shapes of a batch fit together.
         compile_dir: folder for the output of `compile_only`; `compile` in the model_dir if absent.
     """
 

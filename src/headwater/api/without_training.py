@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from headwater.api.compile_dir import write_compile_dir
-from headwater.api.early_reports import CompileReport, ValidateReport
+from headwater.api.compile_reports import CompileReport, ValidateReport
 from headwater.api.loop_steps import runs_in_loop
 from headwater.core.arithmetic import Kernels
 from headwater.core.errors import DoesNotFitError, ModelError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headwater.api.early import compile_only, validate_only
-from headwater.api.early_reports import CompileReport, ValidateReport
+from headwater.api.compile_reports import CompileReport, ValidateReport
+from headwater.api.without_training import compile_only, validate_only
 from headwater.config.run import CommonInitConfig
 from headwater.core.errors import DoesNotFitError
 from headwater.plan.options import device_of

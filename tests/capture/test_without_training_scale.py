@@ -12,7 +12,7 @@ pytestmark = pytest.mark.real_start
 SCRIPT = r"""
 import re, sys, torch
 from pathlib import Path
-from headwater.api.early import compile_only
+from headwater.api.without_training import compile_only
 from headwater.config import find_params, load_params
 from headwater.models.registry import build_model
 from headwater.plan.types import Resources

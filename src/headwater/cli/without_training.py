@@ -9,16 +9,19 @@ from rich.console import Console
 from headwater.cli.output import open_console
 from headwater.config.run import RunConfig
 from headwater.config.user import UserConfig
-from headwater.trainer.early import compile_run, validate_run
 from headwater.trainer.job import Trainable
+from headwater.trainer.without_training import compile_run, validate_run
 
 
-def add_early_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that set the keys `compile_only` and `validate_only`. They are collected in `flags`."""
     instead = parser.add_mutually_exclusive_group()
     for name, help_text in (
         ("compile_only", "do not train; write the plan, the graphs and a report of operators"),
-        ("validate_only", "do not train; check that model, loss, optimizer and data fit together"),
+        (
+            "validate_only",
+            "do not train; check that model, loss, optimizer and the shapes of a batch fit together",
+        ),
     ):
         key = f"trainer.init.backend.{name}=true"
         instead.add_argument(
@@ -31,7 +34,7 @@ def asked_for(config: RunConfig | UserConfig) -> bool:
     return config.init.backend.compile_only or config.init.backend.validate_only
 
 
-def check(config: RunConfig | UserConfig, trainable: Trainable, batch_size: int) -> int:
+def compile_or_validate(config: RunConfig | UserConfig, trainable: Trainable, batch_size: int) -> int:
     """Compile or validate a run as its params ask, print the report, and return the exit code.
 
     Args:

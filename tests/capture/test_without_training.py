@@ -13,8 +13,8 @@ from rich.console import Console
 from torch import nn
 
 import headwater
-from headwater.api.early import compile_only, validate_only
 from headwater.api.planner import Planner
+from headwater.api.without_training import compile_only, validate_only
 from headwater.config import load_params, shipped_params
 from headwater.core import kernels
 from headwater.core.errors import ConfigError, ModelError
@@ -23,7 +23,7 @@ from headwater.core.units import GIB, MIB
 from headwater.optim.spec import OptimizerSpec
 from headwater.plan.machine import LATE_BYTES, resident_bytes
 from headwater.plan.types import Resources
-from headwater.trainer.early import validate_run
+from headwater.trainer.without_training import validate_run
 from headwater.trainer.zoo_job import zoo_trainable
 
 F = nn.functional

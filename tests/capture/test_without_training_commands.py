@@ -8,7 +8,7 @@ import yaml
 from capture_models import WIDTH, Odd
 
 from headwater.api.compile import compile, release
-from headwater.api.early import compile_only
+from headwater.api.without_training import compile_only
 from headwater.cli.main import main
 from headwater.run import main as run_main
 

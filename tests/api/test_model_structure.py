@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from headwater.api.watcher import Structure, has_replaced_parameters
+from headwater.api.model_structure import Structure, has_replaced_parameters
 
 
 def model():
