@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from any_loop import adamw, check, some_plan
+from any_loop import adamw, check, randn, some_plan
 from test_changed_models import inputs, stack, train
+from torch import nn
 
 
 def sgd(params):
@@ -50,5 +51,45 @@ def test_kept_tensors_follow_the_weights_when_the_model_is_planned_again(plan, t
         model(inputs(0).repeat(5, 1))
         del model[0]
         return losses, train(model, sgd(model.parameters()), 1), [each.clone() for each in kept]
+
+    check(script, plan, tmp_path)
+
+
+class Scale(nn.Module):
+    """A layer whose backward needs the parameter itself, and not a view such as `weight.t()`."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * (2 * x)
+
+
+@some_plan
+def test_an_optimizer_made_during_the_backward(plan, tmp_path):
+    """A store for its state replaces the old store while the backward still needs weights."""
+
+    def script(place):
+        model = place.compile(
+            nn.Sequential(
+                nn.Linear(4, 6), Scale(6), nn.Sequential(Scale(6), nn.Linear(6, 6)), nn.Linear(6, 3)
+            )
+        )
+        optimizers, seen = {}, []
+
+        def step(param):
+            optimizer = optimizers.get(param) or optimizers.setdefault(param, sgd([param]))
+            seen.append(param.grad.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(step)
+        for number in range(2):
+            loss = model(randn(5, 4, seed=number)).square().mean()
+            loss.backward()
+            seen.append(loss)
+        return seen, model
 
     check(script, plan, tmp_path)

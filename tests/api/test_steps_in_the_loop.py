@@ -334,3 +334,31 @@ def test_an_optimizer_may_keep_tensors_in_the_state_of_another_one(kind, plan, t
         return losses, model
 
     check(script, plan, tmp_path)
+
+
+class Numbered(UserOptimizer):
+    """Writes the number of each parameter into its state when it is constructed."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for number, param in enumerate(group["params"]):
+                self.state[param]["number"] = number
+
+
+@warns
+@odd_plans
+def test_an_optimizer_may_write_a_state_before_its_first_step(plan, tmp_path):
+    def script(place):
+        model = place.compile(net())
+        optimizer = Numbered(model.parameters())
+        losses = []
+        for number in range(4):
+            loss = loss_of(model, number)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    check(script, plan, tmp_path)

@@ -32,6 +32,7 @@ from headwater.api.stored_state import (
     store_state,
     stored_scalars,
 )
+from headwater.optim.catalog import is_known
 from headwater.store.layout import Scalars
 from headwater.stream.parameters import ParameterAtRest
 
@@ -153,8 +154,11 @@ class OptimizerState(Dictionary):
 
     def check_storable(self) -> None:
         """Raise `ConfigError` if plain PyTorch accepts a state for which a store has no place."""
+        optimizer = self.optimizer
+        assert optimizer is not None, "a mapping that is not installed has nothing to store"
+        known = is_known(type(optimizer))
         for param in self._trained():
-            check_storable(param.home, _held(self._own[param]))
+            check_storable(param.home, _held(self._own[param]), known=known)
 
     def _trained(self) -> list[ParameterAtRest]:
         """Return the parameters whose state is here, without those that are frozen: no store keeps these."""

@@ -81,15 +81,29 @@ def store_state(home: Home, state: Mapping[str, Any]) -> None:
     set_scalars(home, {k: v for k, v in state.items() if k not in tensors})
 
 
-def check_storable(home: Home, state: Mapping[str, Any]) -> None:
+def check_storable(home: Home, state: Mapping[str, Any], *, known: bool) -> None:
     """Raise `ConfigError` if plain PyTorch accepts a state for which the store has no place.
 
     It may have other dtypes: plain PyTorch keeps the dtypes of a state when the parameter gets another one,
     and computes with both. It may have more tensors: an optimizer that calls another one, such as Lookahead,
-    keeps its own tensors there.
+    keeps its own tensors there. It may have fewer: a user's class may write a number into each state when it
+    is constructed, and create the tensors in its first step.
+
+    Args:
+        home: the place of a parameter.
+        state: the state of the parameter, if it has one.
+        known: true if the optimizer is of a class of torch or Headwater.
     """
     layouts = layouts_of(home)
     tensors = _tensors_of(layouts, state)
+    missing = sorted(layouts.keys() - tensors.keys())
+    if state and missing and not known:
+        raise ConfigError(
+            f"the optimizer cannot be used here: before a step, the state of a parameter has the entries "
+            f"{sorted(map(str, state))}, but not the tensor {missing[0]!r}",
+            where=home.spec.name,
+            remedy="create all entries of a state together, in the first step of the parameter",
+        )
     added = sorted(tensors.keys() - layouts.keys())
     if added and tensors.keys() > layouts.keys():
         raise ConfigError(

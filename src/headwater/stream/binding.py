@@ -15,6 +15,7 @@ from headwater.plan.alive import has_storage
 from headwater.stream.leaving import give_back
 from headwater.stream.saved_tensors import WeightHandle
 from headwater.stream.stage_parameters import StageParameters
+from headwater.stream.unbound_memory import may_be_saved
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
@@ -159,6 +160,17 @@ class Binder:
             return None
         stage = self._stage_at.get(tensor.untyped_storage().data_ptr())
         return None if stage is None else stage.handle_of(tensor)
+
+    def point_saved(self, require: Callable[[int], torch.Tensor]) -> None:
+        """Make the parameters of each stage that a graph may have saved point to the stage's weights.
+
+        Args:
+            require: returns the image of a stage, up to date. It is the same memory in each call.
+        """
+        for index, stage in enumerate(self.stages):
+            if any(map(may_be_saved, stage.params)):
+                self.bind(index, require)
+        self.unbind_all()
 
     def note_update(self, stage: int) -> None:
         """Make a backward raise if it uses saved weights of a stage that is now updated in place."""

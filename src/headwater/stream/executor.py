@@ -324,8 +324,10 @@ class Executor:
             ]
         else:
             self._is_outlived = True
-        # Graphs made here have saved the parameters, whose memory will hold other stages.
-        if self._weights.stable and not successor._weights.stable:
+        # Graphs made here have saved the parameters themselves, which point to placeholders now.
+        if self._weights.stable and successor._weights.stable:
+            successor._binder.point_saved(successor._weights.require)
+        elif self._weights.stable:  # their memory will hold other stages
             self._binder.forget_saved()
         # Memory that the arena has lent is unlocked when these graphs and the store drop it.
         self._arena.close()

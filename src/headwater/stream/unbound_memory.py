@@ -42,7 +42,7 @@ class UnboundMemory:
     def keep(self, index: int, param: nn.Parameter) -> None:
         """Keep the memory of a parameter that is about to be streamed, if a graph may have saved it."""
         # A placeholder of an engine that this one replaces has no values.
-        if param.untyped_storage().nbytes() < param.nbytes or not _may_be_saved(param):
+        if param.untyped_storage().nbytes() < param.nbytes or not may_be_saved(param):
             return
         value = self.tensors[index]
         if (param.dtype, param.device) == (value.dtype, value.device):
@@ -64,7 +64,7 @@ class UnboundMemory:
         """
         had_any = bool(self._former)
         for index, version in list(self._former.items()):
-            if always or version_of(params[index]) != version or not _may_be_saved(params[index]):
+            if always or version_of(params[index]) != version or not may_be_saved(params[index]):
                 del self._former[index]
                 self.tensors[index] = self._placeholder(index)
         return had_any and not self._former
@@ -76,7 +76,7 @@ def version_of(param: nn.Parameter) -> int:
         return param._version
 
 
-def _may_be_saved(param: nn.Parameter) -> bool:
+def may_be_saved(param: nn.Parameter) -> bool:
     """True if a graph may have saved a parameter: torch counts more references than the usual ones."""
     usual, node = 1, None  # the Python object
     if param.requires_grad:
