@@ -168,6 +168,19 @@ def test_a_fine_tuning_command_that_is_run_again_continues(headwater, data, tmp_
     assert history(tmp_path / "stopped") == history(tmp_path / "whole")[:4]
 
 
+def test_a_run_with_another_seed_cannot_continue_and_the_remedy_works(headwater, data, tmp_path):
+    params = write_params(tmp_path, data)
+    assert headwater("fit", params, "--max_steps", 1)[0] == 0
+    code, _, error = headwater("fit", params, "--max_steps", 2, "--seed", 4)
+    assert code == 2 and "made with seed 3, but this run has seed 4" in error and "shuffle_seed" not in error
+    advice = " ".join(error.partition("remedy: ")[2].split())
+    assert advice.startswith("continue with seed 3, or start a new run (with another model_dir)")
+    callback = advice.rpartition("callback ")[2]
+    new = ("--model_dir", tmp_path / "new", "--checkpoint_path", tmp_path / "run" / "checkpoint_1")
+    again = ("fit", params, *new, "--seed", 4, "--max_steps", 1, f"trainer.init.callbacks=[{callback}]")
+    assert headwater(*again)[0] == 0
+
+
 def test_checkpoint_path_sends_a_run_back_only_once(headwater, params, trained):
     run = trained
     back = ("fit", params, f"--checkpoint_path={run / 'checkpoint_3'}", "--max_steps")

@@ -48,6 +48,12 @@ class HeadwaterError(Exception):
         return (_rebuild, (type(self), self.what, self.where, self.remedy))
 
 
+FROM_WEIGHTS = (
+    "start a new run (with another model_dir) from the weights of the checkpoint: checkpoint_path, and the "
+    "callback LoadCheckpointStates: {load_checkpoint_states: model}"
+)
+"""Remedy for a checkpoint with which a run cannot continue."""
+
 _LONGEST = 4000
 """Maximum characters of each part of a message. A part may quote a file with any content."""
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
-from headwater.core.errors import DataError
+from headwater.core.errors import FROM_WEIGHTS, DataError
 from headwater.core.safe_path import safe_path
 from headwater.core.trees import tensors_in
 from headwater.data.order import SampleOrder
@@ -167,8 +167,7 @@ class BatchLoader:
                 raise DataError(
                     f"the checkpoint was made with {then}, but this run has {now}",
                     where="train_dataloader",
-                    remedy=f"continue with {then}, or load only the weights with the callback "
-                    "LoadCheckpointStates: model",
+                    remedy=f"continue with {then}, or {FROM_WEIGHTS}",
                 )
         self._consumed = state["samples_consumed"]
         self._resuming = True

@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from headwater.core.errors import CheckpointError
+from headwater.core.errors import FROM_WEIGHTS, CheckpointError
 from headwater.core.safetensors import Run, TensorFile
 from headwater.core.stage import MAY_BE_MISSING, ParamSpec, StageSpec
 
@@ -22,8 +22,7 @@ If the last name is `MAY_BE_MISSING`, the parameter may be missing in the files,
 """
 
 _OTHER_MODEL = (
-    "write the model's section as it was when these weights were trained; a new run for another task can "
-    "start from them with the callback LoadCheckpointStates: model"
+    f"write the model's section as it was when these weights were trained; for another task, {FROM_WEIGHTS}"
 )
 
 

@@ -14,7 +14,7 @@ from typing import final
 import torch
 
 from headwater.core.checked_files import OTHER_COPY, FileBytes
-from headwater.core.errors import CheckpointError, CorruptError, HeadwaterError, StoreError
+from headwater.core.errors import FROM_WEIGHTS, CheckpointError, CorruptError, HeadwaterError, StoreError
 from headwater.core.files import is_damage, kind_of
 from headwater.core.safetensors import Run, TensorFile, indexed_files, read_runs
 from headwater.core.stage import ParamSpec, StageSpec
@@ -164,7 +164,7 @@ class SavedCheckpoint:
             raise CheckpointError(
                 f"the checkpoint is of a run with the optimizer {saved}, but this run has {ours}",
                 where=str(self.folder),
-                remedy=f"set the optimizer to {saved}, or load only the weights",
+                remedy=f"set the optimizer to {saved}, or {FROM_WEIGHTS}",
             )
         specs = {spec.name: spec for stage in store.stages for spec in stage.params}
         states = {}
@@ -193,8 +193,8 @@ class SavedCheckpoint:
                 f"the optimizer state of {spec.name} is {_listed(saved)} in the checkpoint "
                 f"and {_listed(ours)} in this run",
                 where=str(self.folder),
-                remedy="use the optimizer's arguments and the frozen parameters of that run, "
-                "or load only the weights",
+                remedy="use the optimizer's arguments and the frozen parameters of that run, or "
+                f"{FROM_WEIGHTS}",
             )
 
 

@@ -14,7 +14,6 @@ from headwater.core.errors import CorruptError
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.calibrate import calibrate
 from headwater.plan.options import device_of, resources_of
-from headwater.plan.rates import Calibration
 from headwater.plan.types import Plan
 from headwater.store.saved_weights import Names
 from headwater.stream.engine import Engine
@@ -54,21 +53,17 @@ def open_engine(
     """
     device, disk = device_of(init.backend), disk_folder(init.backend)
 
-    def rates() -> Calibration | None:
-        return calibrate(
-            device,
-            disk,
-            kernels=init.backend.kernels(init.precision.precision, device),
-            budget=resources_of(init.backend).host_memory,
-        )
-
     def plan_steps() -> Plan:
         # `log_if_long` is not needed: measuring and planning print what they are doing, in every command.
+        rates = None
+        if measured:
+            kernels = init.backend.kernels(init.precision.precision, device)
+            rates = calibrate(device, disk, kernels=kernels, budget=resources_of(init.backend).host_memory)
         plan_for = functools.partial(
             plan_run,
             init,
             trainable,
-            calibration=rates() if measured else None,
+            calibration=rates,
             placement=fabric.placement,
             ranks=fabric.local_size,
             share=host_share(fabric.placement, fabric.hosts, fabric.host),
@@ -77,7 +72,7 @@ def open_engine(
             work, plan_for, lambda plan: block_choice(init, trainable, plan, work, measure=measured)
         )
 
-    # This comes first, because `rates` measures the accelerator of this rank.
+    # This comes first, because `calibrate` measures the accelerator of this rank.
     take_accelerator(device, fabric, where=NUM_CSX)
     plan = fabric.agree(plan_steps, Plan)
     show(plan)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from headwater.core.arithmetic import Kernels
-from headwater.core.errors import CheckpointError
+from headwater.core.errors import FROM_WEIGHTS, CheckpointError
 from headwater.optim.loss_scale import LossScale
 
 
@@ -60,5 +60,5 @@ class RunState:
             raise CheckpointError(
                 f"the checkpoint does not hold the state of a run: {error}",
                 where=where,
-                remedy="start from only its weights, with the callback LoadCheckpointStates: model",
+                remedy=FROM_WEIGHTS,
             ) from error
