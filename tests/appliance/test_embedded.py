@@ -305,6 +305,14 @@ def test_a_supervisor_ends_when_the_folder_of_its_queue_is_removed(folder):
     assert "the folder of the queue was removed" in error and str(folder.path) in error
 
 
+def test_a_command_that_waits_ends_when_the_folder_of_the_queue_is_removed(submit, queue, folder):
+    job = running(queue, submit(*LONG))
+    shutil.rmtree(folder.path)
+    with pytest.raises(QueueError, match="the folder of the queue was removed") as removed:
+        queue.wait(job.name)
+    assert removed.value.where == str(folder.path)
+
+
 def test_jobs_for_more_csxs_than_there_still_are_fail(submit, queue, supervisor, folder):
     running(queue, submit(*LONG, num_csx=4))
     job = submit("true", num_csx=4)

@@ -119,6 +119,14 @@ class QueueFolder:
                 remedy="make the folder above it writable, or name another folder",
             ) from error
 
+    def removed(self) -> QueueError:
+        """Return the error for a folder that was removed while a process used the queue."""
+        return QueueError(
+            "the folder of the queue was removed",
+            where=str(self.path),
+            remedy="running jobs continue; submit waiting jobs again",
+        )
+
     def not_ours(self) -> QueueError:
         """Return the error for a folder of another user that is not shared."""
         return QueueError(

@@ -136,11 +136,7 @@ class Supervisor:
                 changes, looked = self._database.changes, now
                 # The open database still works, but commands can no longer reach it.
                 if not is_at(self._locks, folder.job_locks):
-                    raise QueueError(
-                        "the folder of the queue was removed, so its supervisor ends",
-                        where=str(folder.path),
-                        remedy="running jobs continue; submit waiting jobs again",
-                    )
+                    raise folder.removed()
                 try:
                     if self.look():
                         busy = now
@@ -247,8 +243,10 @@ def ensure_supervisor(folder: QueueFolder) -> None:
     """Start a supervisor in the background, unless one is running.
 
     Raises:
-        QueueError: if it does not start.
+        QueueError: if it does not start, or the folder was removed.
     """
+    if not folder.exists:
+        raise folder.removed()
     if is_locked(folder.supervisor_lock):
         return
     # Two clients must not start two supervisors.
