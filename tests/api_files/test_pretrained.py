@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from headwater.api.pretrained import load_pretrained, save_pretrained  # noqa: E402
 from headwater.core.empty import empty_parameters, fill_parameters, initial_values  # noqa: E402
-from headwater.core.errors import CheckpointError, DiskFullError  # noqa: E402
+from headwater.core.errors import CheckpointError, ConfigError, DiskFullError  # noqa: E402
 from headwater.core.lazy import LazyTensor  # noqa: E402
 
 TINY = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -376,6 +376,28 @@ def test_buffers_on_the_meta_device(checkpoints):
         model = transformers.LlamaForCausalLM(CONFIGS["llama"]())
     with pytest.raises(CheckpointError, match=r"(?s)inv_freq.*empty_parameters"):
         load_pretrained(model, checkpoints("llama")[0])
+
+
+def test_what_cannot_be_saved_is_refused_before_a_file_is_written(tmp_path):
+    model = nn.Linear(3, 3)
+    for dtype in (torch.int32, "bf16"):
+        with pytest.raises(ConfigError, match="expected dtype to be a floating-point dtype of torch, got"):
+            save_pretrained(model, tmp_path / "new", dtype=dtype)
+    model.register_buffer("kept", torch.eye(3).to_sparse())
+    with pytest.raises(CheckpointError, match=r"cannot hold kept, a tensor of torch\.sparse_coo"):
+        save_pretrained(model, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_says_what_is_at_the_path_of_a_checkpoint(tmp_path):
+    (tmp_path / "file").touch()
+    for name, found in (
+        ("file", "found a file"),
+        ("none", "found nothing"),
+        (".", "the folder holds neither"),
+    ):
+        with pytest.raises(CheckpointError, match=found):
+            load_pretrained(nn.Linear(3, 3), tmp_path / name)
 
 
 def test_pickled_weights_run_no_code(tmp_path):

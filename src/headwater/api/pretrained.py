@@ -28,12 +28,12 @@ from headwater.convert.shards import (
 from headwater.convert.stored import PICKLED_FILE, pickled_tensors
 from headwater.core.cleanup import on_failure
 from headwater.core.empty import give_values, record_values, recorded_values
-from headwater.core.errors import CheckpointError
+from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.files import disk_errors, lookup_errors, sync_folder
 from headwater.core.initialization import initialize, others_without_memory
 from headwater.core.lazy import pieces_of
 from headwater.core.names import nearest
-from headwater.core.safetensors import TensorFile
+from headwater.core.safetensors import TensorFile, can_hold
 from headwater.core.scratch import scratch_folder
 from headwater.core.units import listed, parse_bytes
 from headwater.fabric.membership import current
@@ -316,10 +316,17 @@ def save_pretrained(
         dtype: dtype of floating-point weights in the files; the dtype in the model if not given.
 
     Raises:
-        CheckpointError: if a weight has no values.
+        CheckpointError: if a weight has no values, or safetensors cannot hold it.
+        ConfigError: if `dtype` is not a floating-point dtype, or `max_shard_size` not a size.
         DiskFullError: if the disk is full; the files of an earlier save stay.
     """
     size = parse_bytes(max_shard_size)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(
+            f"expected dtype to be a floating-point dtype of torch, got {dtype!r}",
+            where="save_pretrained",
+            remedy="write for example dtype=torch.bfloat16",
+        )
     current().agree(lambda: _save(model, Path(directory), size, dtype), None, "a model to be saved")
 
 
@@ -349,10 +356,15 @@ def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
     for name in huggingface.names_to_save(model, groups.values()):
         place = places[name]
         known = recorded_values(place) if isinstance(place, nn.Parameter) else None
-        tensors[name] = state[name] if known is None else known
-        if tensors[name].is_meta:
+        tensors[name] = tensor = state[name] if known is None else known
+        if tensor.is_meta:
             remedy = "load values with load_pretrained before you save"
             raise CheckpointError(f"{name} has no values", remedy=remedy)
+        if not can_hold(tensor):
+            raise CheckpointError(
+                f"safetensors cannot hold {name}, a tensor of {tensor.layout} and {tensor.dtype}",
+                remedy="make it a dense tensor of a common dtype, or a buffer with persistent=False",
+            )
     return tensors
 
 

@@ -14,6 +14,7 @@ from typing import Self
 from torch import Tensor
 
 from headwater.core.errors import CheckpointError
+from headwater.core.files import kind_of
 from headwater.core.safetensors import Layout, TensorFile, TensorFileWriter, TensorKind, indexed_files
 
 WEIGHTS_FILE = "model.safetensors"
@@ -156,8 +157,11 @@ def weight_files(folder: Path, single: str = WEIGHTS_FILE) -> list[Path]:
         return [folder / single]
     index = folder / f"{single}.index.json"
     if not index.is_file():
+        found = kind_of(folder)
         raise CheckpointError(
-            f"the folder holds neither {single} nor {index.name}",
+            f"the folder holds neither {single} nor {index.name}"
+            if found == "a folder"
+            else f"expected a folder of weights, found {found or 'nothing'}",
             where=str(folder),
             remedy="name a folder that save_pretrained has written, with its weights",
         )
