@@ -14,6 +14,7 @@ from torch import nn
 
 import headwater
 from headwater.api.planner import Planner
+from headwater.api.pretrained import save_pretrained
 from headwater.api.without_training import compile_only, validate_only
 from headwater.config import load_params, shipped_params
 from headwater.core import kernels
@@ -65,6 +66,22 @@ def test_compile_only_counts_the_weights_of_the_model_once(tmp_path):
     # The process may have grown or shrunk by a few MiB after the plan was made.
     rest = report.plan.prediction.host_parts["interpreter"]
     assert rest < resident_bytes() + LATE_BYTES - 0.8 * model.weight.nbytes
+
+
+def test_arguments_of_a_wrong_type_are_errors_that_say_what_to_pass(tmp_path):
+    model, batch = nn.Linear(3, 3), torch.zeros(2, 3)
+    for function, options in ((validate_only, {}), (compile_only, {"compile_dir": tmp_path})):
+        for wrong, found in ((nn.Linear, "the class Linear"), (print, "a builtin_function_or_method")):
+            with pytest.raises(ConfigError, match=f"expected a torch.nn.Module, got {found}"):
+                function(wrong, batch, **options)
+        with pytest.raises(ConfigError, match="expected an optimizer of torch, got 'Adam'"):
+            function(model, batch, optimizer="Adam", **options)
+        with pytest.raises(ConfigError, match="expected a known precision, got 'bf8'"):
+            function(model, batch, precision="bf8", **options)
+        assert function(model, batch, precision="bf16", **options).record.precision == Precision("bf16")
+    for function in (headwater.compile, lambda model: save_pretrained(model, tmp_path / "new")):
+        with pytest.raises(ConfigError, match=r"(?s)got the class Linear.*pass an object"):
+            function(nn.Linear)
 
 
 def test_compile_only_writes_plan_operators_and_graphs(tmp_path):

@@ -10,6 +10,7 @@ from torch import nn
 from headwater.api import step_hooks as _step_hooks  # noqa: F401 they serve streamed parameters
 from headwater.api.backend import Backend, current_backend
 from headwater.api.backend import backend as make_backend
+from headwater.api.model_structure import refuse_no_module
 from headwater.api.streamed import ATTRIBUTE, StreamedModel, refuse_compiled_parts
 from headwater.core.empty import fill_parameters
 from headwater.core.errors import StreamError
@@ -38,8 +39,9 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
     Raises:
         StreamError: if the module, or a module in it, is compiled already, if it is of TorchScript, or if
             accelerate keeps its weights elsewhere.
-        ConfigError: if the backend is not known.
+        ConfigError: if the backend is not known, or `model` is not a module.
     """
+    refuse_no_module(model, where="compile")
     if isinstance(backend, str):
         backend = make_backend(backend)
     backend = backend or current_backend() or make_backend("CSX")

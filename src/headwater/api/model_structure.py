@@ -15,7 +15,7 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.utils import stateless
 
-from headwater.core.errors import StreamError
+from headwater.core.errors import ConfigError, StreamError
 from headwater.core.module_calls import forward_of_user
 from headwater.core.overlap import overlapping
 from headwater.stream.detached import values_of
@@ -154,6 +154,25 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def refuse_no_module(model: object, *, where: str) -> None:
+    """Raise if the model that a user passes is not a module.
+
+    Args:
+        model: the argument.
+        where: the function that gets it.
+
+    Raises:
+        ConfigError: if it is not a module.
+    """
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type):
+        found, remedy = f"the class {model.__name__}", f"pass an object of the class: {model.__name__}(…)"
+    else:
+        found, remedy = f"a {type(model).__name__}", "pass the module whose forward computes the model"
+    raise ConfigError(f"expected a torch.nn.Module, got {found}", where=where, remedy=remedy)
 
 
 def refuse_shared_memory(model: nn.Module) -> None:

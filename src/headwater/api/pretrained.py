@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headwater.api import huggingface
 from headwater.api.building import FILE_PAGES
 from headwater.api.files import lazy_tensors
+from headwater.api.model_structure import refuse_no_module
 from headwater.api.writing import write_tensors
 from headwater.convert.shards import (
     INDEX_FILE,
@@ -80,8 +81,9 @@ def load_pretrained(
     Raises:
         CheckpointError: if files are missing or damaged, names are missing or unexpected, or shapes differ.
             The error says which, and the model is unchanged.
-        ConfigError: if this user may not look up the folder.
+        ConfigError: if this user may not look up the folder, or `model` is not a module.
     """
+    refuse_no_module(model, where="load_pretrained")
     directory = Path(directory)
     loading = _compare(model, directory, strict=strict)
     # Before `assign`: the initialisation may raise an error, and it overwrites all parameters of a module.
@@ -320,6 +322,7 @@ def save_pretrained(
         ConfigError: if `dtype` is not a floating-point dtype, or `max_shard_size` not a size.
         DiskFullError: if the disk is full; the files of an earlier save stay.
     """
+    refuse_no_module(model, where="save_pretrained")
     size = parse_bytes(max_shard_size)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(

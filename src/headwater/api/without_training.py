@@ -14,11 +14,12 @@ from torch import nn
 from headwater.api.compile_dir import write_compile_dir
 from headwater.api.compile_reports import CompileReport, ValidateReport
 from headwater.api.loop_steps import runs_in_loop
+from headwater.api.model_structure import refuse_no_module
 from headwater.core.arithmetic import Kernels
-from headwater.core.errors import DoesNotFitError, ModelError
+from headwater.core.errors import ConfigError, DoesNotFitError, ModelError
 from headwater.core.files import check_place
 from headwater.core.loss_function import LossFunction
-from headwater.core.precision import Precision
+from headwater.core.precision import Precision, PrecisionName
 from headwater.core.stage import OptimizerState
 from headwater.core.trees import tensors_in
 from headwater.optim.spec import OptimizerSpec
@@ -46,7 +47,7 @@ def validate_only(
     *,
     loss_function: LossFunction | None = None,
     optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
-    precision: Precision | None = None,
+    precision: Precision | PrecisionName | None = None,
     optimizer_state: OptimizerState = "exact",
     own_loop: bool = True,
 ) -> ValidateReport:
@@ -59,7 +60,7 @@ def validate_only(
         loss_function: returns the loss, a scalar, given `(model, args)`. If it is not given, the loss is the
             one that the model returns, or a scalar computed from the model's output.
         optimizer: the optimizer of the weights.
-        precision: precision of the run; fp32 if not given.
+        precision: precision of the run, or its name: `fp32`, `bf16` or `fp16`; fp32 if not given.
         optimizer_state: how the weight store keeps optimizer state; see `trainer.init.backend`.
         own_loop: true if a user's loop runs the step, with the dtypes of autocast; false if a `Trainer` runs
             it, which streams all weights except those of norms in `precision`.
@@ -69,12 +70,19 @@ def validate_only(
 
     Raises:
         ModelError: if the check fails, with module path, source line, shapes and a remedy.
-        ConfigError: if the optimizer cannot be built.
+        ConfigError: if the optimizer cannot be built, or an argument has the wrong type.
     """
+    refuse_no_module(model, where="validate_only")
+    if not isinstance(optimizer, OptimizerSpec | torch.optim.Optimizer | None):
+        raise ConfigError(
+            f"expected an optimizer of torch, got {optimizer!r}",
+            where="optimizer",
+            remedy="pass an object such as torch.optim.AdamW(model.parameters())",
+        )
     record = record_step(
         model,
         (args, kwargs or {}),
-        precision,
+        Precision(precision) if isinstance(precision, str) else precision,
         loss_function=_loss_of(loss_function),
         own_loop=own_loop,
     )
@@ -90,7 +98,7 @@ def compile_only(
     *,
     loss_function: LossFunction | None = None,
     optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
-    precision: Precision | None = None,
+    precision: Precision | PrecisionName | None = None,
     compile_dir: str | Path = "compile",
     device: str = "cpu",
     resources: Resources | None = None,
@@ -110,7 +118,7 @@ def compile_only(
         kwargs: see `validate_only`.
         loss_function: see `validate_only`.
         optimizer: the optimizer of the weights. If not given, the plan is made for AdamW.
-        precision: precision of the run; fp32 if not given.
+        precision: see `validate_only`.
         compile_dir: the folder.
         device: `cpu` or `cuda`.
         resources: resource limits of the run; the free resources of the machine if not given.
