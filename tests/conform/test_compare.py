@@ -15,7 +15,7 @@ from headwater.conform.isolated import Run, run_child
 from headwater.conform.ranks import rounded_difference
 from headwater.conform.record import first_difference
 from headwater.conform.subject import load_subject
-from headwater.core.errors import ConfigError
+from headwater.core.errors import CheckpointError, ConfigError
 
 SUBJECTS = Path(__file__).with_name("subjects.py")
 
@@ -161,6 +161,10 @@ def test_a_hugging_face_folder_can_be_compared(tmp_path):
     assert subject.model.training
     loss = subject.loss(subject.model, subject.batches[0])
     assert loss.dim() == 0 and loss.requires_grad
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    with pytest.raises(CheckpointError, match=r"cannot load these weights: .*\n.*where: ") as damaged:
+        load_subject(str(tmp_path))
+    assert damaged.value.where == str(tmp_path)
 
 
 def test_a_params_file_without_data_is_refused():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headwater.conform.subject import Subject, fused_adamw, loss_of_outputs
-from headwater.core.errors import ConfigError, ModelError
+from headwater.core.errors import CheckpointError, ConfigError, ModelError
 from headwater.core.packages import importing
 
 _BATCHES, _SAMPLES, _TOKENS = 4, 2, 16
@@ -21,6 +21,7 @@ def load_pretrained_subject(folder: Path) -> Subject:
     Raises:
         ConfigError: if transformers is missing, cannot use the folder's `config.json`, or has no class of the
             name in it.
+        CheckpointError: if transformers cannot load the weights.
         ModelError: if the inputs of the class are not known.
     """
     with importing("a Hugging Face folder", "hf"):
@@ -43,7 +44,15 @@ def load_pretrained_subject(folder: Path) -> Subject:
             remedy="write a factory in a Python module: MODULE:FACTORY",
         )
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
-        model = kind.from_pretrained(folder, dtype=torch.float32)
+        try:
+            model = kind.from_pretrained(folder, dtype=torch.float32)
+        except Exception as error:  # for damaged weights the library can raise any exception
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise CheckpointError(
+                f"transformers {transformers.__version__} cannot load these weights: {lines[0]}",
+                where=str(folder),
+                remedy="save the model again with save_pretrained",
+            ) from error
     elif kind is transformers.AutoModel:
         model = kind.from_config(config)
     else:
