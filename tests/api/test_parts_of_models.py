@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from any_loop import Place, check, odd_plans, randn, train
+from any_loop import Place, adamw, check, odd_plans, randn, train
 from torch import nn
 
 from headwater.core.errors import StreamError
@@ -113,5 +113,51 @@ def test_a_module_of_another_compiled_model_is_called(plan, tmp_path):
         borrower = place.compile(Borrower(shared))
         trained = train(owner, lambda number: owner(randn(5, 6, seed=number)).square().mean())
         return trained, train(borrower, lambda number: borrower(randn(5, 6, seed=number)).square().mean())
+
+    check(script, plan, tmp_path)
+
+
+class FusedHead(torch.autograd.Function):
+    """A head that reads its weight in the backward too, as kernels that never keep all logits do."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ hidden
+
+
+class WithFusedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+        self.head = nn.Linear(6, 3, bias=False)
+
+    def forward(self, x, fused=False):
+        hidden = self.body(x)
+        return FusedHead.apply(hidden, self.head.weight) if fused else self.head(hidden)
+
+
+@odd_plans
+def test_a_later_forward_passes_a_weight_to_an_autograd_function(plan, tmp_path):
+    """The first forward uses the weight in its module alone, so the weight is at rest when it is saved."""
+
+    def script(place):
+        model = place.compile(WithFusedHead())
+        optimizer = adamw(model.parameters())
+        with torch.no_grad():
+            model(randn(5, 6, seed=9))
+        seen = []
+        for number in range(3):
+            optimizer.zero_grad()
+            loss = model(randn(5, 6, seed=number), fused=True).square().mean()
+            loss.backward()
+            seen += [loss, [param.grad.clone() for param in model.parameters()]]
+            optimizer.step()
+        return seen, model
 
     check(script, plan, tmp_path)

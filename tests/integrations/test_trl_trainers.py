@@ -143,6 +143,7 @@ CASES = {
         {"data": PAIRS.remove_columns("prompt"), "model": LlamaForSequenceClassification},
     ),
     "grpo": (GRPOTrainer, GRPOConfig, GENERATING | {"num_iterations": 2}),
+    "grpo with accumulation": (GRPOTrainer, GRPOConfig, GENERATING | {"gradient_accumulation_steps": 2}),
 }
 
 

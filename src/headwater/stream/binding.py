@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from headwater.core.stage import ParamKey
 from headwater.plan.alive import has_storage
 from headwater.stream.leaving import give_back
-from headwater.stream.saved_tensors import WeightHandle
+from headwater.stream.parameters import ParameterAtRest
+from headwater.stream.saved_tensors import HandleAtRest, WeightHandle
 from headwater.stream.stage_parameters import StageParameters
-from headwater.stream.unbound_memory import may_be_saved
+from headwater.stream.unbound_memory import may_be_saved, version_of
 
 if TYPE_CHECKING:
     from headwater.store.store import WeightStore
@@ -154,8 +155,10 @@ class Binder:
             # One by one: if a stage raises, the next call continues with the others.
             self._used.pop(next(iter(self._used))).unbind()
 
-    def handle_of(self, tensor: torch.Tensor) -> WeightHandle | None:
-        """Return the handle of a tensor that is a view of bound weights; `None` for any other tensor."""
+    def handle_of(self, tensor: torch.Tensor) -> WeightHandle | HandleAtRest | None:
+        """Return the handle of a view of bound weights, or of a parameter at rest; otherwise `None`."""
+        if isinstance(tensor, ParameterAtRest):
+            return HandleAtRest(tensor, version_of(tensor))
         if not has_storage(tensor):
             return None
         stage = self._stage_at.get(tensor.untyped_storage().data_ptr())

@@ -23,7 +23,7 @@ from headwater.stream.host_arena import HostArena
 from headwater.stream.offload import make_offload
 from headwater.stream.packing import make_packing
 from headwater.stream.recompute import RecomputedForwards
-from headwater.stream.saved_tensors import WeightHandle, keep_weights_out_of_node
+from headwater.stream.saved_tensors import HandleAtRest, WeightHandle, keep_weights_out_of_node
 from headwater.stream.sites import Sites, Stages
 from headwater.stream.transforms import refuse_copies_of_saved_weights, refuse_moving_weights
 from headwater.stream.weights import StreamStatistics, Weights
@@ -167,8 +167,10 @@ class Executor:
         self._weights.statistics.wait_s += time.perf_counter() - start
         return image
 
-    def _resolve(self, handle: WeightHandle) -> torch.Tensor:
+    def _resolve(self, handle: WeightHandle | HandleAtRest) -> torch.Tensor:
         """Fetch the stage of a weight that autograd has saved as a handle, and return the weight."""
+        if isinstance(handle, HandleAtRest):
+            return handle.resolve()
         current = self._current
         # The check is first: if the stage was updated, the slab would hold the weights of another step.
         current._binder.stages[handle.stage].check_unchanged(handle)

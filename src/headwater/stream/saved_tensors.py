@@ -96,7 +96,36 @@ class ParameterHandle:
         return weight
 
 
-Handle = WeightHandle | ParameterHandle
+@dataclasses.dataclass(frozen=True, eq=False)
+class HandleAtRest:
+    """A reference to a parameter that was at rest when autograd saved it.
+
+    A custom `autograd.Function` saves the parameter itself, and its module may not run then.
+
+    Attributes:
+        param: the parameter.
+        version: its version counter when autograd saved it.
+    """
+
+    param: nn.Parameter
+    version: int
+
+    def resolve(self) -> torch.Tensor:
+        """Return the values that the store has, or those of a parameter that has left the store.
+
+        Raises:
+            StreamError: if the parameter was changed in place after autograd saved it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            present, values = self.param._version, self.param.detach()
+        if present != self.version:
+            raise changed_in_place(values.shape)
+        home = getattr(self.param, "home", None)
+        read: torch.Tensor = values if home is None else home.read()
+        return read
+
+
+Handle = WeightHandle | ParameterHandle | HandleAtRest
 HandleOf = Callable[[torch.Tensor], Handle | None]
 Resolve = Callable[[Any], torch.Tensor]
 """A function that returns the tensor of a handle."""
