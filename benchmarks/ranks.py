@@ -226,9 +226,12 @@ def main() -> int:
         f"{cores} ranks x 1 thread": Case(cores, 1, workload.batch),
         "1 rank x 1 thread": single,
         f"{cores} runs x 1 thread": dataclasses.replace(single, runs=cores),
+        f"{cores} ranks x 1 thread, updates in backward": Case(
+            cores, 1, workload.batch, backend={"updates": "in_backward"}
+        ),
     }
     results, failures = measure(args, workload, cases)
-    whole, many, one, several = results.values()
+    whole, many, one, several, ahead = results.values()
     row = {
         "tier": "disk" if args.disk else "memory",
         "dtype": workload.dtype,
@@ -238,6 +241,8 @@ def main() -> int:
         "runs apart": ratio("tokens_per_s", several, one, cores),
         "weak of that": ratio("tokens_per_s", many, several),
         "memory": ratio("peak_bytes", many, whole),
+        "strong, updates in backward": ratio("tokens_per_s", ahead, whole),
+        "memory, updates in backward": ratio("peak_bytes", ahead, whole),
     }
     print_table([row])
     failed: list[Row] = [{"case": name, "failed": reason} for name, reason in failures.items()]

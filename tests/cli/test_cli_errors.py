@@ -315,7 +315,7 @@ def test_a_gradient_that_is_not_finite_before_the_first_update(headwater, params
         ("trainer.init.precision.max_gradient_norm=1.0", "max_gradient_norm, which needs all gradients"),
         ("trainer.init.precision={enabled: true, fp16_type: float16}", "float16, whose steps may be skipped"),
         ("trainer.init.sparsity={sparsity: 0.3}", "sparsity, which reads gradients"),
-        ("--num_csx=2", "several ranks"),
+        ("trainer.init.backend.cluster_config={num_csx: 2, num_memx: 1}", "store ranks"),
     ],
 )
 def test_settings_without_updates_in_backward(headwater, params, option, text):

@@ -80,7 +80,17 @@ def nothing_beside(engine):
     return lambda update: None, lambda step: None
 
 
-def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None, beside=nothing_beside, **options):
+def train(
+    fabric,
+    plan,
+    micro_batches,
+    net=Net,
+    make_batch=None,
+    read=None,
+    beside=nothing_beside,
+    max_norm=0.5,
+    **options,
+):
     """Return losses and norms, the results of an evaluation after each step, and the final weights.
 
     A store rank does not evaluate.
@@ -93,13 +103,14 @@ def train(fabric, plan, micro_batches, net=Net, make_batch=None, read=None, besi
         make_batch: returns the batch of a step and micro-batch; by default this rank's part of `tokens`.
         read: returns the weights of an engine; the default is `wire`.
         beside: returns two functions for an engine: one to call before each update, one after each step.
+        max_norm: the norm to which gradients are clipped, or `None`.
         options: fields of `EngineOptions`.
     """
 
     def part(step, index):
         return tokens(step, index).chunk(fabric.num_csx)[fabric.rank] if fabric.computes else None
 
-    work, told = Job(net, make_batch or part, loss_of, micro_batches=micro_batches), []
+    work, told = Job(net, make_batch or part, loss_of, micro_batches=micro_batches, max_norm=max_norm), []
     with Engine(
         work.model(),
         plan,

@@ -381,11 +381,18 @@ def test_steps_that_need_all_gradients_first_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fabric", "user_loop", "text"), [(ALONE, True, "your own loop"), (copy.copy(ALONE), False, "2 ranks")]
+    ("fabric", "user_loop", "text"),
+    [
+        (ALONE, True, "your own loop"),
+        (copy.copy(ALONE), False, "2 hosts"),
+        (copy.copy(ALONE), False, "1 store ranks"),
+    ],
 )
 def test_engines_that_cannot_update_in_backward(fabric, user_loop, text, tmp_path, monkeypatch):
     job = job_of()
-    if text == "2 ranks":
+    if text == "2 hosts":
+        monkeypatch.setattr(type(fabric), "hosts", (0, 1))
+    if text == "1 store ranks":
         monkeypatch.setattr(type(fabric), "size", 2)
     setting = dataclasses.replace(SETTINGS[0], user_loop=user_loop)
     with pytest.raises(ConfigError, match=text):

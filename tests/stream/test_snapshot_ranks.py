@@ -17,14 +17,14 @@ from headwater.stream.engine import Engine
 from headwater.trainer.pretrained import checkpoint_weights
 
 
-def train(fabric, plan, folder, slow, steps):
+def train(fabric, plan, folder, slow, steps, max_norm=None):
     """Take a snapshot of the first step while further steps run; the rank `slow` begins its snapshot late."""
 
     def part(step, index):
         return tokens(step, index)[fabric.rank : fabric.rank + 1] if fabric.computes else None
 
     faulthandler.dump_traceback_later(200, exit=True)  # a deadlock would block the test
-    work = Job(Net, part, loss_of)
+    work = Job(Net, part, loss_of, max_norm=max_norm)
     with Engine(
         work.model(), plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric
     ) as engine:
@@ -65,7 +65,7 @@ def test_a_slow_checkpoint_is_of_its_step_and_no_rank_blocks_forever(
     for name, slow, steps in (("plain", None, 1), ("slow", late, 4)):
         folder = tmp_path / name / "checkpoint_1"
         folder.parent.mkdir()
-        run_ranks(lambda fabric: train(fabric, plan, folder, slow, steps), ranks, hosts, num_memx)  # noqa: B023
+        run_ranks(lambda fabric: train(fabric, plan, folder, slow, steps, 0.5), ranks, hosts, num_memx)  # noqa: B023
     plain, slow = (dict(checkpoint_weights(tmp_path / name / "checkpoint_1")) for name in ("plain", "slow"))
     for name, value in plain.items():
         assert torch.equal(slow[name], value), name

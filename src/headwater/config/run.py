@@ -112,7 +112,7 @@ class CommonInitConfig(Section):
             "precision fp16_type: float16, whose steps may be skipped": self.precision.precision.name
             == "fp16",
             "sparsity, which reads gradients before the update": bool(self.sparsity),
-            "several ranks, which add up their gradients first": self.backend.placement.size > 1,
+            "store ranks, which update a stage at the end of a step": self.backend.placement.num_memx > 0,
         }
         for setting, is_set in needs.items():
             if is_set:

@@ -173,6 +173,12 @@ def check_without_model(asked: PlanRequest) -> None:
             where="activations",
             remedy="set disk to a folder, or write activations: recompute",
         )
+    if fixed.updates == "in_backward" and asked.share.sums_stay:
+        raise ConfigError(
+            "updates: in_backward needs the ranks of one host, but there are several hosts",
+            where="updates",
+            remedy="write updates: on_fetch",
+        )
     if fixed.stages_on_device and not asked.may_use_device_tier:
         raise ConfigError(
             "stages_on_device needs ranks of one host that all compute on GPUs, "

@@ -20,7 +20,13 @@ from headwater.store.gradients.port import GradientSink
 from headwater.store.gradients.ranks import RankGradients
 from headwater.store.gradients.sizes import SumSizes
 from headwater.store.gradients.stage_exchange import HostRun, StageExchange
-from headwater.store.gradients.storage import DiskStorage, GradientStorage, MemoryStorage, PageLock
+from headwater.store.gradients.storage import (
+    DiskStorage,
+    GradientStorage,
+    MemoryStorage,
+    PageLock,
+    PooledStorage,
+)
 from headwater.store.layout import DEVICE_PIECE_ELEMENTS, PIECE_ELEMENTS
 from headwater.store.ownership import Ownership
 from headwater.store.rule import stage_layout
@@ -40,6 +46,7 @@ class GradientOptions:
         page_lock: locks the pages of sums in host memory, so that a device copies them faster; `None` if no
             device copies them.
         user_loop: true if the user's loop trains. It may read and change gradients, and keep them over steps.
+        pooled: true if updates during the backward free the sums of several ranks.
     """
 
     sum_dtype: torch.dtype | None = None
@@ -47,6 +54,7 @@ class GradientOptions:
     verify: bool = False
     page_lock: PageLock | None = None
     user_loop: bool = False
+    pooled: bool = False
 
 
 def build_store(
@@ -141,6 +149,8 @@ def _buffer(
 
 def _storage(stages: Sequence[StageSpec], fabric: Fabric, options: GradientOptions) -> GradientStorage:
     sizes = SumSizes(stages, options.sum_dtype)
+    if options.folder is None and options.pooled and options.page_lock is None:
+        return PooledStorage(stages, sizes, fabric)
     if options.folder is None:
         return MemoryStorage(sizes, fabric, options.page_lock)
     return DiskStorage(stages, sizes, fabric, options.folder, verify=options.verify)

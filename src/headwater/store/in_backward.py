@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import threading
 from collections import deque
@@ -44,7 +45,7 @@ class BackwardSchedule:
 
 
 @dataclasses.dataclass
-class _Step:
+class RunningStep:
     """The updates of a step that runs.
 
     Attributes:
@@ -53,7 +54,8 @@ class _Step:
         complete: stages that have all gradients, and that the backward may still need. Those that are left in
             this set at the end of the backward are updated after the commit.
         excluded: stages that must not be updated before the commit, because the backward uses them again.
-        handed_over: stages whose update was begun.
+        handed_over: stages that the backward needs no more. With one rank their update has begun.
+        waiting: with several ranks, the stages in `handed_over` whose update has not begun.
         norms: the norms of the gradients of the stages in `handed_over`.
         is_over: true when the step has failed: no stage may be handed over any more.
         reached: the index of the use that the backward has reached. Only the backward's thread uses it.
@@ -67,12 +69,74 @@ class _Step:
     complete: set[int] = dataclasses.field(default_factory=set)
     excluded: set[int] = dataclasses.field(default_factory=set)
     handed_over: set[int] = dataclasses.field(default_factory=set)
+    waiting: list[int] = dataclasses.field(default_factory=list)
     norms: dict[ParamKey, torch.Tensor] = dataclasses.field(default_factory=dict)
     is_over: bool = False
 
 
 @final
-class BackwardUpdates:
+class _UpdateQueue:
+    """The updates of a step that are recorded and not applied, those of the backward's thread and of another.
+
+    Args:
+        access: applies updates.
+        schedule: says which thread updates each stage.
+    """
+
+    def __init__(self, access: StageAccess, schedule: BackwardSchedule) -> None:
+        self._access = access
+        self._computing = schedule.computing
+        self._here: deque[int] = deque()  # stages that the thread of the backward will update
+        self._running: deque[Future[None]] = deque()
+        self._is_open = False
+        self._lock = threading.Lock()
+        self._thread = update_pool("headwater-update", on_cpu=schedule.on_cpu)
+
+    def open(self) -> None:
+        """Begin a step. Forget the updates of the previous one.
+
+        If one of them has failed, the next use of its stage repeats it or raises. If it stayed here, `wait`
+        would raise its error in the middle of the new step.
+        """
+        self._here.clear()
+        self._running.clear()
+        self._is_open = True
+
+    def cancel(self) -> None:
+        """Drop the updates that have not begun. No other update begins before the next step."""
+        with self._lock:
+            self._is_open = False
+            for running in self._running:
+                running.cancel()
+            self._running.clear()
+
+    def begin(self, stage: int) -> None:
+        """Begin a recorded update on the thread of updates, or leave it for the thread of the backward."""
+        if stage in self._computing:
+            self._here.append(stage)
+            return
+        with self._lock:
+            if self._is_open:
+                self._running.append(self._thread.submit(self._access.catch_up, stage))
+
+    def run_here(self) -> None:
+        """Apply the updates of the calling thread, which is that of the backward."""
+        while self._here:
+            self._access.catch_up(self._here.popleft())
+
+    def wait(self) -> None:
+        """Block while too many updates of the other thread are unfinished. Raise the error of an update."""
+        while len(self._running) > MOST_UNFINISHED or (self._running and self._running[0].done()):
+            # The entry is removed after the wait: if the wait is interrupted, it still counts.
+            self._running[0].result()
+            self._running.popleft()
+
+    def close(self) -> None:
+        """End the thread. Updates that have not begun are dropped."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+class BackwardUpdates(abc.ABC):
     """Updates each stage in the last backward of a step, as soon as the backward does not need it any more.
 
     A stage is handed over to its update under two conditions. All its trained parameters have a gradient. And
@@ -93,7 +157,7 @@ class BackwardUpdates:
         schedule: when stages are used, and which thread updates them.
         access: locks stages and applies updates.
         ledger: the commits.
-        gradients: the gradient sums; the run has one rank.
+        gradients: the gradient sums.
     """
 
     def __init__(
@@ -113,11 +177,9 @@ class BackwardUpdates:
         self._first = {stage: use for use, stage in reversed(list(enumerate(schedule.uses)))}
         self._last = _last_uses(stages, schedule.uses)
         self._num_trained = [sum(param.requires_grad for param in stage.params) for stage in stages]
-        self._step: _Step | None = None
+        self._step: RunningStep | None = None
         self._lock = threading.Lock()
-        self._here: deque[int] = deque()  # stages that the thread of the backward will update
-        self._running: deque[Future[None]] = deque()
-        self._thread = update_pool("headwater-update", on_cpu=schedule.on_cpu)
+        self._queue = _UpdateQueue(access, schedule)
 
     @property
     def norms(self) -> Mapping[ParamKey, torch.Tensor]:
@@ -134,35 +196,39 @@ class BackwardUpdates:
             ConfigError: if the step needs all gradients before an update.
         """
         _refuse_global(update)
-        # Forget the updates of the previous step. If one has failed, the next use of its stage repeats it or
-        # raises. If it stayed here, `advance` would raise its error in the middle of the new step.
-        self._running.clear()
-        self._step = step = _Step(update, self._ledger.num_commits + 1, reached=len(self._schedule.uses))
+        self._queue.open()
+        self._step = step = RunningStep(
+            update, self._ledger.num_commits + 1, reached=len(self._schedule.uses)
+        )
         try:
             yield
         except BaseException as error:
             with self._lock:
                 # The thread that adds gradients may be about to hand over the first stage.
                 step.is_over = True
-            if not step.handed_over:
+            if not self._has_begun(step):
                 raise
             raised = self._give_up(step, error)
             if raised is error:
                 raise
             raise raised from error
         finally:
-            self._here.clear()
+            # After an error too: a rank that waits for this one would not add the gradients for which the
+            # additions of this rank wait.
+            self.let_others_pass()
             self._step = None
 
-    def _give_up(self, step: _Step, error: BaseException) -> BaseException:
+    @abc.abstractmethod
+    def _has_begun(self, step: RunningStep) -> bool:
+        """True if a stage may have applied the step."""
+
+    def _give_up(self, step: RunningStep, error: BaseException) -> BaseException:
         """Mark the step as lost, and return the error to raise instead of `error`."""
-        number, updated = step.update.step, self._updated(step)
+        number, updated = step.update.step, _updated(step, len(self._stages))
         reason = error.what if isinstance(error, HeadwaterError) else repr(error)
         # This is first, because the thread of updates checks it. A checkpoint must not save such a step.
         self._access.locks.lose(f"step {number} has failed after {updated} were updated: {reason}")
-        for running in self._running:
-            running.cancel()
-        self._running.clear()
+        self._queue.cancel()
         remedy = (
             f"{RESUME}; {updated} have applied step {number}, because of updates: in_backward. With updates: "
             "on_fetch such a step is undone"
@@ -174,9 +240,6 @@ class BackwardUpdates:
             )
         error.add_note(remedy)
         return error
-
-    def _updated(self, step: _Step) -> str:
-        return f"{len(step.handed_over)} of {len(self._stages)} stages"
 
     # the thread that adds gradients
 
@@ -195,9 +258,7 @@ class BackwardUpdates:
         step, (stage, param) = self._step, key
         if step is None:
             return
-        # A check in the commit would be too late: no stage could be handed over until then, and memory for
-        # the gradients of all stages may be missing.
-        self._refuse_non_finite(step, self._gradients.status.norms[key])
+        self._check(step, key)
         received = step.received.setdefault(stage, set())
         received.add(param)
         if len(received) == self._num_trained[stage] and stage not in self._schedule.left_out:
@@ -206,47 +267,48 @@ class BackwardUpdates:
             if self._first.get(other, -1) > self._last.get(stage, len(self._schedule.uses)):
                 self._hand_over(step, other)
 
-    def _refuse_non_finite(self, step: _Step, norm: torch.Tensor) -> None:
+    @abc.abstractmethod
+    def _check(self, step: RunningStep, key: ParamKey) -> None:
+        """Raise `NonFiniteError` if the gradient that has arrived is known not to be finite."""
+
+    @final
+    def _refuse_non_finite(self, step: RunningStep, norm: torch.Tensor) -> None:
         if not bool(norm.isfinite()):
             raise non_finite_error(self._stages, self._gradients.status.first_bad, step.update)
 
-    def _hand_over(self, step: _Step, stage: int) -> None:
-        """Begin the update of a complete stage, or leave it for the commit if the backward uses it again."""
-        step.complete.discard(stage)
-        status = self._gradients.status
-        # A user's hook may have dropped or changed a gradient since it arrived: `norm` measures it again.
-        keys = [(stage, p) for p in sorted(step.received[stage]) if (stage, p) in status.present]
-        if not keys:
-            return
-        self._refuse_non_finite(step, self._gradients.norm(keys))
+    @abc.abstractmethod
+    def _hand_over(self, step: RunningStep, stage: int) -> None:
+        """Hand over a complete stage, or leave it for the commit if the backward uses it again."""
+
+    @final
+    def _let_go(self, step: RunningStep, stage: int) -> bool:
+        """Record that the backward needs a stage no more, unless it does or the step has failed."""
         with self._lock:
             if step.is_over or stage in step.excluded:
-                return
+                return False
             step.handed_over.add(stage)
         self.on_hand_over(stage)
-        step.norms.update((key, status.norms[key]) for key in keys)
-        # Gradients are committed before the update is recorded. From then on another thread may apply the
-        # update, and takes the gradients.
-        self._gradients.commit(keys, {stage})
-        self._access.commit_ahead(stage, {param: Part(step.number, step.update, None) for _, param in keys})
-        self._begin(step, stage)
+        return True
 
-    def _begin(self, step: _Step, stage: int) -> None:
-        """Begin a recorded update on the thread of updates, or leave it for the thread of the backward."""
-        if stage in self._schedule.computing:
-            self._here.append(stage)
-            return
-        with self._lock:
-            # If the step is over, `_give_up` has cancelled the updates in `_running`: no more may start.
-            if not step.is_over:
-                self._running.append(self._thread.submit(self._update, stage))
+    @final
+    def _record(self, step: RunningStep, norms: Mapping[ParamKey, torch.Tensor]) -> None:
+        """Record the update of a stage whose gradients are committed, and begin it.
 
-    def _update(self, stage: int) -> None:
-        with torch.no_grad():
-            self._access.flush(stage)
+        Gradients are committed before this call. From here on another thread may apply the update, and takes
+        the gradients.
+
+        Args:
+            step: the step.
+            norms: the norm of each gradient of the stage.
+        """
+        step.norms.update(norms)
+        (stage,) = {stage for stage, _ in norms}
+        self._access.commit_ahead(stage, {param: Part(step.number, step.update, None) for _, param in norms})
+        self._queue.begin(stage)
 
     # the thread of the backward
 
+    @final
     def advance(self, stage: int, *, last: bool) -> None:
         """Continue after a gradient was sent. Block while too many stages wait for their update.
 
@@ -260,16 +322,19 @@ class BackwardUpdates:
         if self._step is None or not last:
             return
         self._step.reached = min(self._step.reached, self._last.get(stage, len(self._schedule.uses)))
-        self._update_here()
-        while len(self._running) > MOST_UNFINISHED or (self._running and self._running[0].done()):
-            # The entry is removed after the wait: if the wait is interrupted, it still counts.
-            self._running[0].result()
-            self._running.popleft()
+        self._meet(self._step)
+        self._queue.run_here()
+        self._queue.wait()
 
-    def _update_here(self) -> None:
-        while self._here:
-            self._update(self._here.popleft())
+    @abc.abstractmethod
+    def _meet(self, step: RunningStep) -> None:
+        """Begin updates that all ranks can begin now, and wait for ranks that are far behind."""
 
+    @abc.abstractmethod
+    def let_others_pass(self) -> None:
+        """Record that other ranks need not wait for this one: it has sent all gradients, or waits itself."""
+
+    @final
     def note_use(self, stage: int) -> None:
         """Record that the backward needs the weights of a stage.
 
@@ -293,26 +358,66 @@ class BackwardUpdates:
 
     # between backwards
 
+    @final
     def require_no_updates(self) -> None:
         """Raise `StoreError` if stages have applied a step that is not committed yet."""
         step = self._step
         if step is not None and step.handed_over and step.number > self._ledger.num_commits:
+            updated = _updated(step, len(self._stages))
             raise StoreError(
-                f"{self._updated(step)} have applied step {step.update.step}, which is not committed yet",
+                f"{updated} have applied step {step.update.step}, which is not committed yet",
                 remedy="begin the checkpoint between two steps",
             )
 
+    @final
     def committed(self) -> None:
         """Begin the updates of stages that were complete at the end of the backward, after their commit."""
         step = self._step
         if step is not None:
-            for stage in sorted(step.complete, reverse=True):
-                self._begin(step, stage)
-            self._update_here()
+            for stage in sorted([*step.complete, *step.waiting], reverse=True):
+                self._queue.begin(stage)
+            self._queue.run_here()
 
+    @final
     def close(self) -> None:
         """End the thread. Updates that have not begun are dropped."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._queue.close()
+
+
+@final
+class LocalBackwardUpdates(BackwardUpdates):
+    """Updates in the backward of a run with one rank."""
+
+    def _has_begun(self, step: RunningStep) -> bool:
+        return bool(step.handed_over)
+
+    def _check(self, step: RunningStep, key: ParamKey) -> None:
+        # A check in the commit would be too late: no stage could be handed over until then, and memory for
+        # the gradients of all stages may be missing.
+        self._refuse_non_finite(step, self._gradients.status.norms[key])
+
+    def _hand_over(self, step: RunningStep, stage: int) -> None:
+        step.complete.discard(stage)
+        status = self._gradients.status
+        # A user's hook may have dropped or changed a gradient since it arrived: `norm` measures it again.
+        keys = [(stage, p) for p in sorted(step.received[stage]) if (stage, p) in status.present]
+        if not keys:
+            return
+        self._refuse_non_finite(step, self._gradients.norm(keys))
+        if self._let_go(step, stage):
+            norms = {key: status.norms[key] for key in keys}
+            self._gradients.commit(keys, {stage})
+            self._record(step, norms)
+
+    def _meet(self, step: RunningStep) -> None:
+        pass
+
+    def let_others_pass(self) -> None:
+        pass
+
+
+def _updated(step: RunningStep, num_stages: int) -> str:
+    return f"{len(step.handed_over)} of {num_stages} stages"
 
 
 def _last_uses(stages: Sequence[StageSpec], uses: Sequence[int]) -> dict[int, int]:

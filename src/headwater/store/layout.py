@@ -27,6 +27,9 @@ other stages keep the cores and the memory of the host busy.
 MOST_UNFINISHED = 1
 """Maximum number of stages whose updates wait or run on a thread while the backward of a step continues."""
 
+MOST_AHEAD = 2
+"""With updates in backward, the most uses of stages by which one rank's backward is ahead of the others."""
+
 GROUP_BYTES = 16 << 20
 """Minimum size of a group. A disk reads and writes blocks of this size at full speed."""
 

@@ -123,7 +123,8 @@ class Parameters:
             for param in range(len(self._tier.layouts[stage].stage.params)):
                 # Gradients of the old values do not belong to the new ones.
                 self._gradients.drop((stage, param))
-            self._gradients.take(stage)  # also gradients that a commit has taken
+            if self._gradients.take(stage) is not None:  # also gradients that a commit has taken
+                self._gradients.put_back(stage, [])
             self.pieces.write(stage, image, fill)
 
     @uninterrupted

@@ -214,29 +214,28 @@ class StageAccess:
         """Record the parts of a commit as the pending updates of their stages."""
         number = self._ledger.num_commits
         for stage, parts in by_stage.items():
-            self._queue(stage, parts)
+            self._queue(stage, parts, number)
         stages = sorted(by_stage)
         # In the order of stages: all hosts must send them in the same order.
         self._propagation.committed(stages, number)
         if self._fabric.num_hosts > 1 or not self._fabric.computes:
             # Other ranks wait for these updates. An error is raised when the stage is used.
             for stage in stages:
-                self._ahead.submit(self._catch_up_ahead, stage)
+                self._ahead.submit(self.catch_up, stage)
 
     def commit_ahead(self, stage: int, parts: Mapping[int, Part]) -> None:
         """Record parts of the running step's commit as the pending update of a stage, ahead of the commit.
 
-        Only a run of one rank calls this, in which no other rank waits for the commit.
+        With several ranks they must be on one host: hosts send updates in the order of their commits.
         """
-        self._ledger.add(stage, parts, self._ledger.num_commits + 1)
-        self._versions[stage] += 1  # last, as in `_queue`
+        self._queue(stage, parts, self._ledger.num_commits + 1)
 
-    def _queue(self, stage: int, parts: Mapping[int, Part]) -> None:
+    def _queue(self, stage: int, parts: Mapping[int, Part], number: int) -> None:
         """Record parts of a commit as the pending update of a stage, or that other ranks will apply them."""
         if self._ownership.updates(stage):
-            self._ledger.add(stage, parts, self._ledger.num_commits)
+            self._ledger.add(stage, parts, number)
         else:
-            self._propagation.skipped(stage, self._ledger.num_commits)
+            self._propagation.skipped(stage, number)
         self._versions[stage] += 1  # last: a thread that sees the new version may fetch at once
 
     @contextmanager
@@ -268,9 +267,10 @@ class StageAccess:
     def catch_up_all(self) -> None:
         """Apply all pending updates that this rank must make. Other ranks may be waiting for them."""
         for stage in self._ledger.stages:
-            self._catch_up_ahead(stage)
+            self.catch_up(stage)
 
-    def _catch_up_ahead(self, stage: int) -> None:
+    def catch_up(self, stage: int) -> None:
+        """Apply the pending update that this rank must make of a stage. Does not wait for other ranks."""
         with torch.no_grad(), self.locks.whole(stage):
             # Does nothing if another thread has applied the update since the list was made.
             self._update(stage)

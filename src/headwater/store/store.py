@@ -82,7 +82,7 @@ class WeightStore:
         snapshots: used by snapshots on several ranks.
         owner: an object that lives as long as the store; see `headwater.api.registry`.
         in_backward: applies updates during the backward of a step; `None` if they wait until stages are
-            fetched. The engine sets it, for a run of one rank.
+            fetched. The engine sets it.
 
     Args:
         rule: how parameters are updated.
@@ -205,6 +205,8 @@ class WeightStore:
         if must_wait:
             # Updates are first: the additions may wait for other ranks, which may wait for these updates.
             self.access.catch_up_all()
+            if self.in_backward is not None:
+                self.in_backward.let_others_pass()
             gradients.drain()
 
     @uninterrupted
@@ -254,6 +256,8 @@ class WeightStore:
             self.ledger.note_all_used()  # other ranks may have used these updates, so none can be undone
         # Not `self.gradients`: a thread that adds gradients would wait for itself.
         self._gradients.end_micro_batch()
+        if self.in_backward is not None:
+            self.in_backward.let_others_pass()
 
     @uninterrupted
     def commit(self, update: Update, parts: Mapping[ParamKey, Update] | None = None) -> Committed:

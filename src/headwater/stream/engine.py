@@ -323,10 +323,14 @@ def _errors(device: str) -> AbstractContextManager[object]:
 
 def _refuse_updates(plan: Plan, fabric: Fabric) -> None:
     """Raise `ConfigError` if updates cannot run during backward."""
-    found = "your own loop" if plan.user_loop else f"{fabric.size} ranks" if fabric.size > 1 else None
-    if plan.updates == "in_backward" and found is not None:
+    found = {
+        "your own loop": plan.user_loop,
+        f"{fabric.num_hosts} hosts": fabric.num_hosts > 1,
+        f"{fabric.size - fabric.num_csx} store ranks": fabric.size > fabric.num_csx,
+    }
+    for name in [name for name, is_found in found.items() if is_found and plan.updates == "in_backward"]:
         raise ConfigError(
-            f"updates: in_backward needs a run of a params file with one rank, got {found}",
+            f"updates: in_backward needs a run of a params file on one host without store ranks, got {name}",
             where="updates",
             remedy="write updates: on_fetch",
         )

@@ -6,7 +6,9 @@ from headwater.core.files import disk_errors
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.types import Plan
 from headwater.store.build import GradientOptions, build_store
-from headwater.store.in_backward import BackwardUpdates
+from headwater.store.gradients.ranks import RankGradients
+from headwater.store.in_backward import BackwardSchedule, BackwardUpdates, LocalBackwardUpdates
+from headwater.store.rank_backward import RankBackwardUpdates
 from headwater.store.rules import UpdateRules
 from headwater.store.store import WeightStore
 from headwater.stream.borrowed import BorrowedWeights
@@ -55,16 +57,24 @@ def make_store(
             # Each rank copies the sums of stages in device memory to its device.
             page_lock=device.page_lock if settings.on_device else None,
             user_loop=settings.user_loop,
+            pooled=settings.backward_schedule is not None,
         ),
         order=order,
         fabric=fabric,
     )
     store.parameters.masks.first = options.first_mask
     if settings.backward_schedule is not None:
-        store.in_backward = BackwardUpdates(
-            store.stages, settings.backward_schedule, store.access, store.ledger, store.gradients
-        )
+        store.in_backward = _backward_updates(store, settings.backward_schedule)
     return store
+
+
+def _backward_updates(store: WeightStore, schedule: BackwardSchedule) -> BackwardUpdates:
+    gradients = store.gradients
+    common = store.stages, schedule, store.access, store.ledger
+    if store.fabric.size == 1:
+        return LocalBackwardUpdates(*common, gradients)
+    assert isinstance(gradients, RankGradients), "the engine refuses other ranks"
+    return RankBackwardUpdates(*common, gradients, fabric=store.fabric, updates=store.ownership.updates)
 
 
 def make_weights(plan: Plan, store: WeightStore, device: Device, fabric: Fabric) -> Weights:

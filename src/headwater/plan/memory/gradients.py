@@ -10,7 +10,7 @@ from typing import final
 from headwater.plan.memory.stages import StageBytes
 from headwater.plan.step_trace import Trace
 from headwater.plan.types import Plan, StoreShare
-from headwater.store.layout import MOST_UNFINISHED
+from headwater.store.layout import MOST_AHEAD, MOST_UNFINISHED
 
 
 @final
@@ -76,7 +76,7 @@ class GradientMemory:
         if on_disk:
             return buffers
         held = self.all_held(plan)
-        if plan.updates_free_gradients:
+        if self._are_freed_early(plan):
             # Gradients that wait to be added to sums have at most as many bytes as the largest stage has.
             held = max(self._waiting_in_backward(plan)) + largest
         return int(self._share.gradients * held) + buffers
@@ -84,7 +84,14 @@ class GradientMemory:
     def after_backward(self, plan: Plan) -> int:
         """Return the bytes of gradients in host memory that wait for the update, if a CPU computes."""
         on_disk = plan.gradient_tier == "disk"
-        return 0 if on_disk or plan.updates_free_gradients else self.all_held(plan)
+        return 0 if on_disk or self._are_freed_early(plan) else self.all_held(plan)
+
+    def _are_freed_early(self, plan: Plan) -> bool:
+        """True if updates in backward free the memory of gradients.
+
+        The sums of several ranks stay in memory that is page-locked for stages in device memory.
+        """
+        return plan.updates_free_gradients and not (self.sums_stay and plan.on_device)
 
     def alive(self, plan: Plan) -> list[int]:
         """Return the bytes of gradients in the compute device's memory during the backward of each use.
@@ -107,11 +114,11 @@ class GradientMemory:
         if plan.gradient_tier == "disk":
             return self._on_way_to_disk(plan)
         arriving = self._arriving
+        if self._are_freed_early(plan):
+            return self._waiting_in_backward(plan)
         if plan.num_micro_batches > 1 or self.sums_stay:
             held = self.all_held(plan)
             return [held + self._ranks * count for count in arriving]
-        if plan.updates_free_gradients:
-            return self._waiting_in_backward(plan)
         after = self._complete({stage: self.held(plan, stage) for stage in self._trace.first_use})
         return [done + count for done, count in zip(after, arriving, strict=True)]
 
@@ -177,15 +184,18 @@ class GradientMemory:
 
         An update frees the gradients of a stage while the backward continues. Beside the gradients that
         arrive, those of the last complete stage wait until the backward reaches another stage. If a thread
-        updates, those of the stages before it may wait too (`MOST_UNFINISHED`).
+        updates, those of the stages before it may wait too (`MOST_UNFINISHED`). With several ranks, so may
+        those of stages that the slowest rank still needs (`MOST_AHEAD`), and of one more, which all ranks
+        must measure before they update it. The sum to which gradients are added has its own memory.
         """
-        trace = self._trace
+        trace, ranks = self._trace, self._ranks
         on_thread = plan.device != "cpu" or plan.on_disk
-        most = 1 + (MOST_UNFINISHED if on_thread else 0)
+        most = 1 + (MOST_UNFINISHED if on_thread else 0) + (MOST_AHEAD + 1 if self.sums_stay else 0)
         waiting, complete = [0] * len(trace.uses), list[int]()
         for position in reversed(range(len(trace.uses))):
             stage = trace.uses[position]
-            waiting[position] = sum(complete[-most:]) + self._arriving[position]
+            begun = self.held(plan, stage) if self.sums_stay else 0
+            waiting[position] = sum(complete[-most:]) + begun + ranks * self._arriving[position]
             if trace.first_use[stage] == position:
                 complete.append(0 if stage in plan.on_device else self.held(plan, stage))
         return waiting

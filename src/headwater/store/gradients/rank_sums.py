@@ -120,6 +120,7 @@ class RankSums:
             if self._adding_to != key[0]:
                 self._release_pages()
             self._adding_to = key[0]
+            self.storage.open(key[0])
             if self.has(key, beginning.generation):
                 self.storage.add(key, gradient)
             else:
@@ -141,6 +142,14 @@ class RankSums:
         """Block until this rank has done all additions that it has submitted."""
         self._additions.finish()
         self._release_pages()
+
+    def has_second(self, stage: int) -> bool:
+        """True if a second gradient of a parameter of a stage waits for `end_micro_batch`."""
+        return any(key[0] == stage for key in self._second)
+
+    def is_whole(self, key: ParamKey) -> bool:
+        """True if all ranks have used their turn for the first gradient of this micro-batch at a sum."""
+        return self.turns.have_ended_first(self.slots[key])
 
     def wait_for_all(self, key: ParamKey) -> None:
         """Block until all ranks have added their gradients to a sum."""

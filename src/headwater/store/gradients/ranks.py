@@ -9,7 +9,7 @@ import torch
 
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Fabric
-from headwater.store.gradients.norms import gradient_norm
+from headwater.store.gradients.early import EarlySums
 from headwater.store.gradients.port import Gradients, GradientSink
 from headwater.store.gradients.rank_sums import Beginning, RankSums
 from headwater.store.gradients.status import GradientStatus
@@ -23,6 +23,7 @@ class RankGradients(GradientSink):
     Attributes:
         sums: the sums of all ranks of the host.
         step: the number of the current step, which is the generation of the sums.
+        early: measures the sums, and knows those that updates in the backward have taken.
 
     Args:
         stages: the stages.
@@ -38,6 +39,7 @@ class RankGradients(GradientSink):
         self.sums = RankSums(stages, fabric, storage, lambda _: Beginning(self.step), together=False)
         self._stages = stages
         self._fabric = fabric
+        self.early = EarlySums(self.sums)
         self._committed: set[ParamKey] = set()
         self._dropped: set[ParamKey] = set()  # sums that were dropped in this step
 
@@ -54,10 +56,8 @@ class RankGradients(GradientSink):
 
     def complete(self) -> None:
         self.wait_for_sums()
-        filled = self.filled()
-        for key in filled:
-            if self.sums.is_mine(key):
-                self.sums.norms[self.sums.slots[key]] = gradient_norm(self.sums.storage.read(key))
+        filled = [key for key in self.filled() if key not in self.early.taken]
+        self.early.measure(filled)
         # Each rank has measured some of the sums, and all read every norm.
         self._fabric.barrier("the norms of the gradients")
         self.publish(filled)
@@ -91,8 +91,14 @@ class RankGradients(GradientSink):
         return self.status.norm(keys)
 
     def commit(self, keys: Iterable[ParamKey], stages: Collection[int]) -> None:
-        self._committed.update(keys)
-        self.status.leave_all()
+        committed = set(keys)
+        mine = {key for key in committed if key[0] in stages}
+        self._committed.update(mine)
+        for stage in {stage for stage, _ in committed - mine}:
+            self.sums.storage.release(stage)
+        for key in committed:
+            self.status.leave(key)
+        self.status.first_bad = None
 
     def take(self, stage: int) -> Gradients | None:
         keys = [(stage, param) for param in range(len(self._stages[stage].params))]
@@ -101,7 +107,10 @@ class RankGradients(GradientSink):
         return found if any(each is not None for each in found) else None
 
     def put_back(self, stage: int, gradients: Gradients) -> None:
-        self._committed.update((stage, p) for p, each in enumerate(gradients) if each is not None)
+        unused = [(stage, param) for param, each in enumerate(gradients) if each is not None]
+        self._committed.update(unused)
+        if not unused:
+            self.sums.storage.release(stage)
 
     def drop(self, key: ParamKey) -> None:
         if key in self.status.present:
@@ -112,6 +121,7 @@ class RankGradients(GradientSink):
     def discard(self) -> None:
         self.status.leave_all()
         self._dropped.clear()
+        self.early.taken.clear()
         self.step += 1  # the first addition of the step replaces what is in the sums
 
     def borrow(self, key: ParamKey) -> torch.Tensor | None:

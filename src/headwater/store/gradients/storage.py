@@ -13,7 +13,7 @@ import torch
 
 from headwater.core.buffers import PAGE_BYTES, aligned_empty, round_up
 from headwater.core.stage import ParamKey, StageSpec
-from headwater.fabric.fabric import Fabric
+from headwater.fabric.fabric import Board, Fabric
 from headwater.store.files import BlockFile, checksum_bytes, open_files
 from headwater.store.gradients.sizes import SumSizes
 
@@ -73,6 +73,14 @@ class GradientStorage(abc.ABC):
     def add(self, key: ParamKey, gradient: torch.Tensor) -> None:
         """Add a gradient to a whole sum."""
 
+    @abc.abstractmethod
+    def open(self, stage: int) -> None:
+        """Give the sums of a stage memory if they have none. Their values are undefined then."""
+
+    @abc.abstractmethod
+    def release(self, stage: int) -> None:
+        """Record that this rank has used the sums of a stage. Their memory is free when all ranks have."""
+
     @final
     def clear(self, key: ParamKey) -> None:
         """Set a sum to zero."""
@@ -88,9 +96,30 @@ class GradientStorage(abc.ABC):
         """Release memory or files."""
 
 
+class SumsInMemory(GradientStorage):
+    """Gradient sums in memory that the ranks of a host share."""
+
+    @final
+    def write(self, key: ParamKey, values: torch.Tensor, start: int = 0) -> None:
+        self.read(key, start, start + values.numel()).copy_(values.reshape(-1))
+
+    @final
+    @contextmanager
+    def changing(self, key: ParamKey, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+        yield self.read(key, start, stop)
+
+    @final
+    def add(self, key: ParamKey, gradient: torch.Tensor) -> None:
+        self.read(key).add_(gradient.reshape(-1))
+
+    @final
+    def release_pages(self, stage: int) -> None:
+        pass
+
+
 @final
-class MemoryStorage(GradientStorage):
-    """Gradient sums in memory that the ranks of a host share.
+class MemoryStorage(SumsInMemory):
+    """Gradient sums that have memory as long as the store.
 
     Args:
         sizes: the sizes of the sums.
@@ -111,22 +140,70 @@ class MemoryStorage(GradientStorage):
     def read(self, key: ParamKey, start: int = 0, stop: int | None = None) -> torch.Tensor:
         return self._sums[key][start:stop]
 
-    def write(self, key: ParamKey, values: torch.Tensor, start: int = 0) -> None:
-        self.read(key, start, start + values.numel()).copy_(values.reshape(-1))
+    def open(self, stage: int) -> None:
+        pass
 
-    @contextmanager
-    def changing(self, key: ParamKey, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        yield self.read(key, start, stop)
-
-    def add(self, key: ParamKey, gradient: torch.Tensor) -> None:
-        self._sums[key].add_(gradient.reshape(-1))
-
-    def release_pages(self, stage: int) -> None:
+    def release(self, stage: int) -> None:
         pass
 
     def close(self) -> None:
         self._unlock()
         self._sums.clear()
+
+
+@final
+class PooledStorage(SumsInMemory):
+    """Gradient sums of stages that are updated during the backward: few of them have memory at a time.
+
+    There is one slot for each stage, and each slot has room for the largest stage. A stage takes the first
+    free slot when its first gradient arrives, and gives it back when all ranks have used the sums. The system
+    provides a page of memory when it is first written, so slots that are never used take none.
+
+    Args:
+        stages: the stages.
+        sizes: the sizes of the sums.
+        fabric: the ranks.
+    """
+
+    def __init__(self, stages: Sequence[StageSpec], sizes: SumSizes, fabric: Fabric) -> None:
+        self.sizes = sizes
+        self._fabric = fabric
+        self._offsets: dict[ParamKey, int] = {}
+        self._slot_bytes = 0
+        for stage in stages:
+            keys = [key for key in sizes.dtypes if key[0] == stage.index]
+            places, end = _places(keys, sizes, _ALIGNMENT_BYTES)
+            self._offsets.update(places)
+            self._slot_bytes = max(self._slot_bytes, round_up(end, PAGE_BYTES))
+        self._num_slots = len(stages)
+        self._slots = fabric.allocate(self._slot_bytes * self._num_slots)
+        self._slot_of = Board(fabric, self._num_slots)  # by stage, 1 + its slot; 0: none
+        self._users = Board(fabric, self._num_slots)  # by slot, the ranks that have not used its sums
+
+    def read(self, key: ParamKey, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        first = (self._slot_of.read(key[0]) - 1) * self._slot_bytes + self._offsets[key]
+        whole = self._slots[first : first + self.sizes.num_bytes(key)].view(self.sizes.dtypes[key])
+        return whole[start:stop]
+
+    def open(self, stage: int) -> None:
+        if self._slot_of.read(stage):
+            return
+        with self._fabric.exclusive():
+            if not self._slot_of.read(stage):  # otherwise another rank has just opened it
+                slot = next(slot for slot in range(self._num_slots) if not self._users.read(slot))
+                self._users.post(slot, self._fabric.local_size)
+                self._slot_of.post(stage, slot + 1)
+
+    def release(self, stage: int) -> None:
+        with self._fabric.exclusive():
+            slot = self._slot_of.read(stage) - 1
+            left = self._users.read(slot) - 1
+            if not left:  # before the slot is free, because another stage may take it at once
+                self._slot_of.post(stage, 0)
+            self._users.post(slot, left)
+
+    def close(self) -> None:
+        pass
 
 
 @final
@@ -195,6 +272,12 @@ class DiskStorage(GradientStorage):
 
     def release_pages(self, stage: int) -> None:
         self._files[stage].leave_cache()
+
+    def open(self, stage: int) -> None:
+        pass
+
+    def release(self, stage: int) -> None:
+        pass
 
     def close(self) -> None:
         for file in self._files:

@@ -123,6 +123,10 @@ class TurnQueue:
         """Block until all ranks have used their first turn of a micro-batch at one sum."""
         self._taken.wait(slot, (micro_batch * ROUNDS + 1) * self._num_ranks, what)
 
+    def have_ended_first(self, slot: int) -> bool:
+        """True if all ranks have used their first turn of the present micro-batch at one sum."""
+        return self._taken.read(slot) >= (self.micro_batch * ROUNDS + 1) * self._num_ranks
+
     def wait_for_all(self, slot: int, what: str) -> None:
         """Block until every rank has used as many turns at a sum as this rank."""
         rounds = self.micro_batch * ROUNDS + (slot in self._first)
