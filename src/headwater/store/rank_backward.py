@@ -50,7 +50,7 @@ class RankBackwardUpdates(BackwardUpdates):
         updates: Callable[[int], bool],
     ) -> None:
         super().__init__(stages, schedule, access, ledger, gradients)
-        self._sums = gradients
+        self._shared = gradients
         self._fabric = fabric
         count = len(stages) * fabric.local_size
         # By stage and rank: the last commit for which the rank has handed over the stage, and measured it.
@@ -82,7 +82,7 @@ class RankBackwardUpdates(BackwardUpdates):
     def _hand_over(self, step: RunningStep, stage: int) -> None:
         step.complete.discard(stage)
         # A second gradient is added at the end of the backward.
-        if not self._sums.sums.has_second(stage) and self._let_go(step, stage):
+        if not self._shared.sums.has_second(stage) and self._let_go(step, stage):
             step.waiting.append(stage)
             self._post(self._handed_over, stage, step.number)
 
@@ -111,7 +111,7 @@ class RankBackwardUpdates(BackwardUpdates):
         """Measure the sums of stages that all ranks have handed over, and update those that are measured."""
         for stage in [stage for stage in step.waiting if self._is_due(step, stage)]:
             if not self._is_measured_here(step, stage):
-                self._sums.early.measure(self._sums.early.keys(stage))
+                self._shared.early.measure(self._shared.early.keys(stage))
                 self._post(self._measured, stage, step.number)
             if self._all(self._measured, stage, step.number):
                 step.waiting.remove(stage)
@@ -122,16 +122,16 @@ class RankBackwardUpdates(BackwardUpdates):
         """True if this rank can measure the sums of a stage now, or update it."""
         if self._is_measured_here(step, stage):
             return self._all(self._measured, stage, step.number)
-        return self._all(self._handed_over, stage, step.number) and self._sums.early.are_whole(stage)
+        return self._all(self._handed_over, stage, step.number) and self._shared.early.are_whole(stage)
 
     def _is_measured_here(self, step: RunningStep, stage: int) -> bool:
         return self._measured.read(self._slots(stage)[self._fabric.local_rank]) == step.number
 
     def _take(self, step: RunningStep, stage: int) -> None:
-        norms = self._sums.early.norms(stage)
+        norms = self._shared.early.norms(stage)
         for key, norm in norms.items():
-            self._sums.status.measure(key, norm)
-        self._refuse_non_finite(step, self._sums.status.norm(norms))
-        self._sums.early.taken.update(norms)
-        self._sums.commit(norms, {stage} if self._updates(stage) else ())
+            self._shared.status.measure(key, norm)
+        self._refuse_non_finite(step, self._shared.status.norm(norms))
+        self._shared.early.taken.update(norms)
+        self._shared.commit(norms, {stage} if self._updates(stage) else ())
         self._record(step, norms)

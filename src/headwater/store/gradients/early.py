@@ -27,11 +27,14 @@ class EarlySums:
 
     def __init__(self, sums: RankSums) -> None:
         self._sums = sums
+        self._keys: dict[int, list[ParamKey]] = {}
+        for key in sums.keys:
+            self._keys.setdefault(key[0], []).append(key)
         self.taken: set[ParamKey] = set()
 
     def keys(self, stage: int) -> list[ParamKey]:
         """Return the trained parameters of a stage."""
-        return [key for key in self._sums.keys if key[0] == stage]
+        return self._keys[stage]
 
     def are_whole(self, stage: int) -> bool:
         """True if all ranks have added their gradients of this micro-batch to the sums of a stage."""
