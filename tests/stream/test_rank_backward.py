@@ -17,7 +17,7 @@ from tests.rank_processes import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from headwater.core.errors import StoreError, StreamError
+from headwater.core.errors import NonFiniteError, StoreError, StreamError
 from headwater.core.precision import Precision
 from headwater.plan.footprint import Footprint
 from headwater.plan.types import Activations
@@ -54,7 +54,7 @@ class Unused(Net):
 
 
 class Twice(Net):
-    """Each backward of a block gives its weights a second gradient."""
+    """Each weight of a block gets two gradients in a backward."""
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -126,15 +126,39 @@ def test_updates_in_the_backward_of_ranks_have_the_bits_of_updates_on_fetch(
 class Faulty(Net):
     """In step 1 the gradients of a block are not finite on the second rank, or its backward raises there."""
 
-    fault = None
+    fault, scale = None, 1.0
 
     def forward(self, tokens):
-        x = self.embed(tokens)
+        x = self.scale * self.embed(tokens)
         for index, block in enumerate(self.blocks):
             x = block(x)
             if index == self.at and self.fault is not None and x.requires_grad:
                 x.register_hook(self.fault)
         return self.head(x)
+
+
+def repeat(fabric, plan, fails):
+    """Run two steps. If `fails`, the second one is tried with a loss that is not finite first."""
+    work = Job(Faulty, lambda step, index: tokens(step, index).chunk(2)[fabric.rank], loss_of, max_norm=None)
+    model = work.model()
+    model.at = None
+    with Engine(model, plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric) as engine:
+        engine.train_step(work.batches(0), work.update(0))
+        if fails:
+            model.scale = float("nan") if fabric.rank == 1 else 1.0
+            with pytest.raises(NonFiniteError, match="loss of step 1"):
+                engine.train_step(work.batches(1), work.update(1))
+            model.scale = 1.0
+        engine.train_step(work.batches(1), work.update(1))
+        engine.store.flush()
+        return [value.clone().numpy() for _, value in wire(engine)]
+
+
+def test_a_step_with_a_loss_that_is_not_finite_on_one_rank_is_undone_and_can_be_repeated():
+    plan = dataclasses.replace(plan_of(FP32, 1, Faulty), updates="in_backward")
+    failed, clean = (run_ranks(functools.partial(repeat, plan=plan, fails=fails)) for fails in (True, False))
+    for found, wanted in zip(failed, clean, strict=True):
+        assert all((ours == theirs).all() for ours, theirs in zip(found, wanted, strict=True))
 
 
 def fail(fabric, plan, kind, at):
@@ -244,5 +268,5 @@ def test_few_stages_have_gradients_at_a_time_whichever_rank_is_slow(behind):
     used = len(first | second)
     block = plan.trace.stages[1]
     bytes_of = sum(param.numel * 4 for param in block.params)
-    assert 2 <= used <= 7 < len(plan.trace.stages)
+    assert 2 <= used <= 10 < len(plan.trace.stages)
     assert used * bytes_of <= counted

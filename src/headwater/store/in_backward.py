@@ -206,7 +206,7 @@ class BackwardUpdates(abc.ABC):
             with self._lock:
                 # The thread that adds gradients may be about to hand over the first stage.
                 step.is_over = True
-            if not self._has_begun(step):
+            if not self._has_begun(step, error):
                 raise
             raised = self._give_up(step, error)
             if raised is error:
@@ -219,8 +219,8 @@ class BackwardUpdates(abc.ABC):
             self._step = None
 
     @abc.abstractmethod
-    def _has_begun(self, step: RunningStep) -> bool:
-        """True if a stage may have applied the step."""
+    def _has_begun(self, step: RunningStep, error: BaseException) -> bool:
+        """True if a stage may have applied a step that has failed with this error."""
 
     def _give_up(self, step: RunningStep, error: BaseException) -> BaseException:
         """Mark the step as lost, and return the error to raise instead of `error`."""
@@ -388,7 +388,7 @@ class BackwardUpdates(abc.ABC):
 class LocalBackwardUpdates(BackwardUpdates):
     """Updates in the backward of a run with one rank."""
 
-    def _has_begun(self, step: RunningStep) -> bool:
+    def _has_begun(self, step: RunningStep, error: BaseException) -> bool:
         return bool(step.handed_over)
 
     def _check(self, step: RunningStep, key: ParamKey) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, final
 
+from headwater.core.errors import NonFiniteError
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Board, Fabric
 from headwater.store.gradients.ranks import RankGradients
@@ -53,10 +54,11 @@ class RankBackwardUpdates(BackwardUpdates):
         self._shared = gradients
         self._fabric = fabric
         count = len(stages) * fabric.local_size
-        # By stage and rank: the last commit for which the rank has handed over the stage, and measured it.
+        # By stage and rank: the last step in which the rank has handed over the stage, and measured it. Steps
+        # are counted by `RankGradients.step`, so that a step that failed and is repeated counts twice.
         self._handed_over = Board(fabric, count)
         self._measured = Board(fabric, count)
-        # By rank: the uses that its backwards have ended, those of all commits counted together. A rank for
+        # By rank: the uses that its backwards have ended, those of all steps counted together. A rank for
         # which no other rank must wait counts as if it had ended its backward.
         self._ended = Board(fabric, fabric.local_size)
         self._updates = updates
@@ -65,16 +67,18 @@ class RankBackwardUpdates(BackwardUpdates):
         first = stage * self._fabric.local_size
         return range(first, first + self._fabric.local_size)
 
-    def _post(self, board: Board, stage: int, number: int) -> None:
-        board.post(self._slots(stage)[self._fabric.local_rank], number)
+    def _post(self, board: Board, stage: int) -> None:
+        board.post(self._slots(stage)[self._fabric.local_rank], self._shared.step)
 
-    def _all(self, board: Board, stage: int, number: int) -> bool:
-        return all(board.read(slot) == number for slot in self._slots(stage))
+    def _have_all(self, board: Board, stage: int) -> bool:
+        return all(board.read(slot) == self._shared.step for slot in self._slots(stage))
 
-    def _has_begun(self, step: RunningStep) -> bool:
-        # All ranks must give up the same steps, so a stage that another rank has handed over counts too.
-        stages = range(len(self._stages))
-        return any(self._handed_over.read(slot) == step.number for s in stages for slot in self._slots(s))
+    def _has_begun(self, step: RunningStep, error: BaseException) -> bool:
+        if isinstance(error, NonFiniteError):
+            # All ranks raise this error when their backwards have ended, or about a stage that all have
+            # handed over. So all of them come to the same result.
+            return any(self._have_all(self._handed_over, stage) for stage in range(len(self._stages)))
+        return bool(step.handed_over)  # the other ranks may still hand over these stages
 
     def _check(self, step: RunningStep, key: ParamKey) -> None:
         pass  # other ranks may still add to the sum
@@ -84,24 +88,25 @@ class RankBackwardUpdates(BackwardUpdates):
         # A second gradient is added at the end of the backward.
         if not self._shared.sums.has_second(stage) and self._let_go(step, stage):
             step.waiting.append(stage)
-            self._post(self._handed_over, stage, step.number)
+            self._post(self._handed_over, stage)
 
     def _meet(self, step: RunningStep) -> None:
-        self._note_pace(step.number - 1, len(self._schedule.uses) - step.reached)
+        self._note_pace(len(self._schedule.uses) - step.reached)
         self._look(step)
         while not self._is_in_pace():
             self._fabric.wait_until(
-                lambda: self._is_in_pace() or any(self._is_due(step, each) for each in step.waiting),
+                lambda: self._is_in_pace() or any(map(self._is_due, step.waiting)),
                 "the backwards of all ranks",
             )
             self._look(step)
 
     def let_others_pass(self) -> None:
         if self._step is not None:
-            self._note_pace(self._step.number, 0)
+            self._note_pace(len(self._schedule.uses))
 
-    def _note_pace(self, commits: int, uses: int) -> None:
-        self._ended.post(self._fabric.local_rank, commits * len(self._schedule.uses) + uses)
+    def _note_pace(self, ended: int) -> None:
+        earlier = (self._shared.step - 1) * len(self._schedule.uses)
+        self._ended.post(self._fabric.local_rank, earlier + ended)
 
     def _is_in_pace(self) -> bool:
         ended = [self._ended.read(rank) for rank in range(self._fabric.local_size)]
@@ -109,23 +114,23 @@ class RankBackwardUpdates(BackwardUpdates):
 
     def _look(self, step: RunningStep) -> None:
         """Measure the sums of stages that all ranks have handed over, and update those that are measured."""
-        for stage in [stage for stage in step.waiting if self._is_due(step, stage)]:
-            if not self._is_measured_here(step, stage):
+        for stage in [stage for stage in step.waiting if self._is_due(stage)]:
+            if not self._is_measured_here(stage):
                 self._shared.early.measure(self._shared.early.keys(stage))
-                self._post(self._measured, stage, step.number)
-            if self._all(self._measured, stage, step.number):
+                self._post(self._measured, stage)
+            if self._have_all(self._measured, stage):
                 step.waiting.remove(stage)
                 self._take(step, stage)
         self._queue.run_here()
 
-    def _is_due(self, step: RunningStep, stage: int) -> bool:
+    def _is_due(self, stage: int) -> bool:
         """True if this rank can measure the sums of a stage now, or update it."""
-        if self._is_measured_here(step, stage):
-            return self._all(self._measured, stage, step.number)
-        return self._all(self._handed_over, stage, step.number) and self._shared.early.are_whole(stage)
+        if self._is_measured_here(stage):
+            return self._have_all(self._measured, stage)
+        return self._have_all(self._handed_over, stage) and self._shared.early.are_whole(stage)
 
-    def _is_measured_here(self, step: RunningStep, stage: int) -> bool:
-        return self._measured.read(self._slots(stage)[self._fabric.local_rank]) == step.number
+    def _is_measured_here(self, stage: int) -> bool:
+        return self._measured.read(self._slots(stage)[self._fabric.local_rank]) == self._shared.step
 
     def _take(self, step: RunningStep, stage: int) -> None:
         norms = self._shared.early.norms(stage)

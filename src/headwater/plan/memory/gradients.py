@@ -12,6 +12,13 @@ from headwater.plan.step_trace import Trace
 from headwater.plan.types import Plan, StoreShare
 from headwater.store.layout import MOST_AHEAD, MOST_UNFINISHED
 
+_MEETING = 4
+"""With several ranks, the most stages whose sums are complete or nearly so, and wait for an event on a rank.
+
+One waits for the last additions, one until all ranks have handed it over, one until all have measured it, and
+one for its update.
+"""
+
 
 @final
 class GradientMemory:
@@ -185,12 +192,13 @@ class GradientMemory:
         An update frees the gradients of a stage while the backward continues. Beside the gradients that
         arrive, those of the last complete stage wait until the backward reaches another stage. If a thread
         updates, those of the stages before it may wait too (`MOST_UNFINISHED`). With several ranks, so may
-        those of stages that the slowest rank still needs (`MOST_AHEAD`), and of one more, which all ranks
-        must measure before they update it. The sum to which gradients are added has its own memory.
+        those of stages that the slowest rank still needs (`MOST_AHEAD`), those that wait in a queue to be
+        added, and those that all ranks must measure before they update them (`_MEETING`). The sum to which
+        gradients are added has its own memory.
         """
         trace, ranks = self._trace, self._ranks
         on_thread = plan.device != "cpu" or plan.on_disk
-        most = 1 + (MOST_UNFINISHED if on_thread else 0) + (MOST_AHEAD + 1 if self.sums_stay else 0)
+        most = 1 + (MOST_UNFINISHED if on_thread else 0) + (MOST_AHEAD + _MEETING if self.sums_stay else 0)
         waiting, complete = [0] * len(trace.uses), list[int]()
         for position in reversed(range(len(trace.uses))):
             stage = trace.uses[position]
