@@ -160,7 +160,7 @@ def test_a_finished_run_reports_nothing_to_do(headwater, params):
     assert code == 0 and "nothing to do" in error
 
 
-def test_a_run_can_start_from_the_weights_only(headwater, data, tmp_path):
+def test_a_run_can_start_from_the_weights_only(headwater, data, tmp_path, caplog):
     first, second = (write_params(tmp_path, data, name) for name in ("first", "second"))
     assert headwater("fit", first, "--max_steps", 3)[0] == 0
     start = tmp_path / "first" / "checkpoint_3"
@@ -169,6 +169,9 @@ def test_a_run_can_start_from_the_weights_only(headwater, data, tmp_path):
     assert code == 0
     assert history(tmp_path / "second")[0]["step"] == 1
     assert history(tmp_path / "second")[0]["loss"] < history(tmp_path / "first")[0]["loss"]
+    code, _, _ = headwater("fit", second, "--max_steps", 2, callback)
+    assert code == 0 and "LoadCheckpointStates is not used, since this run continues" in caplog.text
+    assert (tmp_path / "second" / "checkpoint_2").exists()
 
 
 def test_validate_gives_the_loss_of_the_last_evaluation(headwater, params, tmp_path):

@@ -76,7 +76,7 @@ class RankBackwardUpdates(BackwardUpdates):
     def _has_begun(self, step: RunningStep, error: BaseException) -> bool:
         if isinstance(error, NonFiniteError):
             # All ranks raise this error when their backwards have ended, or about a stage that all have
-            # handed over. So all of them come to the same result.
+            # handed over. So the result is equal on all ranks.
             return any(self._have_all(self._handed_over, stage) for stage in range(len(self._stages)))
         return bool(step.handed_over)  # the other ranks may still hand over these stages
 

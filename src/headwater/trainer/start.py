@@ -218,6 +218,12 @@ def find_start(init: CommonInitConfig, named: Path | None, checkpoints: Checkpoi
     own = checkpoints.newest_whole(deep=deep) if init.checkpoint.autoload_last_checkpoint else None
     state = None if own is None else read_state(own)
     if named is None:
+        if own is not None and init.checkpoint_states != ("all",):
+            logger.info(
+                "LoadCheckpointStates is not used, since this run continues its newest checkpoint; to start "
+                "over: %s",
+                _START_OVER,
+            )
         return _start_of_own(own, state)
     target = step_of(named) if own is not None and checkpoints.is_own(named) else None
     # The run has returned to `target` once already, or is there now, so it continues from its newest step.
