@@ -19,7 +19,7 @@ def test_an_update_applies_a_whole_commit(monkeypatch):
     def queue_and_update(access, stage, *parts):
         queue(access, stage, *parts)
         if not access._fabric.computes:
-            access._catch_up_ahead(stage)
+            access.catch_up(stage)
             time.sleep(0.02)
 
     wanted = run_ranks(work, 2, 1, num_memx=1)
