@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -155,9 +156,9 @@ class MemoryStorage(SumsInMemory):
 class PooledStorage(SumsInMemory):
     """Gradient sums of stages that are updated during the backward: few of them have memory at a time.
 
-    There is one slot for each stage, and each slot has room for the largest stage. A stage takes the first
-    free slot when its first gradient arrives, and gives it back when all ranks have used the sums. The system
-    provides a page of memory when it is first written, so slots that are never used take none.
+    Stages whose sums have the same size share as many slots of that size. A stage takes the first free slot
+    when its first gradient arrives, and gives it back when all ranks have used the sums. The system provides
+    a page of memory when it is first written, so slots that are never used take none.
 
     Args:
         stages: the stages.
@@ -169,20 +170,21 @@ class PooledStorage(SumsInMemory):
         self.sizes = sizes
         self._fabric = fabric
         self._offsets: dict[ParamKey, int] = {}
-        self._slot_bytes = 0
+        self._bytes: list[int] = []  # by stage
         for stage in stages:
             keys = [key for key in sizes.dtypes if key[0] == stage.index]
             places, end = _places(keys, sizes, _ALIGNMENT_BYTES)
             self._offsets.update(places)
-            self._slot_bytes = max(self._slot_bytes, round_up(end, PAGE_BYTES))
-        self._num_slots = len(stages)
-        self._slots = fabric.allocate(self._slot_bytes * self._num_slots)
-        self._slot_of = Board(fabric, self._num_slots)  # by stage, 1 + its slot; 0: none
-        self._users = Board(fabric, self._num_slots)  # by slot, the ranks that have not used its sums
+            self._bytes.append(round_up(end, PAGE_BYTES))
+        self._slots = sorted(self._bytes)  # the size of each slot
+        self._starts = [0, *itertools.accumulate(self._slots)]
+        self._memory = fabric.allocate(self._starts[-1])
+        self._slot_of = Board(fabric, len(stages))  # by stage, 1 + its slot; 0: none
+        self._users = Board(fabric, len(stages))  # by slot, the ranks that have not used its sums
 
     def read(self, key: ParamKey, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        first = (self._slot_of.read(key[0]) - 1) * self._slot_bytes + self._offsets[key]
-        whole = self._slots[first : first + self.sizes.num_bytes(key)].view(self.sizes.dtypes[key])
+        first = self._starts[self._slot_of.read(key[0]) - 1] + self._offsets[key]
+        whole = self._memory[first : first + self.sizes.num_bytes(key)].view(self.sizes.dtypes[key])
         return whole[start:stop]
 
     def open(self, stage: int) -> None:
@@ -190,7 +192,8 @@ class PooledStorage(SumsInMemory):
             return
         with self._fabric.exclusive():
             if not self._slot_of.read(stage):  # otherwise another rank has just opened it
-                slot = next(slot for slot in range(self._num_slots) if not self._users.read(slot))
+                own = [slot for slot, size in enumerate(self._slots) if size == self._bytes[stage]]
+                slot = next(slot for slot in own if not self._users.read(slot))
                 self._users.post(slot, self._fabric.local_size)
                 self._slot_of.post(stage, slot + 1)
 
