@@ -76,7 +76,7 @@ class GradientStorage(abc.ABC):
 
     @abc.abstractmethod
     def open(self, stage: int) -> None:
-        """Give the sums of a stage memory if they have none. Their values are undefined then."""
+        """Allocate the sums of a stage, unless they are allocated. New sums have undefined values."""
 
     @abc.abstractmethod
     def release(self, stage: int) -> None:
