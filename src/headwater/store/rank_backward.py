@@ -116,7 +116,7 @@ class RankBackwardUpdates(BackwardUpdates):
         """Measure the sums of stages that all ranks have handed over, and update those that are measured."""
         for stage in [stage for stage in step.waiting if self._is_due(stage)]:
             if not self._is_measured_here(stage):
-                self._shared.early.measure(self._shared.early.keys(stage))
+                self._shared.sums.measure(self._shared.sums.keys_of_stage[stage])
                 self._post(self._measured, stage)
             if self._have_all(self._measured, stage):
                 step.waiting.remove(stage)
@@ -127,16 +127,16 @@ class RankBackwardUpdates(BackwardUpdates):
         """True if this rank can measure the sums of a stage now, or update it."""
         if self._is_measured_here(stage):
             return self._have_all(self._measured, stage)
-        return self._have_all(self._handed_over, stage) and self._shared.early.are_whole(stage)
+        return self._have_all(self._handed_over, stage) and self._shared.sums.are_whole(stage)
 
     def _is_measured_here(self, stage: int) -> bool:
         return self._measured.read(self._slots(stage)[self._fabric.local_rank]) == self._shared.step
 
     def _take(self, step: RunningStep, stage: int) -> None:
-        norms = self._shared.early.norms(stage)
+        norms = {key: self._shared.sums.norm(key) for key in self._shared.sums.keys_of_stage[stage]}
         for key, norm in norms.items():
             self._shared.status.measure(key, norm)
         self._refuse_non_finite(step, self._shared.status.norm(norms))
-        self._shared.early.taken.update(norms)
+        self._shared.taken_early.update(norms)
         self._shared.commit(norms, {stage} if self._updates(stage) else ())
         self._record(step, norms)

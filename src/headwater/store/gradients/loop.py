@@ -52,17 +52,12 @@ class LoopGradients(EditableGradients):
     def complete(self) -> None:
         self.status.present = self._sums.find()
         shared = self._sums.shared
-        for key in self.status.present:
-            if not self._sums.is_copied(key) and shared.is_mine(key):
-                shared.norms[shared.slots[key]] = gradient_norm(shared.whole(key))
+        shared.measure(key for key in self.status.present if not self._sums.is_copied(key))
         # Each rank has measured some of the sums.
         self._host.barrier("the norms of the gradients")
         for key in sorted(self.status.present):
-            if self._sums.is_copied(key):
-                norm = gradient_norm(self._sums.value(key))
-            else:
-                norm = shared.norms[shared.slots[key]].clone()
-            self.status.measure(key, norm)
+            is_copied = self._sums.is_copied(key)
+            self.status.measure(key, gradient_norm(self._sums.value(key)) if is_copied else shared.norm(key))
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
         return self.status.norm(keys)

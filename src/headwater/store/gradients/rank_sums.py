@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Board, Fabric
 from headwater.store.gradients.additions import AdditionThread
+from headwater.store.gradients.norms import gradient_norm
 from headwater.store.gradients.turns import Turn, TurnQueue
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ class RankSums:
 
     Attributes:
         keys: the parameters.
+        keys_of_stage: stage -> its parameters.
         slots: the number of each parameter's sum.
         storage: where the sums lie.
         turns: the order of additions.
-        norms: one per sum, fp32, in memory that the ranks of the host share.
+        norms: one per sum, fp32, in memory that the ranks of the host share. Each rank measures some of the
+            sums, and all ranks read the norms.
 
     Args:
         stages: the stages.
@@ -65,6 +68,9 @@ class RankSums:
         self.storage = storage
         self._begin = begin
         self.keys = list(storage.sizes.dtypes)
+        self.keys_of_stage: dict[int, list[ParamKey]] = {}
+        for key in self.keys:
+            self.keys_of_stage.setdefault(key[0], []).append(key)
         self.slots = {key: slot for slot, key in enumerate(self.keys)}
         count, rank, num_ranks = len(self.keys), fabric.local_rank, fabric.local_size
         entered = Board(fabric, num_ranks) if together else None
@@ -147,9 +153,9 @@ class RankSums:
         """True if a second gradient of a parameter of a stage waits for `end_micro_batch`."""
         return any(key[0] == stage for key in self._second)
 
-    def is_whole(self, key: ParamKey) -> bool:
-        """True if all ranks have used their turn for the first gradient of this micro-batch at a sum."""
-        return self.turns.have_ended_first(self.slots[key])
+    def are_whole(self, stage: int) -> bool:
+        """True if all ranks have used their turns for the first gradients of this micro-batch at a stage."""
+        return all(self.turns.have_ended_first(self.slots[key]) for key in self.keys_of_stage[stage])
 
     def wait_for_all(self, key: ParamKey) -> None:
         """Block until all ranks have added their gradients to a sum."""
@@ -170,6 +176,16 @@ class RankSums:
     def is_mine(self, key: ParamKey) -> bool:
         """True if this rank, and no other rank of its host, measures a sum and multiplies it."""
         return self.slots[key] % self._fabric.local_size == self._fabric.local_rank
+
+    def measure(self, keys: Iterable[ParamKey]) -> None:
+        """Measure the norms of those of the sums that this rank has to measure."""
+        for key in keys:
+            if self.is_mine(key):
+                self.norms[self.slots[key]] = gradient_norm(self.storage.read(key))
+
+    def norm(self, key: ParamKey) -> torch.Tensor:
+        """Return a copy of the norm of a sum that a rank has measured. The next step overwrites the norm."""
+        return self.norms[self.slots[key]].clone()
 
     def close(self) -> None:
         """Release the thread, memory and files."""

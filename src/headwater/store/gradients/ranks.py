@@ -9,7 +9,6 @@ import torch
 
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.fabric.fabric import Fabric
-from headwater.store.gradients.early import EarlySums
 from headwater.store.gradients.port import Gradients, GradientSink
 from headwater.store.gradients.rank_sums import Beginning, RankSums
 from headwater.store.gradients.status import GradientStatus
@@ -23,7 +22,7 @@ class RankGradients(GradientSink):
     Attributes:
         sums: the sums of all ranks of the host.
         step: the number of the current step, which is the generation of the sums.
-        early: measures the sums, and knows those that updates in the backward have taken.
+        taken_early: sums of the current step that updates in the backward have taken.
 
     Args:
         stages: the stages.
@@ -39,7 +38,7 @@ class RankGradients(GradientSink):
         self.sums = RankSums(stages, fabric, storage, lambda _: Beginning(self.step), together=False)
         self._stages = stages
         self._fabric = fabric
-        self.early = EarlySums(self.sums)
+        self.taken_early: set[ParamKey] = set()
         self._committed: set[ParamKey] = set()
         self._dropped: set[ParamKey] = set()  # sums that were dropped in this step
 
@@ -56,8 +55,8 @@ class RankGradients(GradientSink):
 
     def complete(self) -> None:
         self.wait_for_sums()
-        filled = [key for key in self.filled() if key not in self.early.taken]
-        self.early.measure(filled)
+        filled = [key for key in self.filled() if key not in self.taken_early]
+        self.sums.measure(filled)
         # Each rank has measured some of the sums, and all read every norm.
         self._fabric.barrier("the norms of the gradients")
         self.publish(filled)
@@ -84,8 +83,7 @@ class RankGradients(GradientSink):
         self.status.present = set(filled) - self._dropped
         for key in filled:
             if key not in self._dropped:
-                # This is a copy, because the next step overwrites the shared memory.
-                self.status.measure(key, self.sums.norms[self.sums.slots[key]].clone())
+                self.status.measure(key, self.sums.norm(key))
 
     def norm(self, keys: Sequence[ParamKey]) -> torch.Tensor:
         return self.status.norm(keys)
@@ -121,7 +119,7 @@ class RankGradients(GradientSink):
     def discard(self) -> None:
         self.status.leave_all()
         self._dropped.clear()
-        self.early.taken.clear()
+        self.taken_early.clear()
         self.step += 1  # the first addition of the step replaces what is in the sums
 
     def borrow(self, key: ParamKey) -> torch.Tensor | None:

@@ -176,8 +176,10 @@ class PooledStorage(SumsInMemory):
             places, end = _places(keys, sizes, _ALIGNMENT_BYTES)
             self._offsets.update(places)
             self._bytes.append(round_up(end, PAGE_BYTES))
-        self._slots = sorted(self._bytes)  # the size of each slot
-        self._starts = [0, *itertools.accumulate(self._slots)]
+        slots = sorted(self._bytes)  # the size of each slot
+        # size -> its slots
+        self._slots = {size: [slot for slot, its in enumerate(slots) if its == size] for size in set(slots)}
+        self._starts = [0, *itertools.accumulate(slots)]
         self._memory = fabric.allocate(self._starts[-1])
         self._slot_of = Board(fabric, len(stages))  # by stage, 1 + its slot; 0: none
         self._users = Board(fabric, len(stages))  # by slot, the ranks that have not used its sums
@@ -192,7 +194,7 @@ class PooledStorage(SumsInMemory):
             return
         with self._fabric.exclusive():
             if not self._slot_of.read(stage):  # otherwise another rank has just opened it
-                own = [slot for slot, size in enumerate(self._slots) if size == self._bytes[stage]]
+                own = self._slots[self._bytes[stage]]
                 slot = next(slot for slot in own if not self._users.read(slot))
                 self._users.post(slot, self._fabric.local_size)
                 self._slot_of.post(stage, slot + 1)
