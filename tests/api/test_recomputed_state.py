@@ -1,6 +1,7 @@
 """Stages that are recomputed in backward find the state of their forward, whatever has changed since."""
 
 import dataclasses
+import functools
 import random
 
 import numpy as np
@@ -439,5 +440,80 @@ def test_inputs_of_blocks_that_are_changed_in_place_afterwards_equal_plain(plan,
             loss.backward()
             losses.append(loss.item())
         return losses, [param.grad for param in model.parameters()]
+
+    check(script, plan, tmp_path)
+
+
+class Helper(nn.Module):
+    """A module with a buffer and attributes that its forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.layer = nn.Linear(6, 6)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(self.norm(x)).tanh() * self.calls
+
+    def method(self, x):
+        return self(x)
+
+
+@dataclasses.dataclass
+class Holder:
+    helper: nn.Module
+
+    def __call__(self, x):
+        return self.helper(x)
+
+
+class Caller(nn.Module):
+    """A stage that calls one of its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x, call):
+        return torch.tanh(call(self.layer(x)))
+
+
+class Passing(nn.Module):
+    """A model that passes one of its modules to others."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.helper = Helper()
+        self.callers = nn.ModuleList(Caller() for _ in range(3))
+        self.way = way
+
+    def forward(self, x):
+        x = self.first(x)
+        for caller in self.callers:
+            x = caller(x, self.way(self.helper))
+        return x
+
+
+@pytest.mark.parametrize("plan", ["memory", *RECOMPUTED])
+@pytest.mark.parametrize(
+    "way",
+    [lambda helper: helper, functools.partial, lambda helper: helper.method, Holder],
+    ids=["module", "partial", "method", "attribute"],
+)
+def test_module_that_a_block_gets_as_an_argument(plan, way, tmp_path):
+    def script(place):
+        model = place.compile(Passing(way))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shown = []
+        for _ in range(3):
+            loss = model(torch.randn(4, 6)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            shown += loss, model.helper.calls
+        return shown, model
 
     check(script, plan, tmp_path)

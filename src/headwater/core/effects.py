@@ -124,7 +124,7 @@ def effects_undone(model: nn.Module, arguments: Sequence[Any] = ()) -> Iterator[
 
     Args:
         model: the model.
-        arguments: functions that the caller passes to the model.
+        arguments: functions and modules that the caller passes to the model.
 
     Raises:
         StreamError: if an iterator has advanced that cannot go back.
@@ -140,7 +140,7 @@ def state_of_model(model: nn.Module, arguments: Sequence[Any] = ()) -> PythonSta
 
     Args:
         model: the model.
-        arguments: functions that the caller passes to the model.
+        arguments: functions and modules that the caller passes to the model.
     """
     visitor = _Visitor()
     visitor.visit_model(model)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_leaves
 
+from headwater.core.copies import modules_in
 from headwater.core.foreign import is_foreign, is_of_foreign
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -47,12 +48,14 @@ def functions_of(model: nn.Module) -> list[Any]:
 
 
 def functions_in(call: object) -> list[Any]:
-    """Return the functions among the arguments of a call, in any nesting.
+    """Return the functions and modules among the arguments of a call, in any nesting.
 
-    A dry run gets copies of other arguments, but a copy of a function has the same state.
+    A dry run gets copies of other arguments, but a copy of a function has the same state, and modules are
+    not copied.
     """
     kinds = FunctionType, BuiltinMethodType, MethodType, functools.partial, weakref.ref
-    return [leaf for leaf in tree_leaves(call) if isinstance(leaf, kinds)]
+    leaves = tree_leaves(call)
+    return [*modules_in(leaves), *(leaf for leaf in leaves if isinstance(leaf, kinds))]
 
 
 def _methods_of(cls: type[nn.Module]) -> list[Any]:

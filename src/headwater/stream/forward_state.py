@@ -27,7 +27,7 @@ class ForwardState:
 
     Args:
         module: the module whose forward is about to run.
-        arguments: functions that the forward gets as arguments.
+        arguments: functions and modules that the forward gets as arguments.
     """
 
     def __init__(self, module: nn.Module, arguments: Sequence[Any] = ()) -> None:
