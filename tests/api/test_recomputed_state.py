@@ -517,3 +517,46 @@ def test_module_that_a_block_gets_as_an_argument(plan, way, tmp_path):
         return shown, model
 
     check(script, plan, tmp_path)
+
+
+class Wrapping(nn.Module):
+    """A stage that turns every exception of its layers into another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        try:
+            return self.layer(torch.tanh(x)).exp().clamp(max=5)
+        except Exception as error:
+            raise ValueError("this layer has failed") from error
+
+
+class Falling(Wrapping):
+    """A stage that computes something else after an exception."""
+
+    def forward(self, x):
+        try:
+            return super().forward(x)
+        except Exception:  # noqa: BLE001 - this is what the test is about
+            return self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("plan", RECOMPUTED)
+@pytest.mark.parametrize("kind", [Wrapping, Falling], ids=["another exception", "another result"])
+def test_forward_that_catches_every_exception(plan, kind, tmp_path):
+    """The end of the second run must not look like an error of the forward."""
+
+    def script(place):
+        model = place.compile(network(kind()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            losses.append(model(torch.randn(4, 6)).square().mean())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        return losses, model
+
+    check(script, plan, tmp_path)

@@ -1,4 +1,12 @@
-"""Recomputation: forwards that keep only their inputs for backward, and run again there."""
+"""Recomputation: forwards that keep only their inputs for backward, and run again there.
+
+[Note: the end of a second run]
+When the second run has saved all tensors again, torch's checkpoint ends it by an exception. Its class is a
+subclass of `Exception`, and a forward or a library may catch those: einx raises another error instead, and
+`try: return fast(x)` with `except Exception: return slow(x)` would compute something else. So the hooks of a
+second run raise an exception that is not a subclass of `Exception`, and torch's checkpoint gets its own class
+afterwards, whatever the forward has raised.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +19,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from headwater.core.copies import copied_arguments
-from headwater.core.errors import StreamError
+from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.interrupts import interruptible, uninterrupted
 from headwater.core.module_calls import replace_forward
 from headwater.core.uncompiled import CompilerOffWarning, uncompiled
 from headwater.core.user_functions import functions_in
 from headwater.stream.forward_state import ForwardState
-from headwater.stream.saved_tensors import own_checkpoints
+from headwater.stream.saved_tensors import innermost_hooks, own_checkpoints
 from headwater.stream.sites import Stages
 from headwater.stream.transforms import in_transform
 
@@ -271,6 +280,44 @@ class _RepeatedCall:
         own = iter([tensors[place] for place in self._places])
         leaves = [next(own) if leaf is _Tensor else leaf for leaf in copied_arguments(self._others)]
         args, kwargs = tree_unflatten(leaves, self._structure)
-        with own_checkpoints.entered(), self._state.restored():
-            # A copy: Python refuses to enter a context that is entered already.
-            return self._context.copy().run(self._function, *args, **kwargs)
+        ending = _Ending()
+        with (
+            saved_tensors_hooks(ending.pack, ending.unpack),
+            own_checkpoints.entered(),
+            self._state.restored(),
+        ):
+            try:
+                # A copy: Python refuses to enter a context that is entered already.
+                return self._context.copy().run(self._function, *args, **kwargs)
+            except (Exception, _AllSaved) as error:
+                if ending.is_complete and not isinstance(error, HeadwaterError):
+                    raise _StopRecomputationError from None
+                raise
+
+
+class _AllSaved(BaseException):
+    """Ends a second run. See [Note: the end of a second run]."""
+
+
+class _Ending:
+    """The saved-tensor hooks of a second run, around those of torch's checkpoint.
+
+    See [Note: the end of a second run].
+
+    Attributes:
+        is_complete: true after the last tensor that the first run has saved.
+    """
+
+    def __init__(self) -> None:
+        hooks = innermost_hooks()
+        assert hooks is not None, "torch's checkpoint sets hooks for a second run"
+        self._pack, self.unpack = hooks
+        self.is_complete = False
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if not self.is_complete:
+            try:
+                return self._pack(tensor)
+            except _StopRecomputationError:
+                self.is_complete = True
+        raise _AllSaved

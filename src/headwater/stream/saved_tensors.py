@@ -148,7 +148,7 @@ def without_weights(
         offload: offloads an activation and returns a function that returns it again; `None` if it stays.
         mark: an object that every saved tensor keeps until autograd frees it.
     """
-    hooks = _WithoutWeights(handle_of, resolve, offload, _innermost_hooks(), mark)
+    hooks = _WithoutWeights(handle_of, resolve, offload, innermost_hooks(), mark)
     with saved_tensors_hooks(hooks.pack, hooks.unpack):
         yield
 
@@ -164,7 +164,7 @@ def keep_weights_out_of_node(handle_of: HandleOf, resolve: Resolve) -> None:
     """
     enabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
     if enabled and not are_weights_kept_out(handle_of, checkpoints=False):
-        hooks = _WithoutWeights(handle_of, resolve, lambda tensor: None, _innermost_hooks())
+        hooks = _WithoutWeights(handle_of, resolve, lambda tensor: None, innermost_hooks())
         # These hooks are not popped: autograd restores those of the backward's caller before each node.
         torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
 
@@ -242,7 +242,7 @@ class _OwnCheckpoints(threading.local):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Enter a context that marks its code as run by a checkpoint of this project."""
-        self._entered.append(_innermost_hooks())
+        self._entered.append(innermost_hooks())
         try:
             yield
         finally:
@@ -250,7 +250,7 @@ class _OwnCheckpoints(threading.local):
 
     def is_in_another(self) -> bool:
         """True if the innermost checkpoint around the caller is one that the user has made."""
-        hooks = _innermost_hooks()
+        hooks = innermost_hooks()
         if hooks is None or self._is_own(hooks):
             return False
         ours = getattr(hooks[0], "__self__", None)
@@ -260,7 +260,7 @@ class _OwnCheckpoints(threading.local):
 
     def are_innermost(self) -> bool:
         """True if the innermost hooks for saved tensors are those of a checkpoint of this project."""
-        hooks = _innermost_hooks()
+        hooks = innermost_hooks()
         return hooks is not None and self._is_own(hooks)
 
     def _is_own(self, hooks: _Hooks) -> bool:
@@ -274,14 +274,14 @@ def are_weights_kept_out(handle_of: HandleOf, *, checkpoints: bool) -> bool:
         handle_of: hooks count that `without_weights` has set with this function.
         checkpoints: true if the hooks of a checkpoint of this project count too.
     """
-    hooks = _innermost_hooks()
+    hooks = innermost_hooks()
     ours = None if hooks is None else getattr(hooks[0], "__self__", None)
     if isinstance(ours, _WithoutWeights) and ours.handle_of == handle_of:
         return True
     return checkpoints and own_checkpoints.are_innermost()
 
 
-def _innermost_hooks() -> _Hooks | None:
+def innermost_hooks() -> _Hooks | None:
     """Return the pair of hooks that autograd would call now for a saved tensor, or `None`."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
