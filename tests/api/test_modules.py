@@ -496,3 +496,41 @@ def test_a_first_batch_of_a_wrong_shape_logs_no_traceback_of_torch(tmp_path):
     finally:
         logger.removeHandler(handler)
     assert not records
+
+
+class OtherNames(nn.Module):
+    """A block that renames its parameters, as a wrapper does for a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def named_parameters(self, *args, **kwargs):
+        return ((f"renamed.{name}", param) for name, param in self.layer.named_parameters())
+
+    def forward(self, x):
+        return self.layer(x).tanh()
+
+
+class Preference(nn.Module):
+    """A model whose `parameters` takes no arguments, and returns only those that the optimizer should get."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), OtherNames(), nn.Linear(6, 6))
+        self.reference = nn.Sequential(nn.Linear(6, 6), OtherNames(), nn.Linear(6, 6)).requires_grad_(False)
+
+    def parameters(self):
+        return self.policy.parameters()
+
+    def forward(self, x):
+        return self.policy(x) - self.reference(x)
+
+
+@pytest.mark.parametrize("plan", ["memory", "slabs", "recompute on disk"])
+def test_classes_that_override_the_methods_for_parameters(plan, tmp_path):
+    def script(place):
+        model = place.compile(Preference())
+        return train(model, lambda number: model(randn(3, 6, seed=number)).square().mean())
+
+    check(script, plan, tmp_path)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy as is_uninitialized
 
 from headwater.core.errors import StreamError
 from headwater.core.module_calls import surround
+from headwater.core.module_parameters import parameters_of
 from headwater.core.precision import Precision
 from headwater.core.seeding import derive_seed, drawing_devices, seed_generators
 from headwater.core.trees import tensors_in
@@ -147,7 +148,7 @@ def is_lazy(model: nn.Module) -> bool:
     Raises:
         StreamError: if there are such tensors and several ranks, whose initial values would differ.
     """
-    lazy = any(is_uninitialized(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    lazy = any(is_uninitialized(tensor) for tensor in (*parameters_of(model), *model.buffers()))
     if lazy and current().size > 1:
         raise StreamError(
             "the model has lazy modules, but several ranks need all shapes before the first call",

@@ -15,6 +15,7 @@ from headwater.api.streamed import ATTRIBUTE, StreamedModel, refuse_compiled_par
 from headwater.core.empty import fill_parameters
 from headwater.core.errors import StreamError
 from headwater.core.interrupts import uninterrupted
+from headwater.core.module_parameters import parameters_of
 from headwater.stream.left_gradients import forget_trained
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -122,7 +123,7 @@ def release(model: Module) -> Module:
     current = streamed(model)
     if current is not None:
         current.release()
-        forget_trained(model.parameters())
+        forget_trained(parameters_of(model))
     if is_compiled(model):
         delattr(model, ATTRIBUTE)
     return model

@@ -17,6 +17,7 @@ from headwater.config.sections import BackendConfig
 from headwater.core.cleanup import on_failure
 from headwater.core.empty import initial_values
 from headwater.core.interrupts import uninterrupted
+from headwater.core.module_parameters import named_parameters_of
 from headwater.core.stage import ParamKey, ParamSpec
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.fabric.membership import current
@@ -209,7 +210,7 @@ class ReplaceableEngine:
         known = initial_values(self.model)
         if not known and before is None:
             return None
-        params = dict(self.model.named_parameters())
+        params = dict(named_parameters_of(self.model))
 
         def value(spec: ParamSpec) -> torch.Tensor:
             if before is not None and spec.name in old_names:

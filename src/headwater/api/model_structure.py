@@ -17,6 +17,7 @@ from torch.nn.utils import stateless
 
 from headwater.core.errors import ConfigError, StreamError
 from headwater.core.module_calls import forward_of_user
+from headwater.core.module_parameters import named_parameters_of
 from headwater.core.overlap import overlapping
 from headwater.stream.detached import values_of
 
@@ -62,8 +63,8 @@ class Structure:
         self._classes: list[type[nn.Module]] = list(dict.fromkeys(map(type, self._modules)))
         self._identities = self._present_identities()
         self._paths: dict[str, object] = dict(model.named_modules())
-        self._paths.update(model.named_parameters(remove_duplicate=False))
-        self.names = {id(param): name for name, param in model.named_parameters()}
+        self._paths.update(named_parameters_of(model, remove_duplicate=False))
+        self.names = {id(param): name for name, param in named_parameters_of(model)}
 
     def _present_registries(self) -> list[_Registry]:
         # `del module_list[1]` gives the list another dictionary.
@@ -181,7 +182,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
     Raises:
         StreamError: if two parameters share memory. Each streamed parameter needs separate memory.
     """
-    params = dict(model.named_parameters())
+    params = dict(named_parameters_of(model))
     pair = overlapping(params) or _copied_parameter(params)
     if pair is not None:
         first, second = pair
@@ -208,7 +209,7 @@ def refuse_inference_parameters(model: nn.Module) -> None:
     """
     with torch._C.DisableTorchFunctionSubclass():  # else a streamed parameter would read its values
         found = [
-            name for name, param in model.named_parameters() if param.requires_grad and param.is_inference()
+            name for name, param in named_parameters_of(model) if param.requires_grad and param.is_inference()
         ]
     if found:
         raise StreamError(
@@ -225,7 +226,7 @@ def refuse_tensor_classes(model: nn.Module) -> None:
         StreamError: if there is one. Between forwards its operations would be torch's own, and a parameter
             that wraps other tensors has no memory that a store could keep.
     """
-    for name, param in model.named_parameters():
+    for name, param in named_parameters_of(model):
         kind = type(param)
         if kind.__module__.partition(".")[0] in ("torch", "headwater"):
             continue

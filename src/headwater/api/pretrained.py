@@ -33,6 +33,7 @@ from headwater.core.errors import CheckpointError, ConfigError
 from headwater.core.files import disk_errors, lookup_errors, sync_folder
 from headwater.core.initialization import initialize, others_without_memory
 from headwater.core.lazy import pieces_of
+from headwater.core.module_parameters import named_parameters_of
 from headwater.core.names import nearest
 from headwater.core.safetensors import TensorFile, can_hold
 from headwater.core.scratch import scratch_folder
@@ -172,7 +173,7 @@ def _require_buffers(model: nn.Module) -> None:
 def _places(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer by each of its names in `state_dict`."""
     # Not from `state_dict()`: its tensors are new objects, which do not show what is tied.
-    places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    places: dict[str, Tensor] = dict(named_parameters_of(model, remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -243,7 +244,7 @@ def _initialize_rest(model: nn.Module, loading: _Loading, directory: Path) -> No
     filled = {id(place) for place, _ in loading.values}
     rest = {
         name: param
-        for name, param in model.named_parameters()
+        for name, param in named_parameters_of(model)
         if param.is_meta and recorded_values(param) is None and id(param) not in filled
     }
     if not rest:

@@ -26,6 +26,7 @@ from headwater.api.updaters import Updaters, live_optimizers
 from headwater.core.copies import copied_arguments
 from headwater.core.empty import settle_lazy_parameters
 from headwater.core.interrupts import interruptible
+from headwater.core.module_parameters import named_parameters_of
 from headwater.core.precision import Precision
 from headwater.fabric.membership import current
 from headwater.plan.writes import refuse_assignments_after_use
@@ -124,7 +125,7 @@ class Replanning:
         if now.engine is None:
             now.join_ranks()
             if not self._was_planned:  # later, the traceback of a failed dry run may hold such tensors
-                warn_of_references(model.named_parameters())
+                warn_of_references(named_parameters_of(model))
             self._was_planned = True
 
     def _target(self, *, in_fp32: bool) -> _Target:
@@ -197,7 +198,7 @@ def _dtypes(trace: Trace) -> dict[str, tuple[torch.dtype, torch.dtype]]:
 
 def trained_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that require a gradient, or got one while they were frozen."""
-    return frozenset(name for name, param in model.named_parameters() if is_trained(param))
+    return frozenset(name for name, param in named_parameters_of(model) if is_trained(param))
 
 
 def _warn_of_fp32() -> None:
@@ -213,7 +214,7 @@ def _warn_of_fp32() -> None:
 def _note_live(model: nn.Module, updaters: Updaters) -> None:
     """Record the optimizers of the parameters that no optimizer has updated yet."""
     known = updaters.specs
-    params = [(name, param) for name, param in model.named_parameters() if name not in known]
+    params = [(name, param) for name, param in named_parameters_of(model) if name not in known]
     names = {id(param): name for name, param in params}
     for optimizer in live_optimizers([param for _, param in params]) if params else []:
         updaters.note(optimizer, names)

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from headwater.api.calls import Call, stand_in_loss
 from headwater.core.interrupts import held_throughout
+from headwater.core.module_parameters import named_parameters_of
 from headwater.core.precision import Precision
 from headwater.core.seeding import drawing_devices
 from headwater.core.stage import ParamSpec
@@ -149,7 +150,9 @@ def _without_cached_parametrizations() -> Iterator[None]:
 @contextmanager
 def _unfrozen(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Enter a context in which the parameters with these names require gradients."""
-    frozen = [param for name, param in model.named_parameters() if name in names and not param.requires_grad]
+    frozen = [
+        param for name, param in named_parameters_of(model) if name in names and not param.requires_grad
+    ]
     for param in frozen:
         param.requires_grad_(True)
     try:

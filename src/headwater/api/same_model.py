@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from headwater.core.errors import StreamError
+from headwater.core.module_parameters import named_parameters_of
 from headwater.fabric.fabric import Fabric
 from headwater.optim.spec import group_options, numbers
 
@@ -113,7 +114,7 @@ def _difference(every: Sequence[Mapping[str, str]]) -> str | None:
 def _parts(model: nn.Module, kept: Collection[str]) -> dict[str, str]:
     """Return a description of each module and each parameter, by name."""
     parts = {name: f"a module {type(module).__qualname__}" for name, module in model.named_modules()}
-    for name, param in model.named_parameters():
+    for name, param in named_parameters_of(model):
         state = "streamed" if name in kept else "new"
         trained = "trained" if param.requires_grad else "frozen"
         dtype = str(param.dtype).removeprefix("torch.")

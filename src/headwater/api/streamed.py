@@ -29,6 +29,7 @@ from headwater.api.updaters import Updaters
 from headwater.core.empty import initial_values
 from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.module_calls import cannot_be_pickled
+from headwater.core.module_parameters import parameters_of
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
 from headwater.fabric.membership import current
@@ -255,4 +256,4 @@ def refuse_compiled_parts(model: nn.Module) -> None:
 
 def _has_values(model: nn.Module) -> bool:
     """True if every parameter has its values in memory."""
-    return not initial_values(model) and not any(param.is_meta for param in model.parameters())
+    return not initial_values(model) and not any(param.is_meta for param in parameters_of(model))

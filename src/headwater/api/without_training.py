@@ -19,6 +19,7 @@ from headwater.core.arithmetic import Kernels
 from headwater.core.errors import ConfigError, DoesNotFitError, ModelError
 from headwater.core.files import check_place
 from headwater.core.loss_function import LossFunction
+from headwater.core.module_parameters import parameters_of
 from headwater.core.precision import Precision, PrecisionName
 from headwater.core.stage import OptimizerState
 from headwater.core.trees import tensors_in
@@ -200,7 +201,7 @@ def _spec(optimizer: OptimizerSpec | torch.optim.Optimizer | None, model: nn.Mod
     """
     if optimizer is None or isinstance(optimizer, OptimizerSpec):
         return optimizer
-    own = {id(param) for param in model.parameters()}
+    own = {id(param) for param in parameters_of(model)}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     foreign = [param for param in params if id(param) not in own]
     if foreign:

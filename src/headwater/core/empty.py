@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headwater.core.lazy import LazyTensor, StoredTensor
+from headwater.core.module_parameters import named_parameters_of, parameters_of
 
 _VALUES = "_headwater_values"
 """Attribute of an empty parameter that holds its values, usually a lazy tensor."""
@@ -74,7 +75,7 @@ def initial_values(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     def reader(param: nn.Parameter, values: Tensor) -> Callable[[], Tensor]:
         return lambda: values.to(param.dtype)
 
-    known = ((name, param, recorded_values(param)) for name, param in model.named_parameters())
+    known = ((name, param, recorded_values(param)) for name, param in named_parameters_of(model))
     return {name: reader(param, values) for name, param, values in known if values is not None}
 
 
@@ -88,7 +89,7 @@ def settle_lazy_parameters(model: nn.Module, read_now: Callable[[Tensor], bool])
         read_now: returns true if a parameter gets its values now. Otherwise it becomes an empty parameter
             that records where its values are.
     """
-    for param in [param for param in model.parameters() if isinstance(param, StoredTensor)]:
+    for param in [param for param in parameters_of(model) if isinstance(param, StoredTensor)]:
         lazy = LazyTensor(param.read_pieces, param.shape, param.dtype)
         held = {*vars(lazy), "_is_param"}
         values = lazy.materialize() if read_now(param) else torch.empty_like(lazy, device="meta")

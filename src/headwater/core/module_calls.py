@@ -24,6 +24,7 @@ from torch import nn
 
 from headwater.core.errors import StreamError
 from headwater.core.interrupts import interruptible, uninterrupted
+from headwater.core.module_parameters import parameters_of
 from headwater.core.uncompiled import uncompiled
 
 Layer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -217,7 +218,7 @@ def _deep_copy(memo: dict[int, Any]) -> Any:
             vars(plain)[name] = value
     if forward is not None:
         vars(plain)["forward"] = forward
-    for param in module.parameters():
+    for param in parameters_of(module):
         home = getattr(param, "home", None)
         # In its forward, a weight that is streamed in 16 bits is an ordinary parameter of 16 bits.
         if home is not None and id(param) not in memo and param.dtype != home.spec.dtype:

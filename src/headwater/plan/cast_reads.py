@@ -28,6 +28,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from headwater.core.loss_function import LossFunction
+from headwater.core.module_parameters import named_parameters_of
 from headwater.core.stage import ParamSpec
 from headwater.core.tensor_values import OF_DTYPE
 from headwater.core.trees import operands
@@ -97,7 +98,7 @@ class CastReads:
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss. The dry run calls this while the model has the dry run's parameters."""
-        self._name_of_memory = {memory_key(param): name for name, param in model.named_parameters()}
+        self._name_of_memory = {memory_key(param): name for name, param in named_parameters_of(model)}
         # The mode does not cover the backward, because code of this package reads dtypes there.
         with _ReadsInPython(self._name_of_memory, self._uncast.add, self._shared.add):
             return self._loss_function(model, batch)

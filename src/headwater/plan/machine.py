@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from headwater.core.gpu import first_use
+from headwater.core.module_parameters import parameters_of
 from headwater.core.owned_memory import ONLY_OWNER, private_resident_bytes, storage_references
 from headwater.core.units import MIB, format_bytes
 from headwater.core.warn_once import warn_once
@@ -90,7 +91,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _memory_of_weights(model: nn.Module) -> Iterator[tuple[int, int]]:
     """Yield address and size of the memory of each parameter that nothing else uses."""
-    for param in model.parameters():
+    for param in parameters_of(model):
         is_plain = type(param) is nn.Parameter and param.device.type == "cpu" and has_storage(param)
         if is_plain and storage_references(param) == ONLY_OWNER:
             storage = param.untyped_storage()

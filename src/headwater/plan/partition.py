@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from headwater.core.errors import PlanError
+from headwater.core.module_parameters import named_parameters_of, parameters_of
 from headwater.core.precision import Precision
 from headwater.core.stage import ParamSpec, StageSpec, dense_strides, with_params
 
@@ -75,7 +76,7 @@ def find_stages(model: nn.Module, precision: Precision) -> Partition:
     for unit in _divide(model, "", _numel(model)):
         module = model.get_submodule(unit.path)
         params = []
-        for param in module.parameters(recurse=not unit.direct_only):
+        for param in parameters_of(module, recurse=not unit.direct_only):
             if id(param) not in taken:
                 taken.add(id(param))
                 spec = _spec(param, names[id(param)], precision, id(param) in norm_params)
@@ -102,7 +103,7 @@ def _divide(module: nn.Module, path: str, total: int) -> Iterator[Unit]:
         yield Unit(path, direct_only=False)
         return
     # A class derived from `nn.Sequential` or `nn.ModuleList` can hold parameters beside its layers.
-    if next(module.parameters(recurse=False), None) is not None:
+    if next(parameters_of(module, recurse=False), None) is not None:
         yield Unit(path, direct_only=True)
     divide = _divide_repeated if _is_container(module) else _divide
     for name, child in module.named_children():
@@ -128,11 +129,11 @@ def _holds_container(module: nn.Module, kind: type[nn.Module] | None = None) -> 
 
 def _has_parameters(module: nn.Module) -> bool:
     """True if a module has parameters, even empty ones such as those of `nn.Linear(8, 0)`."""
-    return next(module.parameters(), None) is not None
+    return next(parameters_of(module), None) is not None
 
 
 def _numel(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
+    return sum(param.numel() for param in parameters_of(module))
 
 
 def _join(path: str, name: str) -> str:
@@ -141,7 +142,7 @@ def _join(path: str, name: str) -> str:
 
 def _names_by_param(model: nn.Module) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in named_parameters_of(model, remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     return names
 
@@ -149,7 +150,7 @@ def _names_by_param(model: nn.Module) -> dict[int, list[str]]:
 def _norm_params(model: nn.Module) -> set[int]:
     # Layers are found by name too, because other libraries define classes such as `LlamaRMSNorm`.
     layers = (m for m in model.modules() if isinstance(m, _NORM_LAYERS) or type(m).__name__.endswith("Norm"))
-    return {id(param) for layer in layers for param in layer.parameters(recurse=False)}
+    return {id(param) for layer in layers for param in parameters_of(layer, recurse=False)}
 
 
 def _sparse_params(model: nn.Module) -> set[int]:

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 from headwater.core.errors import ConfigError
+from headwater.core.module_parameters import parameters_of
 from headwater.core.units import GIB, MIB
 from headwater.plan.rates import ADAMW_BYTES, Calibration
 from headwater.plan.update_probe import StageOfAllKinds
@@ -361,7 +362,7 @@ class _Block:
 
     def _count_saved(self) -> int:
         """Return the bytes that autograd saves in one forward, without weights."""
-        saved: dict[int, int] = {param.data_ptr(): 0 for param in self._layer.parameters()}
+        saved: dict[int, int] = {param.data_ptr(): 0 for param in parameters_of(self._layer)}
 
         def count(tensor: Tensor) -> Tensor:
             saved.setdefault(tensor.data_ptr(), tensor.numel() * tensor.element_size())

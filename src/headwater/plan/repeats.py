@@ -23,6 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from headwater.core.dry_run import has_costs_by_shapes
+from headwater.core.module_parameters import parameters_of
 from headwater.core.stage import StageSpec
 from headwater.core.user_functions import HOOKS
 from headwater.plan.alive import has_storage, memory_key
@@ -249,7 +250,7 @@ def _stage_key(module: nn.Module, path: str, stages: Sequence[StageSpec]) -> Has
         stages: its stage, or the stages of the divided block.
     """
     params = [param for stage in stages for param in stage.params]
-    if sum(1 for _ in module.parameters()) != len(params) or any(param.aliases for param in params):
+    if sum(1 for _ in parameters_of(module)) != len(params) or any(param.aliases for param in params):
         return None
     keys = tuple(
         (

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headwater.core.effects import attributes_of_parameter
 from headwater.core.lazy import StoredTensor
+from headwater.core.module_parameters import named_parameters_of, parameters_of
 from headwater.core.stage import ParamSpec
 from headwater.core.trees import map_tensors, tensors_in
 from headwater.plan.alive import memory_key
@@ -132,7 +133,7 @@ class RealTensors:
             yield
 
     def state(self, model: nn.Module, partition: Partition) -> State:
-        params = dict(model.named_parameters())
+        params = dict(named_parameters_of(model))
 
         def own(spec: ParamSpec) -> torch.Tensor:
             value = params[spec.name].detach().to("cpu", spec.wire_dtype)
@@ -181,7 +182,7 @@ def with_real_tensors(run: Callable[[RealTensors], T]) -> T:
 
 def have_values(model: nn.Module, batch: Any) -> bool:
     """True if every tensor of a model and a batch has values, in host memory or on a device."""
-    tensors = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+    tensors = [*parameters_of(model), *model.buffers(), *tensors_in(batch)]
     return not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
@@ -238,7 +239,7 @@ def _state(
     make_buffer: Callable[[torch.Tensor], torch.Tensor],
 ) -> State:
     state: State = {}
-    originals = dict(model.named_parameters(remove_duplicate=False))
+    originals = dict(named_parameters_of(model, remove_duplicate=False))
     for stage in partition.stages:
         for spec in stage.params:
             param = make_param(spec)

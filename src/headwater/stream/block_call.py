@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from headwater.core.loss_function import LossFunction
 from headwater.core.module_calls import surround
+from headwater.core.module_parameters import named_parameters_of
 from headwater.core.precision import Precision
 from headwater.plan.trace import trace_step
 
@@ -90,7 +91,7 @@ def pack(call: BlockCall, dtypes: Mapping[str, torch.dtype]) -> bytes:
         PicklingError, TypeError, AttributeError: if an object in the block or its inputs cannot be pickled.
     """
     packed = io.BytesIO()
-    _Packer(packed, {id(p): dtypes.get(n, p.dtype) for n, p in call.block.named_parameters()}).dump(
+    _Packer(packed, {id(p): dtypes.get(n, p.dtype) for n, p in named_parameters_of(call.block)}).dump(
         (call.block, call.args, call.kwargs)
     )
     return packed.getvalue()

@@ -13,6 +13,7 @@ from torch import nn
 from headwater.core.errors import ConfigError, StreamError
 from headwater.core.kernels import context_of
 from headwater.core.loss_function import LossFunction, call_model
+from headwater.core.module_parameters import named_parameters_of
 from headwater.core.stage import ParamKey, StageSpec
 from headwater.core.tensor_memory import return_free_memory
 from headwater.fabric.fabric import ALONE, Fabric
@@ -381,4 +382,4 @@ def _refuse_missing_values(model: nn.Module, plan: Plan) -> None:
 def _parameter_order(model: nn.Module, plan: Plan) -> list[tuple[int, int]]:
     # The model's order, not that of stages: the order of a sum decides the last bits of the norm.
     keys = keys_by_name(plan.trace.stages)
-    return [keys[name] for name, _ in model.named_parameters()]
+    return [keys[name] for name, _ in named_parameters_of(model)]

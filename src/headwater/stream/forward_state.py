@@ -11,6 +11,7 @@ from torch import nn
 from torch.nested._internal import nested_tensor
 
 from headwater.core.effects import state_of_model
+from headwater.core.module_parameters import parameters_of
 from headwater.core.python_state import PythonState, refuse_changed_tensors
 from headwater.core.tensor_values import copies_of, may_change, put_back
 from headwater.core.torch_settings import TorchSettings
@@ -35,7 +36,7 @@ class ForwardState:
         self._python = state_of_model(module, arguments)
         self._settings = TorchSettings()
         self._values = copies_of(_tensors_of(module))
-        self._params = list(module.parameters())
+        self._params = list(parameters_of(module))
         self._are_trained = _are_trained(self._params)
         self._first_ragged: int = nested_tensor._tensor_id_counter
 

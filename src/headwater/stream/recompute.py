@@ -28,6 +28,7 @@ from headwater.core.copies import copied_arguments
 from headwater.core.errors import HeadwaterError, StreamError
 from headwater.core.interrupts import interruptible, uninterrupted
 from headwater.core.module_calls import replace_forward
+from headwater.core.module_parameters import parameters_of
 from headwater.core.uncompiled import CompilerOffWarning, uncompiled
 from headwater.core.user_functions import functions_in
 from headwater.stream.forward_state import ForwardState
@@ -116,7 +117,7 @@ def _recompute_forward(
         A function that restores the original forward.
     """
     forward = module.forward
-    own = list(map(id, module.parameters()))
+    own = list(map(id, parameters_of(module)))
 
     def bound_forward(*args: Any, **kwargs: Any) -> Any:
         with bound():
@@ -130,7 +131,7 @@ def _recompute_forward(
         if not is_wrapped:  # a forward that the user has set calls this one
             return interruptible(forward, *args, **kwargs)
         # The parameters of `functional_call` do not exist in backward any more.
-        others = list(map(id, module.parameters())) != own
+        others = list(map(id, parameters_of(module))) != own
         if others or not _can_run_again():
             return bound_forward(*args, **kwargs)
         # The state is taken before the first run changes it.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
+from headwater.core.module_parameters import named_parameters_of
 from headwater.core.trees import map_tensors, tensors_in
 from headwater.plan.capture.record import ModuleCall
 
@@ -48,7 +49,10 @@ def export_call(module: nn.Module, call: ModuleCall) -> ExportedProgram:
     Raises:
         Exception: any error of the module's forward or of torch.export.
     """
-    state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    state = [
+        *named_parameters_of(module, remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
     firsts: dict[int, str] = {}
     names = {name: firsts.setdefault(id(tensor), name) for name, tensor in state}
     weights = {name: tensor for name, tensor in state if names[name] == name}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from headwater.core.errors import ModelError
+from headwater.core.module_parameters import named_parameters_of
 from headwater.plan.capture.place import Locator, Place, first_sentence, module_text, tensor_text
 
 _BACKWARD = torch.Tensor.backward.__code__
@@ -33,7 +34,7 @@ def error_with_place(error: Exception, model: nn.Module, locator: Locator) -> Mo
         return ModelError(what, where="the backward", remedy=remedy)
     tensors = list(place.tensors)
     if place.module is not None:
-        params = model.get_submodule(place.module).named_parameters(recurse=False)
+        params = named_parameters_of(model.get_submodule(place.module), recurse=False)
         tensors += [f"{name} {tensor_text(param)}" for name, param in params]
     where = f"{place}; {', '.join(tensors)}" if tensors else str(place)
     return ModelError(what, where=where, remedy=_remedy(reason, place))

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.func import functional_call
 
 from headwater.core.effects import effects_undone
+from headwater.core.module_parameters import named_parameters_of
 from headwater.core.precision import autocast
 from headwater.plan.capture.export import StageFunction, export_call, quiet, serialise
 from headwater.plan.capture.findings import WHOLE_FORWARD, Finding, Findings
@@ -166,7 +167,7 @@ def _distinct(model: nn.Module, record: StepRecord) -> list[list[ModuleCall]]:
     groups: dict[object, dict[str, ModuleCall]] = {}
     for call in record.calls:
         module = model.get_submodule(call.path)
-        params = [(name, param.shape, param.requires_grad) for name, param in module.named_parameters()]
+        params = [(name, param.shape, param.requires_grad) for name, param in named_parameters_of(module)]
         key = type(module), tuple(params), call.digest
         groups.setdefault(key, {}).setdefault(call.path, call)
     return [list(calls.values()) for calls in groups.values()]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.loss_function import LossFunction, call_model
+from headwater.core.module_parameters import named_parameters_of
 from headwater.core.precision import Precision
 from headwater.core.trees import tensors_in
 from headwater.plan.capture.dtypes import dtype_problem
@@ -194,7 +195,7 @@ class _Recorder:
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of the batch from the user's function."""
         # The parameters are read here: the model has those that get gradients only inside the dry run.
-        self._params = dict(model.named_parameters())
+        self._params = dict(named_parameters_of(model))
         with self._watching_modules():
             loss = self._loss_function(model, batch)
         check_loss(loss)
