@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from harness import FP32, SEED, Job
-from rank_training import WIDTH, Block, Net, loss_of, plan_of, tokens, train, wire
+from rank_training import VOCABULARY, WIDTH, Block, Net, loss_of, plan_of, tokens, train, wire
 from test_rank_devices import stand_ins as stand_ins
 from test_rank_devices import trained
 from test_several_hosts import Choosing
@@ -121,6 +121,56 @@ def test_updates_in_the_backward_of_ranks_have_the_bits_of_updates_on_fetch(
     work = functools.partial(train, micro_batches=micro_batches, net=net, max_norm=None)
     wanted = run_ranks(functools.partial(work, plan=plan, read=wire), ranks)
     assert_same(run_ranks(functools.partial(work, plan=ahead, read=read), ranks), wanted)
+
+
+class Skipping(Net):
+    """Each rank always skips the same stages."""
+
+    skipped = ()
+
+    def __init__(self):
+        super().__init__()
+        self.tail = nn.Linear(VOCABULARY, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            x = x if index in self.skipped else block(x)
+        x = self.head(x)
+        return x if "tail" in self.skipped else self.tail(x)
+
+
+def train_skipping(fabric, plan, skipped):
+    """Train without evaluations, which would use all stages. Return the reports and the final weights."""
+    work = Job(
+        Skipping, lambda step, index: tokens(step, index).chunk(2)[fabric.rank], loss_of, max_norm=None
+    )
+    model = work.model()
+    model.skipped = skipped[fabric.rank]
+    told = []
+    with Engine(model, plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric) as engine:
+        for step in range(3):
+            report = engine.train_step(work.batches(step), work.update(step))
+            told.append((report.loss, report.gradient_norm))
+        weights = {name: value.numpy() for name, value in wire(engine)}
+        fabric.barrier("the weights to be read")
+    return told, weights
+
+
+@pytest.mark.parametrize("skipped", [((), (2,)), ((0, 4, 5), (1, 3, 5)), ((), ("tail",))])
+def test_ranks_that_skip_stages_in_every_step_do_not_wait_for_each_other_forever(skipped):
+    """A rank that skips a stage has not applied its update yet when another rank needs the stage."""
+    plan = plan_of(FP32, 1, Skipping)
+    found, wanted = (
+        run_ranks(
+            functools.partial(
+                train_skipping, plan=dataclasses.replace(plan, updates=updates), skipped=skipped
+            ),
+            timeout_s=20,
+        )
+        for updates in ("in_backward", "on_fetch")
+    )
+    assert_same(found, wanted)
 
 
 class Faulty(Net):

@@ -93,6 +93,9 @@ class RankBackwardUpdates(BackwardUpdates):
     def _meet(self, step: RunningStep) -> None:
         self._note_pace(len(self._schedule.uses) - step.reached)
         self._look(step)
+        if not self._is_in_pace():
+            # A rank that is behind may wait for updates of stages that the forward of this rank has skipped.
+            self._access.catch_up_all()
         while not self._is_in_pace():
             self._fabric.wait_until(
                 lambda: self._is_in_pace() or any(map(self._is_due, step.waiting)),

@@ -101,6 +101,11 @@ class StageAccess:
         self, stage: int, into: torch.Tensor | None, up_to: int | None, stream: Stream = IMMEDIATE
     ) -> None:
         """Apply the pending update of a stage, and copy its wire image; see `WeightStore.fetch`."""
+        # Another rank may wait for updates of earlier stages, which the forward of this rank has skipped. All
+        # ranks apply their updates in the order of stages, so they never wait for each other in a circle.
+        for earlier in self._ledger.stages if self._fabric.size > 1 else ():
+            if earlier < stage and self._ledger.due(earlier, up_to) is not None:
+                self.catch_up(earlier)
         # Before the lock: see `_wait_for_owners`.
         self._wait_for_owners(stage, up_to)
         with self.locks.whole(stage):
