@@ -21,6 +21,7 @@ from headwater.core.errors import NonFiniteError, StoreError, StreamError
 from headwater.core.precision import Precision
 from headwater.plan.footprint import Footprint
 from headwater.plan.types import Activations
+from headwater.store.gradients.ranks import RankGradients
 from headwater.store.gradients.storage import PooledStorage
 from headwater.stream.engine import Engine
 from headwater.trainer.pretrained import checkpoint_weights
@@ -171,6 +172,45 @@ def test_ranks_that_skip_stages_in_every_step_do_not_wait_for_each_other_forever
         for updates in ("in_backward", "on_fetch")
     )
     assert_same(found, wanted)
+
+
+class Short(Net):
+    """A model so short that the commit takes nearly all of its stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = self.blocks[:2]
+
+
+def train_with_slow_commits(fabric, plan):
+    """Train while rank 1 is slow in each commit. Return the reports."""
+    commit = RankGradients.commit
+
+    def slow(gradients, keys, stages):
+        time.sleep(0.1)
+        commit(gradients, keys, stages)
+
+    work = Job(Short, lambda step, index: tokens(step, index).chunk(2)[fabric.rank], loss_of, max_norm=None)
+    with pytest.MonkeyPatch.context() as patch:
+        if fabric.rank == 1:
+            patch.setattr(RankGradients, "commit", slow)
+        with Engine(
+            work.model(), plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric
+        ) as engine:
+            reports = [engine.train_step(work.batches(step), work.update(step)) for step in range(4)]
+            engine.store.flush()
+            fabric.barrier("the last updates")
+    return [(report.loss, report.gradient_norm) for report in reports]
+
+
+def test_a_rank_that_is_slow_in_a_commit_does_not_lose_gradients_of_the_next_step(tmp_path):
+    """It updates no stage on disk, so the other rank does not wait for its updates."""
+    plan = dataclasses.replace(plan_of(FP32, 1, Short), tier="disk", disk=tmp_path, in_place=False, slabs=8)
+    found, wanted = (
+        run_ranks(functools.partial(train_with_slow_commits, plan=dataclasses.replace(plan, updates=updates)))
+        for updates in ("in_backward", "on_fetch")
+    )
+    assert found == wanted
 
 
 class Faulty(Net):

@@ -35,7 +35,10 @@ class RankGradients(GradientSink):
     def __init__(self, stages: Sequence[StageSpec], fabric: Fabric, storage: GradientStorage) -> None:
         self.status = GradientStatus()
         self.step = 0
-        self.sums = RankSums(stages, fabric, storage, lambda _: Beginning(self.step), together=False)
+        # If sums lose their memory, no rank may add before all ranks have released the previous step's sums.
+        self.sums = RankSums(
+            stages, fabric, storage, lambda _: Beginning(self.step), together=storage.loses_memory
+        )
         self._stages = stages
         self._fabric = fabric
         self.taken_early: set[ParamKey] = set()

@@ -31,9 +31,11 @@ class GradientStorage(abc.ABC):
 
     Attributes:
         sizes: the sizes of the sums.
+        loses_memory: true if the sums of a stage lose their memory when all ranks have used them.
     """
 
     sizes: SumSizes
+    loses_memory = False
 
     @abc.abstractmethod
     def read(self, key: ParamKey, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -165,6 +167,8 @@ class PooledStorage(SumsInMemory):
         sizes: the sizes of the sums.
         fabric: the ranks.
     """
+
+    loses_memory = True
 
     def __init__(self, stages: Sequence[StageSpec], sizes: SumSizes, fabric: Fabric) -> None:
         self.sizes = sizes
