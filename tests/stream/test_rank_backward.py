@@ -324,7 +324,45 @@ class Deep(Net):
         self.blocks = nn.ModuleList(Block() for _ in range(24))
 
 
-def most_slots(fabric, plan, behind):
+class Checkpointed(Deep):
+    """Runs the backward of each block inside the backward, but not of each block on each rank."""
+
+    without = ()
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            is_checkpointed = x.requires_grad and index not in self.without
+            x = checkpoint(block, x, use_reentrant=True) if is_checkpointed else block(x)
+        return self.head(x)
+
+
+def train_checkpointed(fabric, plan):
+    work = Job(
+        Checkpointed, lambda step, index: tokens(step, index).chunk(2)[fabric.rank], loss_of, max_norm=None
+    )
+    model = work.model()
+    model.without = ((3, 9), (4,))[fabric.rank]
+    with Engine(model, plan, work.optimizer, seed=SEED, loss_function=loss_of, fabric=fabric) as engine:
+        reports = [engine.train_step(work.batches(step), work.update(step)) for step in range(2)]
+        engine.store.flush()
+        fabric.barrier("the last updates")
+    return [(report.loss, report.gradient_norm) for report in reports]
+
+
+def test_ranks_may_run_different_backwards_inside_their_backwards():
+    plan = plan_of(FP32, 1, Checkpointed)
+    found, wanted = (
+        run_ranks(
+            functools.partial(train_checkpointed, plan=dataclasses.replace(plan, updates=updates)),
+            timeout_s=20,
+        )
+        for updates in ("in_backward", "on_fetch")
+    )
+    assert found == wanted
+
+
+def most_slots(fabric, plan, behind, net):
     """Train two steps, in which the rank `behind` is slow. Return the slots that had memory."""
     slots = set()
     open_slot = PooledStorage.open
@@ -336,7 +374,7 @@ def most_slots(fabric, plan, behind):
     def part(step, index):
         return tokens(step, index).chunk(2)[fabric.rank]
 
-    work = Job(Deep, part, loss_of, max_norm=None)
+    work = Job(net, part, loss_of, max_norm=None)
     model = work.model()
     if fabric.rank == behind:
         for block in model.blocks:
@@ -349,12 +387,12 @@ def most_slots(fabric, plan, behind):
     return slots
 
 
-@pytest.mark.parametrize("behind", [0, 1, None])
-def test_few_stages_have_gradients_at_a_time_whichever_rank_is_slow(behind):
-    plan = dataclasses.replace(plan_of(FP32, 1, Deep), updates="in_backward")
+@pytest.mark.parametrize(("behind", "net"), [(0, Deep), (1, Deep), (None, Deep), (1, Checkpointed)])
+def test_few_stages_have_gradients_at_a_time_whichever_rank_is_slow(behind, net):
+    plan = dataclasses.replace(plan_of(FP32, 1, net), updates="in_backward")
     footprint = Footprint(plan.trace, optimizer_state_bytes=8, base_bytes=0, ranks=2)
     counted = footprint.memory(plan).host["gradients"]
-    first, second = run_ranks(functools.partial(most_slots, plan=plan, behind=behind))
+    first, second = run_ranks(functools.partial(most_slots, plan=plan, behind=behind, net=net))
     used = len(first | second)
     block = plan.trace.stages[1]
     bytes_of = sum(param.numel * 4 for param in block.params)

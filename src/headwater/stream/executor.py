@@ -189,8 +189,10 @@ class Executor:
         return [self._earlier_versions[stage] + self._store.version(stage) for stage in stages]
 
     def _end_backward(self) -> None:
+        """Called at the end of each backward, also of one that a forward or another backward runs."""
         self._unbind_all()
-        self._gradients.end_micro_batch()
+        if self._plan.user_loop:
+            self._gradients.end_micro_batch()
 
     def _unbind_all(self) -> None:
         """Unbind all weights until another forward or backward begins."""
@@ -247,6 +249,8 @@ class Executor:
         try:
             with self._gradients.micro_batch(last=last):
                 loss.backward()
+            # Not at the end of each backward: ranks may differ in the backwards that run inside this one.
+            self._gradients.end_micro_batch()
         finally:
             # Unbound weights free their slabs, also after an error.
             self._unbind_all()

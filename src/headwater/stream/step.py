@@ -117,7 +117,7 @@ class TrainStep:
                     if self._fabric.size == 1:
                         raise
                     refusal = error
-                else:  # the end of its backward has called `end_micro_batch`
+                else:  # `Executor.backward` has called `end_micro_batch`
                     total += loss if weight is None else loss * weight * count * self._fabric.num_csx
                     continue
             else:
