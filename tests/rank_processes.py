@@ -5,6 +5,7 @@ import fcntl
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import traceback
 
@@ -40,6 +41,41 @@ def run_ranks(function, count=2, hosts=1, num_memx=0, timeout_s=TIMEOUT_S / 2, p
     Raises:
         AssertionError: a rank has failed; the message has its traceback.
     """
+    ranks, channels = _start(function, count, hosts, num_memx, timeout_s, port)
+    results = []
+    try:
+        for receiving in channels:
+            assert receiving.poll(TIMEOUT_S), "a rank says nothing"
+            results.append(receiving.recv())
+    finally:
+        for rank in ranks:
+            rank.join(0 if len(results) < count else TIMEOUT_S)
+            rank.kill()
+    for failed, _ in results:
+        assert not failed, "\n".join(text for text, _ in results)
+    return [result for _, result in results]
+
+
+def errors_beside(killed, function, count=2):
+    """Return the tracebacks of all ranks except `killed`, which must end itself in `function(fabric)`."""
+    ranks, channels = _start(function, count, hosts=1, num_memx=0, timeout_s=TIMEOUT_S / 2, port=None)
+    try:
+        found = []
+        for rank in set(range(count)) - {killed}:
+            assert channels[rank].poll(TIMEOUT_S), "a rank says nothing"
+            text, _ = channels[rank].recv()
+            assert text, f"rank {rank} has not failed"
+            found.append(text)
+        ranks[killed].join(TIMEOUT_S)
+        assert ranks[killed].exitcode == -signal.SIGKILL
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return found
+
+
+def _start(function, count, hosts, num_memx, timeout_s, port):
+    """Start the ranks. Return their processes, and the channels by which they send their results."""
     context = multiprocessing.get_context("fork")
     port = port or free_port()
     channels = [context.Pipe(duplex=False) for _ in range(count)]
@@ -53,18 +89,7 @@ def run_ranks(function, count=2, hosts=1, num_memx=0, timeout_s=TIMEOUT_S / 2, p
     ]
     for rank in ranks:
         rank.start()
-    results = []
-    try:
-        for receiving, _ in channels:
-            assert receiving.poll(TIMEOUT_S), "a rank says nothing"
-            results.append(receiving.recv())
-    finally:
-        for rank in ranks:
-            rank.join(0 if len(results) < count else TIMEOUT_S)
-            rank.kill()
-    for failed, _ in results:
-        assert not failed, "\n".join(text for text, _ in results)
-    return [result for _, result in results]
+    return ranks, [receiving for receiving, _ in channels]
 
 
 def _be_rank(function, rank, count, host, num_memx, timeout_s, port, channel):
