@@ -198,6 +198,30 @@ def test_arguments_of_partials_and_owners_of_methods_are_reached():
     assert counter.total == 0 and into == []
 
 
+class WithoutLength(tuple):
+    """A tuple without a length of its own and with other items, like the irreps of e3nn."""
+
+    __slots__ = ()
+
+    def __len__(self):
+        raise NotImplementedError
+
+    def __iter__(self):
+        raise NotImplementedError
+
+
+def test_items_of_tuples_that_override_methods_are_reached():
+    seen = []
+    items = WithoutLength([seen])
+
+    def hook(*args):
+        tuple.__getitem__(items, 0).append(1)
+
+    with effects_undone(hooked(hook)):
+        hook()
+    assert seen == []
+
+
 def test_tensors_are_restored_and_their_versions_do_not_change():
     small, large = torch.zeros(1), torch.zeros(1 << 15)
     with effects_undone(hooked(lambda: (small, large))):

@@ -9,6 +9,9 @@ from typing import Any
 CONTAINERS = (OrderedDict, dict, list, set, deque)
 """The classes of containers whose items can be read and restored."""
 
+FIXED = (tuple, frozenset)
+"""The classes of containers that keep their items. The items can be read, and may change themselves."""
+
 Items = dict[Any, Any] | list[Any]
 """The items of a dictionary with their keys, or those of another container."""
 
@@ -55,7 +58,7 @@ def restore(container: Any, items: Items) -> None:
 
 def _own_class(container: Any) -> Any:
     """Return the built-in class, such as `list`, that a container has or inherits from."""
-    return next(own for own in CONTAINERS if isinstance(container, own))
+    return next(own for own in (*CONTAINERS, *FIXED) if isinstance(container, own))
 
 
 def _identical(now: Any, before: Any) -> bool:

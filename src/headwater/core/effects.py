@@ -28,7 +28,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 from torch.quasirandom import SobolEngine
 
-from headwater.core.containers import CONTAINERS, Items, has_items
+from headwater.core.containers import CONTAINERS, FIXED, Items, has_items, items_of
 from headwater.core.foreign import HOLDERS, is_foreign, is_of_foreign, slots_of
 from headwater.core.python_records import (
     BYTES,
@@ -86,16 +86,13 @@ _WITHOUT_PARTS = (torch.Tensor, np.ndarray, io.BytesIO, io.StringIO, type(os.env
 _CACHED: tuple[type, ...] = (type(functools.lru_cache(len)),)
 """The class of functions whose results `functools` caches."""
 
-_FIXED = (tuple, frozenset)
-"""Classes of containers that keep their items. The items themselves may change."""
-
 _HOLDERS = (
     *(*HOLDERS, ChainMap),
     *(weakref.WeakKeyDictionary, weakref.WeakSet, weakref.WeakValueDictionary, SobolEngine),
 )
 """Classes of Python and torch whose objects have their state in attributes."""
 
-_PARTS_OF_CODE = (FunctionType, MethodType, functools.partial, *CONTAINERS, *_FIXED)
+_PARTS_OF_CODE = (FunctionType, MethodType, functools.partial, *CONTAINERS, *FIXED)
 """Python's own classes whose objects count as parts of the user's code."""
 
 _STATE_OF_TORCH = (
@@ -244,8 +241,8 @@ class _Visitor:
             self._visit_cached(value, depth)
         elif isinstance(value, CONTAINERS):
             self._visit_container(value, depth)
-        elif isinstance(value, _FIXED):
-            self._visit_items(list(value), depth)
+        elif isinstance(value, FIXED):
+            self._visit_items(items_of(value), depth)
         elif isinstance(value, ContextVar):
             variable = OfContextVariable(value)
             self.state.records.append(variable)
