@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +62,19 @@ def test_full_takes_the_dtype_of_its_value(value, tmp_path):
         built = torch.full(shape, value)
     assert built.dtype == torch.full((), value).dtype
     assert torch.equal(built, torch.full(shape, value))
+
+
+def open_files():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_tensors_in_files_keep_no_file_open(tmp_path):
+    """Many systems allow a process 1,024 open files. A large model has more tensors."""
+    before = open_files()
+    with BuildInFiles(tmp_path):
+        made = [torch.full((1 << 18,), float(number)) for number in range(20)]
+    assert open_files() == before
+    assert [tensor[-1].item() for tensor in made] == list(range(20))
 
 
 def test_a_full_disk_is_an_error_when_a_tensor_is_made(tmp_path, monkeypatch):

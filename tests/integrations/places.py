@@ -1,7 +1,6 @@
 """Helpers for the tests of integrations: plans that stream, text, and comparisons."""
 
 import gzip
-import math
 from contextlib import contextmanager
 from importlib import resources
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 import headwater
-from headwater.api.building import BuildInFiles
+from headwater.core import file_memory
 
 PLANS = {
     "resident": {"tier": "memory"},
@@ -44,12 +43,12 @@ def assert_same_tensors(left, right):
 def bytes_in_files():
     """Yield a list that collects the sizes of tensors allocated in files inside the context."""
     sizes = []
-    allocate = BuildInFiles._allocate
+    put_in_file = file_memory._put_in_file
 
-    def noted(mode, shape, dtype):
-        sizes.append(math.prod(shape) * dtype.itemsize)
-        return allocate(mode, shape, dtype)
+    def noted(memory, folder):
+        sizes.append(len(memory))
+        put_in_file(memory, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BuildInFiles, "_allocate", noted)
+        patch.setattr(file_memory, "_put_in_file", noted)
         yield sizes

@@ -8,53 +8,14 @@ process from time to time, so that its resident memory stays small.
 from __future__ import annotations
 
 import math
-import mmap
-import os
-import tempfile
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from headwater.core.files import disk_errors
-
-_LARGE_BYTES = 1 << 20
-"""Smaller tensors stay in memory. Files would save little, and a process may have only so many mappings."""
-_TOUCHED_BYTES = 128 << 20
-"""Bytes that may be written to tensors in files before their pages are removed from memory."""
-
-
-@final
-class FilePages:
-    """The mapped pages of all tensors in files."""
-
-    def __init__(self) -> None:
-        self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-        self._touched = 0
-
-    def map(self, file: IO[bytes]) -> mmap.mmap:
-        """Return a mapping of a whole file, which keeps the data after the file is closed."""
-        pages = mmap.mmap(file.fileno(), 0)
-        self._mappings.add(pages)
-        return pages
-
-    def count_written(self, num_bytes: int) -> None:
-        """Count bytes that may have been written to tensors in files. Above a limit, `release` the pages."""
-        self._touched += num_bytes
-        if self._touched >= _TOUCHED_BYTES:
-            self.release()
-
-    def release(self) -> None:
-        """Remove all pages from the memory of this process. The next use of a tensor reads them again."""
-        for pages in list(self._mappings):
-            pages.madvise(mmap.MADV_DONTNEED)  # the mappings are shared: the files keep the data
-        self._touched = 0
-
-
-FILE_PAGES = FilePages()
+from headwater.core.file_memory import FILE_PAGES, LARGE_BYTES
 
 _Fill = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]
 _FACTORIES: dict[Any, _Fill] = {
@@ -92,20 +53,11 @@ class BuildInFiles(TorchFunctionMode):
             result = func(*args, **kwargs)
         else:
             dtype = _dtype(func, args, kwargs)
-            tensor = _FACTORIES[func](self._allocate(shape, dtype), args)
+            tensor = _FACTORIES[func](FILE_PAGES.allocate(self._folder, shape, dtype), args)
             result = tensor.requires_grad_(bool(kwargs.get("requires_grad", False)))
         if isinstance(result, torch.Tensor) and (shape is not None or _is_in_place(func)):
             FILE_PAGES.count_written(result.nbytes)
         return result
-
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        with disk_errors(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._folder) as file:
-                # Not `truncate`: if the disk fills up, a write to a page without a block kills the process.
-                os.posix_fallocate(file.fileno(), 0, math.prod(shape) * dtype.itemsize)
-                pages = FILE_PAGES.map(file)
-        return torch.frombuffer(pages, dtype=dtype).view(shape)  # the tensor keeps the mapping
 
 
 def _shape_in_file(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
@@ -118,7 +70,7 @@ def _shape_in_file(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     flat = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     shape = tuple(int(size) for size in flat)
     dtype = _dtype(func, args, kwargs)
-    return shape if math.prod(shape) * dtype.itemsize >= _LARGE_BYTES else None
+    return shape if math.prod(shape) * dtype.itemsize >= LARGE_BYTES else None
 
 
 def _dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:

@@ -96,7 +96,11 @@ def build_engine(
             "known; write compile: true to compile them",
         )
     own = steps or EngineSteps()
-    options = EngineOptions(verify_disk=backend.verify_disk, first_mask=own.first_mask)
+    options = EngineOptions(
+        verify_disk=backend.verify_disk,
+        first_mask=own.first_mask,
+        folder_of_copies=backend.disk.path if backend.disk else None,
+    )
     return Engine(
         model,
         plan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from headwater.core.lazy import LazyTensor
 from headwater.core.stage import ParamSpec
 from headwater.core.uncompiled import uncompiled
 from headwater.store.layout import Scalars
+from headwater.stream.addresses import reserved_tensor
 from headwater.stream.at_rest import AtRest, all_of, on_values
 from headwater.stream.home import Home, ValuesVersion
 from headwater.stream.new_parameters import becomes_parameter_when_marked
@@ -53,6 +55,9 @@ class _MomentHome:
 
     def read_on_host(self) -> torch.Tensor:
         return self.home.store.parameters.read_param(self.home.key, self.name)
+
+    def put_copy_in_file(self, memory: mmap.mmap) -> bool:
+        return self.home.put_copy_in_file(memory)
 
     def write(self, value: torch.Tensor) -> None:
         self.home.store.parameters.write_param(self.home.key, value.detach(), self.name)
@@ -146,18 +151,19 @@ class _Reading:
     moment: Moment
 
     def __call__(self) -> Iterator[torch.Tensor]:
-        yield self.moment.home.read()
+        home = self.moment.home
+        yield home.read_on_host() if isinstance(home, _MomentHome) else home.read()
+
+    def in_memory(self) -> torch.Tensor | None:
+        """Return a plain tensor with the values, which is only read; see `LazyTensor`."""
+        home = self.moment.home
+        return reserved_tensor(*self.moment.tensor_name, home) if isinstance(home, _MomentHome) else None
 
     @property
     def place(self) -> tuple[Home, str] | None:
         """The place of the parameter in a store, and the name of the state. See `StoredValues`."""
         home = self.moment.home
         return (home.home, home.name) if isinstance(home, _MomentHome) else None
-
-    @property
-    def version(self) -> object:
-        """The version of the values; see `LazyTensor`."""
-        return self.moment.home.version
 
 
 class MomentAtRest(AtRest, NotTraced):

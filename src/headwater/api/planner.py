@@ -10,11 +10,11 @@ from rich.console import Console
 from torch import nn
 
 from headwater.api.backend import Backend
-from headwater.api.building import FILE_PAGES
 from headwater.api.calls import Call
 from headwater.api.compile_reports import CompileReport, ValidateReport
 from headwater.api.engines import disk_folder, warn_of_half_products
 from headwater.api.without_training import compile_only, validate_only
+from headwater.core.file_memory import FILE_PAGES
 from headwater.core.patience import notice_if_long
 from headwater.core.precision import Precision
 from headwater.core.tensor_memory import return_free_memory

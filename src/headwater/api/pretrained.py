@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from headwater.api import huggingface
-from headwater.api.building import FILE_PAGES
 from headwater.api.files import lazy_tensors
 from headwater.api.model_structure import refuse_no_module
 from headwater.api.writing import write_tensors
@@ -30,6 +29,7 @@ from headwater.convert.stored import PICKLED_FILE, pickled_tensors
 from headwater.core.cleanup import on_failure
 from headwater.core.empty import give_values, record_values, recorded_values
 from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.file_memory import FILE_PAGES
 from headwater.core.files import disk_errors, lookup_errors, sync_folder
 from headwater.core.initialization import initialize, others_without_memory
 from headwater.core.lazy import pieces_of

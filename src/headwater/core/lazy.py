@@ -31,8 +31,12 @@ class StoredTensor(Tensor):
     a stored tensor that cannot be changed. Changes of the engine's stored tensors are written to the weight
     store.
 
+    Pickling and `torch.save` read the values into host memory, also for a tensor on a GPU.
+
     Args:
-        read_pieces: reads the values. Lazy tensors with equal `read_pieces` are the same weights (tied).
+        read_pieces: reads the values. Lazy tensors with equal `read_pieces` are the same weights (tied). It
+            may have a method `in_memory`, which returns a plain tensor over host memory with the present
+            values, or `None`. Then this memory is used where a program asks for that of the stored tensor.
         shape: its shape.
         dtype: its dtype.
         device: its device, to which values are copied; the CPU if not given.
@@ -42,7 +46,7 @@ class StoredTensor(Tensor):
     """
 
     read_pieces: ReadPieces
-    _kept: tuple[object, Tensor] | None  # a version of the values, and these values
+    _kept: Tensor | None  # the values, once they have been read for `data_ptr` or `untyped_storage`
 
     @staticmethod
     def __new__(
@@ -59,7 +63,11 @@ class StoredTensor(Tensor):
     @uninterrupted  # the iterator of the pieces may hold a lock, which an exception would keep
     def materialize(self) -> Tensor:
         """Return a plain tensor with the values, in new memory."""
-        return gather(self.read_pieces(), self.shape, self.dtype).to(self.device)
+        return self._gathered().to(self.device)
+
+    @uninterrupted
+    def _gathered(self) -> Tensor:
+        return gather(self.read_pieces(), self.shape, self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -95,8 +103,21 @@ class StoredTensor(Tensor):
         memo[id(self)] = copy
         return copy
 
+    def __copy__(self) -> Tensor:
+        return self.detach().requires_grad_(self.requires_grad)  # shares the values, as in plain PyTorch
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
+        # Not on the device: a program may keep the copies of a model that is larger than the device.
+        return self._on_host().detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def _on_host(self) -> Tensor:
+        """Return a plain tensor with the present values in host memory, which callers only read."""
+        present = self._present()
+        return self._gathered() if present is None else present
+
+    def _present(self) -> Tensor | None:
+        read = getattr(self.read_pieces, "in_memory", None)
+        return None if read is None else read()
 
     def _plain(self) -> Tensor:
         return self.materialize().requires_grad_(self.requires_grad)
@@ -110,8 +131,8 @@ class LazyTensor(StoredTensor):
     """A stored tensor that can only be read.
 
     An operation that would return a view of a plain tensor returns a view of a copy. In-place operations
-    raise an error. After a call of `data_ptr` or `untyped_storage` the tensor keeps its values in memory, and
-    later calls copy them again if `read_pieces.version` has changed. See `StoredTensor`.
+    raise an error. After a call of `data_ptr` or `untyped_storage` a tensor whose values are in a file keeps
+    them in memory. See `StoredTensor`.
     """
 
     # Every operation reaches __torch_dispatch__, so this layer above it would only cost time.
@@ -142,14 +163,18 @@ class LazyTensor(StoredTensor):
         return read_only(self._in_memory().untyped_storage())
 
     def _in_memory(self) -> Tensor:
-        """Return a plain tensor with the present values. Later calls return the same tensor."""
-        version = getattr(self.read_pieces, "version", None)  # values in a file do not change
+        """Return a plain tensor with the present values. Later calls return the same memory."""
+        present = self._present()
+        if present is None:
+            if self._kept is None:
+                self._kept = self._gathered()  # values in a file do not change
+            return self._kept
+        if present.is_contiguous():
+            return present
+        # A lazy tensor shows the strides of a contiguous tensor.
         if self._kept is None:
-            self._kept = version, self.materialize()
-        elif self._kept[0] != version:
-            self._kept[1].copy_(self.materialize())
-            self._kept = version, self._kept[1]
-        return self._kept[1]
+            self._kept = torch.empty(self.shape, dtype=self.dtype, device=_CPU)
+        return self._kept.copy_(present)
 
 
 def _refuse_write(written: object) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 
 from headwater.api.backend import Backend
 from headwater.api.backend import backend as make_backend
-from headwater.api.building import BuildInFiles
 from headwater.api.compile import compile, is_compiled
 from headwater.core.errors import ConfigError
+from headwater.core.file_memory import copies_in_files
 from headwater.core.module_calls import Layer, surround
 
 try:
@@ -167,7 +167,7 @@ class FileCheckpointIO(TorchCheckpointIO):
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".partial")
         try:
-            with BuildInFiles(path.parent):  # `torch.save` materializes lazy tensors: in files, not in memory
+            with copies_in_files(path.parent):
                 torch.save(checkpoint, unfinished)
             unfinished.replace(path)
         finally:

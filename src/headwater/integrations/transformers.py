@@ -12,10 +12,10 @@ from torch import nn
 
 from headwater.api.backend import Backend
 from headwater.api.backend import backend as make_backend
-from headwater.api.building import BuildInFiles
 from headwater.api.compile import compile, is_compiled, streamed
 from headwater.api.pretrained import load_pretrained, save_pretrained
 from headwater.core.errors import ConfigError
+from headwater.core.file_memory import copies_in_files
 from headwater.core.precision import Precision
 
 try:
@@ -139,9 +139,7 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         load_pretrained(self.model, resume_from_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with BuildInFiles(
-            Path(output_dir)
-        ):  # `torch.save` materializes lazy tensors: in files, not in memory
+        with copies_in_files(Path(output_dir)):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

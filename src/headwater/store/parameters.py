@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, final
@@ -37,6 +38,7 @@ class Parameters:
 
     Attributes:
         masks: the masks by which elements of parameters are left out.
+        put_copy_in_file: puts memory for a copy of values into a file; returns False to keep it in memory.
         pieces: reads and writes the pieces of a stage for a caller that holds the stage's lock.
 
     Args:
@@ -58,6 +60,7 @@ class Parameters:
         masks: StoredMasks,
     ) -> None:
         self.masks = masks
+        self.put_copy_in_file: Callable[[mmap.mmap], bool] = lambda memory: False
         self.pieces = Pieces(rule, tier, ownership, masks)
         self._rule = rule
         self._tier = tier

@@ -9,6 +9,9 @@ they have changed since the last copy. Before the next forward this memory is fr
 the parameter keeps its address. The storage of the parameter is this memory too, which is not freed as long
 as the storage is used. A thread may save a model while another one trains. So a forward frees no memory that
 other threads have asked for, unless they have ended or the values have changed.
+
+`torch.save` and similar functions keep the storages of all tensors until they have written them. So a large
+copy is put into a file if the backend names a disk. The system then needs no memory for all copies at once.
 """
 
 from __future__ import annotations
@@ -23,14 +26,13 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headwater.core.errors import StreamError
+from headwater.core.mapped_memory import reserve, unmap_file
 from headwater.core.modes import apart_from_modes
 from headwater.plan.cgroups import memory_room
 
 if TYPE_CHECKING:
     from headwater.core.stage import ParamSpec
     from headwater.stream.home import ValuesVersion
-
-_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 
 
 class StoredPlace(Protocol):
@@ -54,10 +56,13 @@ class StoredPlace(Protocol):
     def read_on_host(self) -> torch.Tensor:
         """Return a copy of the values in host memory."""
 
+    def put_copy_in_file(self, memory: mmap.mmap) -> bool:
+        """Put reserved memory for a copy of the values into a file, or return False to keep it in memory."""
+
 
 @final
 class Reserved:
-    """Virtual memory for the values of one tensor. It takes memory only while it holds a copy of them.
+    """Virtual memory for the values of one tensor. It takes room only while it holds a copy of them.
 
     Attributes:
         address: the address of the memory.
@@ -65,7 +70,8 @@ class Reserved:
     """
 
     def __init__(self, size: int) -> None:
-        self._memory = mmap.mmap(-1, size, flags=_FLAGS)
+        self._memory = reserve(size)
+        self._is_in_file = False
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._holds: ValuesVersion | None = None
         self._readers: set[threading.Thread] = set()  # threads that may read the values
@@ -77,6 +83,7 @@ class Reserved:
 
         Raises:
             StreamError: if the machine has too little free memory for a copy of the values.
+            StoreError: if a file for the copy cannot be made.
         """
         with _lock:
             # This is first: from here on forwards in other threads do not free the values.
@@ -85,7 +92,9 @@ class Reserved:
         version = home.version
         if self._holds != version:
             if self._holds is None:
-                _check_room(home, self.size)
+                self._is_in_file = home.put_copy_in_file(self._memory)
+                if not self._is_in_file:
+                    _check_room(home, self.size)
             values = home.read_on_host()
             self._bytes.view(values.dtype).as_strided(values.shape, values.stride()).copy_(values)
             self._holds = version
@@ -94,7 +103,8 @@ class Reserved:
         """Return the memory as a storage, which callers only read."""
         with _lock:
             found = None if self._storage is None else self._storage()
-            if found is None:
+            # torch moves a storage to other memory when another process shares it.
+            if found is None or found.data_ptr() != self.address:
                 # Made from a new tensor, because the storage of `_bytes` does not end when its users drop it.
                 found = torch.frombuffer(self._memory, dtype=torch.uint8).untyped_storage()
                 self._storage = weakref.ref(found)
@@ -103,7 +113,11 @@ class Reserved:
     def free(self) -> None:
         """Free the memory, unless it may be read. It stays reserved, and then holds zeros."""
         if not self._may_be_read():
-            self._memory.madvise(mmap.MADV_DONTNEED)
+            if self._is_in_file:
+                unmap_file(self._memory)
+                self._is_in_file = False
+            else:
+                self._memory.madvise(mmap.MADV_DONTNEED)
             self._holds = None
             self._readers.clear()
             _filled.discard(self)
@@ -138,6 +152,7 @@ def reserved_memory(param: torch.Tensor, state: str | None, home: StoredPlace) -
 
     Raises:
         StreamError: if the machine has too little free memory for a copy of the values.
+        StoreError: if a file for the copy cannot be made.
     """
     size = home.meta.nbytes
     with apart_from_modes():
@@ -150,16 +165,35 @@ def reserved_memory(param: torch.Tensor, state: str | None, home: StoredPlace) -
     return found
 
 
+def reserved_tensor(param: torch.Tensor, state: str | None, home: StoredPlace) -> torch.Tensor | None:
+    """Return a plain tensor over the memory of `reserved_memory`, which callers only read.
+
+    Args:
+        param: see `reserved_memory`.
+        state: see `reserved_memory`.
+        home: see `reserved_memory`.
+
+    Returns:
+        The tensor, in host memory; `None` if it has no elements.
+    """
+    meta = home.meta
+    if not meta.numel():
+        return None
+    storage = reserved_memory(param, state, home).storage()
+    with apart_from_modes():
+        return torch.empty(0, dtype=meta.dtype, device="cpu").set_(storage, 0, meta.shape, meta.stride())
+
+
 def _check_room(home: StoredPlace, size: int) -> None:
     free = psutil.virtual_memory().available
     room = memory_room()  # free memory of the container
     if size > (free if room is None else min(free, room)) // 2:
         raise StreamError(
-            f"data_ptr() or untyped_storage() would copy {size / 2**30:.1f} GiB, more than half of the "
-            "memory that is free; copies at other addresses are freed before the next forward",
+            f"data_ptr(), untyped_storage() or pickling would copy {size / 2**30:.1f} GiB, more than half of "
+            "the memory that is free; copies of other tensors are freed before the next forward",
             where=f"{home.spec.name}, a tensor of shape {list(home.meta.shape)}",
-            remedy="write weights with headwater.save or headwater.save_pretrained, and compare parameters "
-            "by id()",
+            remedy="name a disk in headwater.backend, or write weights with headwater.save or "
+            "headwater.save_pretrained; compare parameters by id()",
         )
 
 

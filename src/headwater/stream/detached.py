@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, final
 
 import torch
 
 from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor, StoredTensor
 from headwater.core.uncompiled import uncompiled
+from headwater.stream.addresses import reserved_tensor
 from headwater.stream.at_rest import AtRest, PartAtRest, all_of, moved, on_values, plain_view
 from headwater.stream.home import Home
-from headwater.stream.parameter_memory import KeptHome, Memory, Values
+from headwater.stream.parameter_memory import KeptHome, Memory
 from headwater.stream.placeholders import DATA, LAYOUT, is_metadata
+
+
+@final
+class Values:
+    """A function that yields the values of a parameter in pieces, from the place where they are at the call.
+
+    Two of these objects are equal if they read the same parameter.
+
+    Args:
+        param: a parameter at rest. Later the parameter may be bound, in another store, or a plain one.
+    """
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.memory = Memory.of(param)
+
+    def __call__(self) -> Iterator[torch.Tensor]:
+        home = self.memory.home
+        if isinstance(home, KeptHome):
+            yield home.read()
+        else:
+            yield from home.pieces()
+
+    def in_memory(self) -> torch.Tensor | None:
+        """Return a plain tensor with the values, which is only read; see `LazyTensor`."""
+        home = self.memory.home
+        return None if isinstance(home, KeptHome) else reserved_tensor(*self.memory.tensor_name, home)
+
+    @property
+    def place(self) -> tuple[Any, None] | None:
+        """(place of the parameter in a store, `None`): the key for all its values; see `StoredValues`."""
+        home = self.memory.home
+        return None if isinstance(home, KeptHome) else (home, None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Values) and other.memory is self.memory
+
+    def __hash__(self) -> int:
+        return id(self.memory)
 
 
 class DetachedAtRest(AtRest, StoredTensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -94,6 +95,10 @@ class Home:
     def read_on_host(self) -> torch.Tensor:
         """Return a copy of the master in host memory."""
         return self.store.parameters.read_param(self.key)
+
+    def put_copy_in_file(self, memory: mmap.mmap) -> bool:
+        """Put reserved memory for a copy of the values into a file; return False to keep it in memory."""
+        return self.store.parameters.put_copy_in_file(memory)
 
     def plain_copy(self, *, requires_grad: bool) -> nn.Parameter:
         """Return a new plain parameter with the present values. As in torch's copies, it has no gradient."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
 from typing import Any, final
 
 import torch
@@ -134,41 +133,3 @@ def enter_store(param: torch.Tensor) -> None:
 def present_memory(param: torch.Tensor) -> Memory | None:
     """Return the present memory of a parameter if a tensor at rest shares it; else `None`."""
     return _memories.get(id(param))
-
-
-@final
-class Values:
-    """A function that yields the values of a parameter in pieces, from the place where they are at the call.
-
-    Two of these objects are equal if they read the same parameter.
-
-    Args:
-        param: a parameter at rest. Later the parameter may be bound, in another store, or a plain one.
-    """
-
-    def __init__(self, param: torch.Tensor) -> None:
-        self.memory = Memory.of(param)
-
-    def __call__(self) -> Iterator[torch.Tensor]:
-        home = self.memory.home
-        if isinstance(home, KeptHome):
-            yield home.read()
-        else:
-            yield from home.pieces()
-
-    @property
-    def place(self) -> tuple[Any, None] | None:
-        """(place of the parameter in a store, `None`): the key for all its values; see `StoredValues`."""
-        home = self.memory.home
-        return None if isinstance(home, KeptHome) else (home, None)
-
-    @property
-    def version(self) -> object:
-        """The version of the values; see `LazyTensor`."""
-        return self.memory.home.version
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Values) and other.memory is self.memory
-
-    def __hash__(self) -> int:
-        return id(self.memory)

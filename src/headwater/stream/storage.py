@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from headwater.core.file_memory import put_copy_in_file
 from headwater.core.files import disk_errors
 from headwater.fabric.fabric import ALONE, Fabric
 from headwater.plan.types import Plan
@@ -35,7 +38,7 @@ def make_store(
         device: the device of this rank.
         order: (stage, param) of every parameter in the model's order.
         fabric: the ranks that train together.
-        options: only `verify_disk` and `first_mask` are used.
+        options: the options of the engine.
     """
     folder = settings.folder if settings.gradients_on_disk else None
     if folder is not None:
@@ -63,6 +66,7 @@ def make_store(
         fabric=fabric,
     )
     store.parameters.masks.first = options.first_mask
+    store.parameters.put_copy_in_file = partial(put_copy_in_file, options.folder_of_copies)
     if settings.backward_schedule is not None:
         store.in_backward = _backward_updates(store, settings.backward_schedule)
     return store

@@ -1,0 +1,193 @@
+"""Files that `torch.save` writes of streamed models, compared with those of plain PyTorch."""
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from any_loop import Place, adamw, extreme_plans, randn
+from torch import nn
+
+from headwater.api.backend import backend
+from headwater.api.compile import compile
+from headwater.core import file_memory
+from headwater.core.errors import DiskFullError
+from headwater.core.file_memory import copies_in_files
+from headwater.core.lazy import LazyTensor
+
+WIDTH = 512
+"""The weight of a layer with this width has 1 MiB, so it is large enough for a file."""
+
+
+def tied():
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    model[3].weight = model[0].weight
+    with torch.no_grad():
+        model[1].weight.data = model[1].weight.t()  # dense, but not row-major
+    return model
+
+
+def step(model, optimizer):
+    model(randn(3, 6, seed=1)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved(model, optimizer, path):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return torch.load(path)
+
+
+@extreme_plans
+def test_the_file_of_a_streamed_model_is_as_large_as_that_of_a_plain_one_and_has_equal_content(
+    plan, tmp_path
+):
+    place = Place(plan, tmp_path)
+    torch.manual_seed(0)
+    plain = tied()
+    streamed = place.compile(copy.deepcopy(plain))
+    found = []
+    for model, path in ((plain, tmp_path / "plain.pt"), (streamed, tmp_path / "streamed.pt")):
+        optimizer = adamw(model.parameters())
+        step(model, optimizer)
+        found.append(saved(model, optimizer, path))
+    expected, streamed = found
+    assert (tmp_path / "streamed.pt").stat().st_size <= (tmp_path / "plain.pt").stat().st_size * 1.02
+    weights = streamed["model"]
+    assert weights["0.weight"].data_ptr() == weights["3.weight"].data_ptr()
+    for name, value in expected["model"].items():
+        assert torch.equal(weights[name], value) and weights[name].stride() == value.stride(), name
+    for number, state in expected["optimizer"]["state"].items():
+        for name, value in state.items():
+            other = streamed["optimizer"]["state"][number][name]
+            assert torch.equal(other, value) and other.stride() == value.stride(), (number, name)
+    place.release()
+
+
+@extreme_plans
+def test_copies_in_pickles_keep_their_values(plan, tmp_path):
+    place = Place(plan, tmp_path)
+    model = place.compile(tied())
+    optimizer = adamw(model.parameters())
+    step(model, optimizer)
+    state = model.state_dict()
+    before = {name: value.clone() for name, value in state.items()}
+    unpickled = pickle.loads(pickle.dumps(state))
+    step(model, optimizer)
+    assert all(torch.equal(unpickled[name], value) for name, value in before.items())
+    alias = copy.copy(state["0.weight"])
+    assert torch.equal(alias, model[0].weight) and not torch.equal(alias, before["0.weight"])
+    place.release()
+
+
+def wide(folder, **options):
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    model = compile(model, backend("CSX", num_slabs=2, disk=folder, **options))
+    optimizer = adamw(model.parameters())
+    model(randn(2, WIDTH, seed=1)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def files(monkeypatch):
+    """Collect (bytes, folder) of each copy that is put into a file."""
+    found = []
+    put_in_file = file_memory._put_in_file
+
+    def noted(memory, folder):
+        put_in_file(memory, folder)
+        found.append((len(memory), folder))
+
+    monkeypatch.setattr(file_memory, "_put_in_file", noted)
+    return found
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_large_copies_are_in_files_of_the_disk_of_the_backend(tier, files, tmp_path):
+    model, optimizer = wide(tmp_path / "scratch", tier=tier)
+    files.clear()
+    found = saved(model, optimizer, tmp_path / "x")
+    # One weight and two moments of each of three layers.
+    assert files == [(4 * WIDTH * WIDTH, tmp_path / "scratch")] * 9
+    assert all(torch.equal(found["model"][name], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(found["optimizer"]["state"][number]["exp_avg"], optimizer.state[param]["exp_avg"])
+        for number, param in enumerate(model.parameters())
+    )
+
+
+def test_without_a_disk_copies_are_in_memory_unless_the_caller_names_a_folder(files, tmp_path):
+    model, optimizer = wide(None)
+    saved(model, optimizer, tmp_path / "x")
+    assert files == []
+    model(randn(2, WIDTH, seed=1))
+    with copies_in_files(tmp_path / "copies"):
+        saved(model, optimizer, tmp_path / "x")
+    assert files == [(4 * WIDTH * WIDTH, tmp_path / "copies")] * 9
+
+
+def test_a_copy_whose_file_does_not_fit_stays_in_memory(tmp_path, monkeypatch, caplog):
+    model, optimizer = wide(tmp_path / "scratch", tier="memory")
+
+    def full(memory, folder):
+        raise DiskFullError("no room", where=str(folder))
+
+    monkeypatch.setattr(file_memory, "_put_in_file", full)
+    found = saved(model, optimizer, tmp_path / "x")
+    assert "its file does not fit: no room" in caplog.text
+    assert all(torch.equal(found["model"][name], value) for name, value in model.state_dict().items())
+
+
+def test_a_stored_tensor_of_a_device_is_pickled_in_host_memory():
+    """A program may keep the copies of a model that is larger than the device."""
+    values = torch.arange(6.0)
+    stored = LazyTensor(lambda: iter([values]), (2, 3), torch.float32, torch.device("meta"))
+    found = pickle.loads(pickle.dumps(stored))
+    assert found.device.type == "cpu" and torch.equal(found, values.view(2, 3))
+
+
+_MEMORY = """
+import json, sys, threading, time, torch
+from pathlib import Path
+from torch import nn
+import headwater as hw
+
+def private():
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) << 10
+
+def watch():
+    while True:
+        peak[0] = max(peak[0], private())
+        time.sleep(0.001)
+
+model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+model = hw.compile(model, hw.backend("CSX", tier="disk", disk=sys.argv[1], num_slabs=2))
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 1024)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+torch.save(model[0].state_dict(), sys.argv[1] + "/first")
+before = private()
+peak = [before]
+threading.Thread(target=watch, daemon=True).start()
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, sys.argv[1] + "/x")
+print(json.dumps({"rise": peak[0] - before}))
+"""
+
+
+@pytest.mark.real_start
+def test_torch_save_of_a_model_on_disk_takes_little_memory(tmp_path):
+    """The state has 192 MiB, 4 MiB in each tensor."""
+    done = subprocess.run(
+        [sys.executable, "-c", _MEMORY, str(tmp_path)],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},  # what is freed goes back to the system
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(done.stdout)["rise"] < 48 << 20
