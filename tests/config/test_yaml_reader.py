@@ -72,6 +72,13 @@ def test_numbers_in_base_60_are_text():
     assert parse_scalar("5:10") == "5:10"
 
 
+def test_zeros_at_the_beginning_of_a_number_do_not_make_it_octal():
+    """YAML 1.1 reads 010 as 8, and 09 as text."""
+    numbers = parse_yaml("{a: 010, b: -007, c: 09, d: 0, e: 0x10, f: 0_10, g: 00.5}", "params.yaml").tree
+    assert numbers == {"a": 10, "b": -7, "c": 9, "d": 0, "e": 16, "f": 10, "g": 0.5}
+    assert parse_scalar("010") == 10
+
+
 def test_merge_keys_are_followed():
     document = parse_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n", "params.yaml")
     assert document.tree == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}

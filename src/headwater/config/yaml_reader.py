@@ -187,8 +187,17 @@ def _checked(construct: Callable[[Any, yaml.ScalarNode], Any]) -> Callable[[_Loa
     return checked
 
 
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    """Return the integer of a node. YAML 1.1 reads 010 as 8, but users and YAML 1.2 read it as 10."""
+    text = str(node.value)
+    if re.fullmatch(r"[-+]?0[\d_]+", text):
+        return int(text)
+    return yaml.SafeLoader.yaml_constructors[_TAG + "int"](loader, node)
+
+
+_CONSTRUCTORS = {**yaml.SafeLoader.yaml_constructors, _TAG + "int": _integer}
 for _name in ("int", "float", "bool"):
-    _Loader.add_constructor(_TAG + _name, _checked(yaml.SafeLoader.yaml_constructors[_TAG + _name]))
+    _Loader.add_constructor(_TAG + _name, _checked(_CONSTRUCTORS[_TAG + _name]))
 
 # Read dates as text, because a folder may have a date as its name. Read 5:10 as text too: in YAML 1.1 it
 # is the number 310 in base 60, but users and YAML 1.2 do not know such numbers.
@@ -201,6 +210,8 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(
     _TAG + "float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
+# YAML 1.1 reads 09 as text, because 9 is not an octal digit.
+_Loader.add_implicit_resolver(_TAG + "int", re.compile(r"[-+]?0\d[\d_]*$"), list("-+0"))
 
 
 def _check_size(node: yaml.Node | None) -> None:
