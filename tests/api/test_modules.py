@@ -1,6 +1,7 @@
 """Modules with unusual inputs, outputs or contents."""
 
 import contextlib
+import copy
 import dataclasses
 import io
 import logging
@@ -424,6 +425,18 @@ def test_pickles_of_compiled_models_are_refused(pickled, is_called, tmp_path):
         model(randn(3, 6, seed=0))
     with pytest.raises(StreamError, match=r"cannot be pickled(.|\n)*state_dict"):
         pickled(model)
+
+
+def test_a_shallow_copy_of_a_streamed_parameter_is_refused(tmp_path):
+    """In plain PyTorch it shares the memory of the parameter."""
+    model = Place("memory", tmp_path).compile(two_layers())
+    model(randn(3, 6, seed=0))
+    param = next(model.parameters())
+    with pytest.raises(
+        StreamError, match=r"copy.copy would make a parameter(.|\n)*copy.deepcopy\(parameter\)"
+    ):
+        copy.copy(param)
+    assert torch.equal(copy.deepcopy(param), param)
 
 
 @extreme_plans

@@ -170,6 +170,14 @@ class ParameterAtRest(AtRest, NotTraced, nn.Parameter):
         copied: nn.Parameter = memo[id(self)]
         return copied
 
+    def __copy__(self) -> nn.Parameter:
+        """Raise `StreamError`. In plain PyTorch the copy shares the memory of the parameter."""
+        raise StreamError(
+            "copy.copy would make a parameter that shares the memory of a streamed one",
+            where=self.home.spec.name,
+            remedy="copy the values too: copy.deepcopy(parameter), which is a plain parameter",
+        )
+
     def __reduce_ex__(self, protocol: object) -> Any:
         raise StreamError(
             "a module whose weights are streamed cannot be pickled",
