@@ -199,7 +199,7 @@ def test_arguments_of_partials_and_owners_of_methods_are_reached():
 
 
 class WithoutLength(tuple):
-    """A tuple without a length of its own and with other items, like the irreps of e3nn."""
+    """A tuple whose methods raise, like the irreps of e3nn."""
 
     __slots__ = ()
 
