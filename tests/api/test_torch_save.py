@@ -6,6 +6,8 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from headwater.core import file_memory
 from headwater.core.errors import DiskFullError
 from headwater.core.file_memory import copies_in_files
 from headwater.core.lazy import LazyTensor
+from headwater.stream.addresses import Reserved
 
 WIDTH = 512
 """The weight of a layer with this width has 1 MiB, so it is large enough for a file."""
@@ -139,7 +142,7 @@ def test_a_copy_whose_file_does_not_fit_stays_in_memory(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(file_memory, "_put_in_file", full)
     found = saved(model, optimizer, tmp_path / "x")
-    assert "its file does not fit: no room" in caplog.text
+    assert "their files do not fit: no room" in caplog.text
     assert all(torch.equal(found["model"][name], value) for name, value in model.state_dict().items())
 
 
@@ -149,6 +152,57 @@ def test_a_stored_tensor_of_a_device_is_pickled_in_host_memory():
     stored = LazyTensor(lambda: iter([values]), (2, 3), torch.float32, torch.device("meta"))
     found = pickle.loads(pickle.dumps(stored))
     assert found.device.type == "cpu" and torch.equal(found, values.view(2, 3))
+
+
+@extreme_plans
+def test_lazy_state_follows_an_optimizer_that_has_left_the_store(plan, tmp_path):
+    place = Place(plan, tmp_path)
+    model = place.compile(tied())
+    optimizer = adamw(model.parameters())
+    step(model, optimizer)
+    lazy = optimizer.state_dict()["state"][0]["exp_avg"]
+    place.release()
+    for _ in range(2):
+        step(model, optimizer)
+        expected = optimizer.state[model[0].weight]["exp_avg"].flatten()
+        assert torch.equal(torch.empty(0).set_(lazy.untyped_storage()), expected)
+        assert torch.equal(pickle.loads(pickle.dumps(lazy)).flatten(), expected)
+
+
+class SlowHome:
+    """A place of values that are read only when the test allows it."""
+
+    def __init__(self):
+        self.spec = SimpleNamespace(name="slow")
+        self.meta = torch.empty(4, device="meta")
+        self.version = "first"
+        self.is_reading, self.may_read = threading.Event(), threading.Event()
+        self.num_files = 0
+
+    def read_on_host(self):
+        self.is_reading.set()
+        assert self.may_read.wait(60)
+        return torch.ones(4)
+
+    def put_copy_in_file(self, memory):
+        self.num_files += 1
+        return False
+
+
+def test_memory_that_one_thread_fills_is_not_changed_by_others():
+    home, reserved = SlowHome(), Reserved(16)
+    first, second = (threading.Thread(target=reserved.fill, args=(home,)) for _ in range(2))
+    first.start()
+    assert home.is_reading.wait(60)
+    second.start()
+    reserved.free()
+    home.may_read.set()
+    first.join(60)
+    second.join(60)
+    assert home.num_files == 1
+    assert torch.equal(torch.empty(0).set_(reserved.storage()), torch.ones(4))
+    reserved.free()
+    assert torch.equal(torch.empty(0).set_(reserved.storage()), torch.zeros(4))
 
 
 _MEMORY = """

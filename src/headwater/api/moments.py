@@ -157,7 +157,9 @@ class _Reading:
     def in_memory(self) -> torch.Tensor | None:
         """Return a plain tensor with the values, which is only read; see `LazyTensor`."""
         home = self.moment.home
-        return reserved_tensor(*self.moment.tensor_name, home) if isinstance(home, _MomentHome) else None
+        if isinstance(home, KeptHome):
+            return home.read().detach().cpu()
+        return reserved_tensor(*self.moment.tensor_name, home)
 
     @property
     def place(self) -> tuple[Home, str] | None:

@@ -19,6 +19,7 @@ from headwater.core.errors import DiskFullError
 from headwater.core.files import disk_errors
 from headwater.core.mapped_memory import map_file, reserve
 from headwater.core.scratch import open_unnamed
+from headwater.core.warn_once import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,6 @@ def put_copy_in_file(folder: Path | None, memory: mmap.mmap) -> bool:
     try:
         _put_in_file(memory, folder)
     except DiskFullError as error:
-        logger.warning("a copy of a tensor stays in memory, because its file does not fit: %s", error.what)
+        warn_once(logger, "copies of tensors stay in memory, because their files do not fit: %s", error.what)
         return False
     return True

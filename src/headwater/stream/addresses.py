@@ -75,6 +75,7 @@ class Reserved:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._holds: ValuesVersion | None = None
         self._readers: set[threading.Thread] = set()  # threads that may read the values
+        self._changing = threading.Lock()  # held while the memory is filled or freed
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
         self.address, self.size = self._bytes.data_ptr(), size
 
@@ -89,15 +90,16 @@ class Reserved:
             # This is first: from here on forwards in other threads do not free the values.
             self._readers.add(threading.current_thread())
             _filled.add(self)
-        version = home.version
-        if self._holds != version:
-            if self._holds is None:
-                self._is_in_file = home.put_copy_in_file(self._memory)
-                if not self._is_in_file:
-                    _check_room(home, self.size)
-            values = home.read_on_host()
-            self._bytes.view(values.dtype).as_strided(values.shape, values.stride()).copy_(values)
-            self._holds = version
+        with self._changing:
+            version = home.version
+            if self._holds != version:
+                if self._holds is None:
+                    self._is_in_file = home.put_copy_in_file(self._memory)
+                    if not self._is_in_file:
+                        _check_room(home, self.size)
+                values = home.read_on_host()
+                self._bytes.view(values.dtype).as_strided(values.shape, values.stride()).copy_(values)
+                self._holds = version
 
     def storage(self) -> torch.UntypedStorage:
         """Return the memory as a storage, which callers only read."""
@@ -112,7 +114,9 @@ class Reserved:
 
     def free(self) -> None:
         """Free the memory, unless it may be read. It stays reserved, and then holds zeros."""
-        if not self._may_be_read():
+        if self._may_be_read() or not self._changing.acquire(blocking=False):
+            return
+        try:
             if self._is_in_file:
                 unmap_file(self._memory)
                 self._is_in_file = False
@@ -121,6 +125,8 @@ class Reserved:
             self._holds = None
             self._readers.clear()
             _filled.discard(self)
+        finally:
+            self._changing.release()
 
     def _may_be_read(self) -> bool:
         """True if the storage is used, or if another thread has asked for values that are still present."""

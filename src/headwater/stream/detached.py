@@ -40,7 +40,9 @@ class Values:
     def in_memory(self) -> torch.Tensor | None:
         """Return a plain tensor with the values, which is only read; see `LazyTensor`."""
         home = self.memory.home
-        return None if isinstance(home, KeptHome) else reserved_tensor(*self.memory.tensor_name, home)
+        if isinstance(home, KeptHome):
+            return home.read().detach().cpu()
+        return reserved_tensor(*self.memory.tensor_name, home)
 
     @property
     def place(self) -> tuple[Any, None] | None:
