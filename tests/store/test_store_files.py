@@ -1,8 +1,10 @@
 """The layout of the store's files, and errors of the disk."""
 
+import contextlib
 import errno
 import itertools
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 
 from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.errors import CorruptError, DiskFullError, StoreError
+from headwater.core.open_file_limit import allow_open_files
 from headwater.core.stage import ParamSpec, StageSpec
 from headwater.optim.spec import OptimizerSpec
 from headwater.store.build import build_store
@@ -193,3 +196,40 @@ def test_many_threads_may_use_a_store_at_once(make_tier, tmp_path):
             thread.join()
     assert not wrong
     store.close()
+
+
+@contextlib.contextmanager
+def limit_of_open_files(number):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_store_may_have_more_files_than_the_soft_limit_of_the_process(tmp_path):
+    sizes = {tmp_path / f"{number}.bin": 4096 for number in range(40)}
+    before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    with limit_of_open_files(before + 20):
+        files = open_files(sizes)
+        assert len(files) == 40
+        for file in files:
+            file.close()
+
+
+def test_the_limit_of_open_files_is_not_lowered():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allow_open_files(1)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+def test_too_many_open_files_are_an_error_that_names_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("headwater.store.files.allow_open_files", lambda count: None)
+    before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    sizes = {tmp_path / f"{number}.bin": 4096 for number in range(40)}
+    with (
+        limit_of_open_files(before + 20),
+        pytest.raises(StoreError, match=r"Too many open files(.|\n)*ulimit"),
+    ):
+        open_files(sizes)

@@ -20,10 +20,12 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _REFUSED = {*_NOT_ALLOWED, errno.ENAMETOOLONG}
 _BAD_BYTES = {errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
+_TOO_MANY = {errno.EMFILE, errno.ENFILE}
 _WRONG_KIND = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP}
 _MAKE_WAY = "move it away, or name another folder"
 _MAKE_WRITABLE = "give this user the right to write there, or name another folder"
 _MAKE_REACHABLE = "give this user the right to it and to the folders on the way to it, or name another path"
+_ALLOW_MORE = "allow this user more open files, for example with ulimit -n 65536"
 _AROUND = 100
 """Characters of a long line that an error shows on each side of the fault."""
 _OTHER_DISK = "check the disk and how it is mounted, or name a folder on another disk"
@@ -89,6 +91,8 @@ def _explained(error: OSError, path: Path) -> StoreError:
     why = error.strerror or str(error)
     if error.errno in _NOT_ALLOWED:
         return StoreError(f"{path.name}: {why}", where=str(found), remedy=_MAKE_WRITABLE)
+    if error.errno in _TOO_MANY:
+        return StoreError(f"{path.name}: {why}", where=str(found), remedy=_ALLOW_MORE)
     obstacle = obstacle_on(found) if error.errno in _WRONG_KIND else None
     if obstacle is None:
         return StoreError(f"{path.name}: {why}", where=str(found), remedy=_OTHER_DISK)

@@ -15,6 +15,7 @@ import torch
 from headwater.core.buffers import PAGE_BYTES, aligned_empty
 from headwater.core.errors import CorruptError
 from headwater.core.files import disk_errors
+from headwater.core.open_file_limit import allow_open_files
 from headwater.core.recorder import DISK_READ, DISK_WRITE, RECORDER
 from headwater.core.scratch import open_unnamed
 from headwater.core.transfers import write_all
@@ -173,6 +174,7 @@ def open_files(
     Raises:
         DiskFullError: if there is no room for all of them.
     """
+    allow_open_files(len(sizes))
     with contextlib.ExitStack() as opened:
         files = []
         for index, (path, num_bytes) in enumerate(sizes.items()):
