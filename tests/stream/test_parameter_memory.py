@@ -4,10 +4,10 @@ import gc
 
 import torch
 
+from headwater.stream.detached import Values
 from headwater.stream.parameter_memory import (
     KeptHome,
     Memory,
-    Values,
     enter_store,
     leave_memory,
     leave_store,
