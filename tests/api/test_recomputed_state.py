@@ -529,7 +529,7 @@ class Wrapping(nn.Module):
     def forward(self, x):
         try:
             return self.layer(torch.tanh(x)).exp().clamp(max=5)
-        except Exception as error:
+        except Exception as error:  # this is what the test is about
             raise ValueError("this layer has failed") from error
 
 

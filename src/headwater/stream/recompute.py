@@ -290,7 +290,7 @@ class _RepeatedCall:
             try:
                 # A copy: Python refuses to enter a context that is entered already.
                 return self._context.copy().run(self._function, *args, **kwargs)
-            except (Exception, _AllSaved) as error:
+            except (Exception, _AllSaved) as error:  # the forward may replace `_AllSaved` by any other
                 if ending.is_complete and not isinstance(error, HeadwaterError):
                     raise _StopRecomputationError from None
                 raise
