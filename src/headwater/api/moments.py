@@ -16,8 +16,7 @@ from headwater.core.lazy import LazyTensor
 from headwater.core.stage import ParamSpec
 from headwater.core.uncompiled import uncompiled
 from headwater.store.layout import Scalars
-from headwater.stream.addresses import reserved_tensor
-from headwater.stream.at_rest import AtRest, all_of, on_values
+from headwater.stream.at_rest import AtRest, all_of, on_values, tensor_in_memory
 from headwater.stream.home import Home, ValuesVersion
 from headwater.stream.new_parameters import becomes_parameter_when_marked
 from headwater.stream.parameter_memory import KeptHome
@@ -156,10 +155,7 @@ class _Reading:
 
     def in_memory(self) -> torch.Tensor | None:
         """Return a plain tensor with the values, which is only read; see `LazyTensor`."""
-        home = self.moment.home
-        if isinstance(home, KeptHome):
-            return home.read().detach().cpu()
-        return reserved_tensor(*self.moment.tensor_name, home)
+        return tensor_in_memory(self.moment)
 
     @property
     def place(self) -> tuple[Home, str] | None:

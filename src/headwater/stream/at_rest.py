@@ -27,7 +27,7 @@ from headwater.core.interrupts import uninterrupted
 from headwater.core.read_only_storage import Storage, read_only
 from headwater.core.uncompiled import uncompiled
 from headwater.plan.alive import has_storage
-from headwater.stream.addresses import Reserved, reserved_memory
+from headwater.stream.addresses import Reserved, reserved_memory, reserved_tensor
 from headwater.stream.autocast_blocks import note_read_of_master
 from headwater.stream.declared_writes import declared_writes
 from headwater.stream.home import Home
@@ -310,6 +310,22 @@ def _memory(tensor: Any) -> Reserved | None:
         return None
     param, state = source.tensor_name
     return reserved_memory(param, state, home)
+
+
+def tensor_in_memory(source: Any) -> torch.Tensor | None:
+    """Return a plain tensor over host memory with the present values of a tensor at rest. Only read it.
+
+    Args:
+        source: the `source` of a tensor at rest.
+
+    Returns:
+        The tensor; `None` if it has no elements.
+    """
+    home = source.home
+    if isinstance(home, KeptHome):
+        kept: torch.Tensor = home.read().detach().cpu()
+        return kept
+    return reserved_tensor(*source.tensor_name, home)
 
 
 def plain_view(leaf: Any) -> Any:

@@ -10,8 +10,15 @@ import torch
 from headwater.core.errors import StreamError
 from headwater.core.lazy import LazyTensor, StoredTensor
 from headwater.core.uncompiled import uncompiled
-from headwater.stream.addresses import reserved_tensor
-from headwater.stream.at_rest import AtRest, PartAtRest, all_of, moved, on_values, plain_view
+from headwater.stream.at_rest import (
+    AtRest,
+    PartAtRest,
+    all_of,
+    moved,
+    on_values,
+    plain_view,
+    tensor_in_memory,
+)
 from headwater.stream.home import Home
 from headwater.stream.parameter_memory import KeptHome, Memory
 from headwater.stream.placeholders import DATA, LAYOUT, is_metadata
@@ -39,10 +46,7 @@ class Values:
 
     def in_memory(self) -> torch.Tensor | None:
         """Return a plain tensor with the values, which is only read; see `LazyTensor`."""
-        home = self.memory.home
-        if isinstance(home, KeptHome):
-            return home.read().detach().cpu()
-        return reserved_tensor(*self.memory.tensor_name, home)
+        return tensor_in_memory(self.memory)
 
     @property
     def place(self) -> tuple[Any, None] | None:
