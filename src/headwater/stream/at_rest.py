@@ -325,7 +325,8 @@ def tensor_in_memory(source: Any) -> torch.Tensor | None:
     if isinstance(home, KeptHome):
         kept: torch.Tensor = home.read().detach().cpu()
         return kept
-    return reserved_tensor(*source.tensor_name, home)
+    param, state = source.tensor_name
+    return reserved_tensor(param, state, home)
 
 
 def plain_view(leaf: Any) -> Any:
