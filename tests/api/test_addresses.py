@@ -12,6 +12,7 @@ import pytest
 import torch
 from any_loop import Place, adamw, extreme_plans, randn
 from safetensors.torch import _find_shared_tensors, load_file, save_file
+from small_net import net, step
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,19 +28,6 @@ VIEWS = {
     "row of the data": lambda p: p.data[1],
     "turned": lambda p: p.data.t()[2],
 }
-
-
-def net():
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    with torch.no_grad():
-        model[1].weight.data = model[1].weight.t()  # dense, but not row-major
-    return model
-
-
-def step(model, optimizer):
-    model(randn(3, 6, seed=1)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from any_loop import Place, adamw, extreme_plans, randn
+from small_net import net, step
 from torch import nn
 
 from headwater.api.backend import backend
@@ -27,17 +28,9 @@ WIDTH = 512
 
 
 def tied():
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    model = net()
     model[3].weight = model[0].weight
-    with torch.no_grad():
-        model[1].weight.data = model[1].weight.t()  # dense, but not row-major
     return model
-
-
-def step(model, optimizer):
-    model(randn(3, 6, seed=1)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def saved(model, optimizer, path):
