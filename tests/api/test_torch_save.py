@@ -193,9 +193,31 @@ def test_memory_that_one_thread_fills_is_not_changed_by_others():
     first.join(60)
     second.join(60)
     assert home.num_files == 1
-    assert torch.equal(torch.empty(0).set_(reserved.storage()), torch.ones(4))
+    found = torch.empty(0).set_(reserved.fill(home))
     reserved.free()
-    assert torch.equal(torch.empty(0).set_(reserved.storage()), torch.zeros(4))
+    assert torch.equal(found, torch.ones(4))
+
+
+@extreme_plans
+def test_values_that_another_thread_changes_during_torch_save_are_in_the_file(plan, tmp_path, monkeypatch):
+    place = Place(plan, tmp_path)
+    model = place.compile(net())
+    optimizer = adamw(model.parameters())
+    step(model, optimizer)
+    weight = model[0].weight.detach()
+    before, fill = weight.clone(), Reserved.fill
+
+    def fill_and_train(reserved, home):
+        found = fill(reserved, home)
+        training = threading.Thread(target=lambda: [step(model, optimizer) for _ in range(2)])
+        training.start()
+        training.join(60)
+        return found
+
+    monkeypatch.setattr(Reserved, "fill", fill_and_train)
+    torch.save(weight, tmp_path / "x")
+    assert torch.equal(torch.load(tmp_path / "x"), before)
+    place.release()
 
 
 _MEMORY = """

@@ -65,7 +65,6 @@ class Reserved:
     """Virtual memory for the values of one tensor. It takes room only while it holds a copy of them.
 
     Attributes:
-        address: the address of the memory.
         size: the number of bytes.
     """
 
@@ -77,10 +76,13 @@ class Reserved:
         self._readers: set[threading.Thread] = set()  # threads that may read the values
         self._changing = threading.Lock()  # held while the memory is filled or freed
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
-        self.address, self.size = self._bytes.data_ptr(), size
+        self.size = size
 
-    def fill(self, home: StoredPlace) -> None:
+    def fill(self, home: StoredPlace) -> torch.UntypedStorage:
         """Copy the values here, in the order in which they are in memory, if they have changed.
+
+        Returns:
+            The memory as a storage, which callers only read. It is not freed as long as the storage is used.
 
         Raises:
             StreamError: if the machine has too little free memory for a copy of the values.
@@ -90,6 +92,8 @@ class Reserved:
             # This is first: from here on forwards in other threads do not free the values.
             self._readers.add(threading.current_thread())
             _filled.add(self)
+            # Another thread may change the values and then free them: a storage that is used prevents this.
+            storage = self._used_storage()
         with self._changing:
             version = home.version
             if self._holds != version:
@@ -100,16 +104,16 @@ class Reserved:
                 values = home.read_on_host()
                 self._bytes.view(values.dtype).as_strided(values.shape, values.stride()).copy_(values)
                 self._holds = version
+        return storage
 
-    def storage(self) -> torch.UntypedStorage:
-        """Return the memory as a storage, which callers only read."""
-        with _lock:
-            found = None if self._storage is None else self._storage()
-            # torch moves a storage to other memory when another process shares it.
-            if found is None or found.data_ptr() != self.address:
-                # Made from a new tensor, because the storage of `_bytes` does not end when its users drop it.
-                found = torch.frombuffer(self._memory, dtype=torch.uint8).untyped_storage()
-                self._storage = weakref.ref(found)
+    def _used_storage(self) -> torch.UntypedStorage:
+        """Return the storage of the memory that callers use; a new one if they use none."""
+        found = None if self._storage is None else self._storage()
+        # torch moves a storage to other memory when another process shares it.
+        if found is None or found.data_ptr() != self._bytes.data_ptr():
+            # Made from a new tensor, because the storage of `_bytes` does not end when its users drop it.
+            found = torch.frombuffer(self._memory, dtype=torch.uint8).untyped_storage()
+            self._storage = weakref.ref(found)
         return found
 
     def free(self) -> None:
@@ -146,10 +150,10 @@ _lock = threading.Lock()
 """Guards the two collections, and the change from used to free memory."""
 
 
-def reserved_memory(param: torch.Tensor, state: str | None, home: StoredPlace) -> Reserved:
-    """Return the memory that is reserved for a tensor at rest. It has the values until the next forward.
+def reserved_storage(param: torch.Tensor, state: str | None, home: StoredPlace) -> torch.UntypedStorage:
+    """Return the memory that is reserved for a tensor at rest, which callers only read.
 
-    See [Note: addresses].
+    It has the values until the next forward, and as long as the storage is used; see [Note: addresses].
 
     Args:
         param: the parameter.
@@ -167,17 +171,16 @@ def reserved_memory(param: torch.Tensor, state: str | None, home: StoredPlace) -
             found: Reserved | None = by_state.get(state)
             if found is None or found.size != size:
                 found = by_state[state] = Reserved(size)
-        found.fill(home)
-    return found
+        return found.fill(home)
 
 
 def reserved_tensor(param: torch.Tensor, state: str | None, home: StoredPlace) -> torch.Tensor | None:
-    """Return a plain tensor over the memory of `reserved_memory`, which callers only read.
+    """Return a plain tensor over the memory of `reserved_storage`, which callers only read.
 
     Args:
-        param: see `reserved_memory`.
-        state: see `reserved_memory`.
-        home: see `reserved_memory`.
+        param: see `reserved_storage`.
+        state: see `reserved_storage`.
+        home: see `reserved_storage`.
 
     Returns:
         The tensor, in host memory; `None` if it has no elements.
@@ -185,7 +188,7 @@ def reserved_tensor(param: torch.Tensor, state: str | None, home: StoredPlace) -
     meta = home.meta
     if not meta.numel():
         return None
-    storage = reserved_memory(param, state, home).storage()
+    storage = reserved_storage(param, state, home)
     with apart_from_modes():
         return torch.empty(0, dtype=meta.dtype, device="cpu").set_(storage, 0, meta.shape, meta.stride())
 

@@ -27,7 +27,7 @@ from headwater.core.interrupts import uninterrupted
 from headwater.core.read_only_storage import Storage, read_only
 from headwater.core.uncompiled import uncompiled
 from headwater.plan.alive import has_storage
-from headwater.stream.addresses import Reserved, reserved_memory, reserved_tensor
+from headwater.stream.addresses import reserved_storage, reserved_tensor
 from headwater.stream.autocast_blocks import note_read_of_master
 from headwater.stream.declared_writes import declared_writes
 from headwater.stream.home import Home
@@ -261,9 +261,9 @@ def on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if func is torch.Tensor.contiguous and _layout(args[0]).is_contiguous(*args[1:], **kwargs):
         return args[0]
     if func in _STORAGES:
-        memory = _memory(plain_view(args[0]))
-        if memory is not None:
-            untyped = read_only(memory.storage())
+        storage = _storage(plain_view(args[0]))
+        if storage is not None:
+            untyped = read_only(storage)
             if func is torch.Tensor.untyped_storage:
                 return untyped
             return read_only(torch.TypedStorage(wrap_storage=untyped, dtype=args[0].dtype, _internal=True))
@@ -278,11 +278,11 @@ def _address(tensor: Any) -> int:
     tensor = plain_view(tensor)
     if not tensor.numel():
         return 0  # as in torch
-    memory = _memory(tensor)
-    if memory is None:
+    storage = _storage(tensor)
+    if storage is None:
         return int(tensor.data_ptr())
     layout = _layout(tensor)
-    return memory.address + int(layout.storage_offset()) * layout.element_size()
+    return storage.data_ptr() + int(layout.storage_offset()) * layout.element_size()
 
 
 def _layout(tensor: Any) -> torch.Tensor:
@@ -294,7 +294,7 @@ def _layout(tensor: Any) -> torch.Tensor:
     return found
 
 
-def _memory(tensor: Any) -> Reserved | None:
+def _storage(tensor: Any) -> torch.UntypedStorage | None:
     """Return the memory that is reserved for the parameter of a tensor at rest, with its present values.
 
     Return `None` for other tensors, for a parameter without elements, and for a recorded view from before a
@@ -309,7 +309,7 @@ def _memory(tensor: Any) -> Reserved | None:
     if isinstance(home, KeptHome) or not home.meta.numel() or dtype not in (None, home.meta.dtype):
         return None
     param, state = source.tensor_name
-    return reserved_memory(param, state, home)
+    return reserved_storage(param, state, home)
 
 
 def tensor_in_memory(source: Any) -> torch.Tensor | None:
