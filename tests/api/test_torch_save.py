@@ -4,9 +4,11 @@ import copy
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -196,6 +198,21 @@ def test_memory_that_one_thread_fills_is_not_changed_by_others():
     found = torch.empty(0).set_(reserved.fill(home))
     reserved.free()
     assert torch.equal(found, torch.ones(4))
+
+
+def test_ctrl_c_while_a_copy_is_put_in_a_file_leaves_no_file(tmp_path, monkeypatch):
+    model, _ = wide(tmp_path / "scratch", tier="memory")
+    map_file = file_memory.map_file
+
+    def interrupted(memory, file):
+        map_file(memory, file)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(file_memory, "map_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model[0].weight.data_ptr()
+    model(randn(2, WIDTH, seed=1))
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 @extreme_plans

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from headwater.core.errors import StreamError
 from headwater.core.mapped_memory import reserve, unmap_file
+from headwater.core.interrupts import uninterrupted
 from headwater.core.modes import apart_from_modes
 from headwater.plan.cgroups import memory_room
 
@@ -150,6 +151,7 @@ _lock = threading.Lock()
 """Guards the two collections, and the change from used to free memory."""
 
 
+@uninterrupted  # otherwise Ctrl-C could leave memory in a file that `free` takes for memory in RAM
 def reserved_storage(param: torch.Tensor, state: str | None, home: StoredPlace) -> torch.UntypedStorage:
     """Return the memory that is reserved for a tensor at rest, which callers only read.
 
