@@ -2,6 +2,7 @@
 
 import copy
 import json
+import multiprocessing.reduction
 import os
 import pickle
 import signal
@@ -162,6 +163,34 @@ def test_lazy_state_follows_an_optimizer_that_has_left_the_store(plan, tmp_path)
         expected = optimizer.state[model[0].weight]["exp_avg"].flatten()
         assert torch.equal(torch.empty(0).set_(lazy.untyped_storage()), expected)
         assert torch.equal(pickle.loads(pickle.dumps(lazy)).flatten(), expected)
+
+
+class Spawning:
+    """A process that is being spawned. It inherits files that are open when the arguments are pickled."""
+
+    DupFd = int
+
+    def __init__(self):
+        self.files = []
+
+    def duplicate_for_child(self, file):
+        self.files.append(file)
+        return file
+
+
+@extreme_plans
+def test_a_state_dict_may_be_an_argument_of_a_spawned_process(plan, tmp_path, monkeypatch):
+    place = Place(plan, tmp_path)
+    model = place.compile(net())
+    optimizer = adamw(model.parameters())
+    step(model, optimizer)
+    spawning = Spawning()
+    monkeypatch.setattr(multiprocessing.reduction.context, "get_spawning_popen", lambda: spawning)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    multiprocessing.reduction.ForkingPickler.dumps(state)
+    # Eight parameters; two moments of each, and its number of steps.
+    assert len({os.fstat(file).st_ino for file in spawning.files}) == 8 + 8 * 3
+    place.release()
 
 
 class SlowHome:

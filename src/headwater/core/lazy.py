@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils._pytree import tree_any, tree_map_only
 
 from headwater.core.errors import StreamError
@@ -47,6 +49,11 @@ class StoredTensor(Tensor):
 
     read_pieces: ReadPieces
     _kept: Tensor | None  # the values, once they have been read for `data_ptr` or `untyped_storage`
+    _shared: Tensor  # the copy that other processes use
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ForkingPickler.register(cls, _reduce_for_process)
 
     @staticmethod
     def __new__(
@@ -124,6 +131,13 @@ class StoredTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype})"
+
+
+def _reduce_for_process(stored: StoredTensor) -> Any:
+    """Pickle a stored tensor for another process, as torch pickles plain tensors: the process gets a copy."""
+    # The process opens the memory of the copy later. So the copy must not end before.
+    stored._shared = stored._on_host().clone().requires_grad_(stored.requires_grad)
+    return reduce_tensor(stored._shared)  # type: ignore[no-untyped-call]
 
 
 @final
