@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from any_loop import check, odd_plans, randn
+from any_loop import check, odd_plans, randn, some_plan, train
 from torch import nn
 
 import headwater as cstorch
@@ -332,6 +332,26 @@ def test_an_optimizer_may_keep_tensors_in_the_state_of_another_one(kind, plan, t
             optimizer.zero_grad()
             losses.append(loss.item())
         return losses, model
+
+    check(script, plan, tmp_path)
+
+
+class SlowWeightsOfGroups(SlowWeights):
+    """A wrapper that adds its options to the groups and defaults of the optimizer that it calls, like timm's."""
+
+    def __init__(self, base):
+        super().__init__(base)
+        for options in (base.defaults, *base.param_groups):
+            options.setdefault("slow_rate", 0.5)
+
+
+@warns
+@some_plan
+def test_an_optimizer_of_torch_with_more_defaults_steps_in_the_loop(plan, tmp_path):
+    def script(place):
+        model = place.compile(net())
+        optimizer = SlowWeightsOfGroups(torch.optim.AdamW(model.parameters(), lr=0.05))
+        return train(model, lambda number: loss_of(model, number), optimizer=optimizer)[:2]
 
     check(script, plan, tmp_path)
 

@@ -35,10 +35,8 @@ def runs_in_loop(optimizer: Optimizer) -> bool:
     record = record_of(optimizer)
     if record.runs_in_loop is not None:
         return record.runs_in_loop
-    if is_known(type(optimizer)):
-        return False
     try:
-        OptimizerSpec.of(optimizer)
+        OptimizerSpec.of(optimizer)  # also fails for torch's AdamW, after a wrapper has added defaults to it
     except ConfigError as error:
         run_in_loop(optimizer, error)
         return True
