@@ -24,9 +24,14 @@ def is_foreign(value: Any) -> bool:
     return is_of_foreign(getattr(getattr(value, "__func__", value), "__module__", None))
 
 
-def is_of_foreign(module: str | None) -> bool:
-    """True if a Python module, by its name, is not the user's."""
-    return (module or "").partition(".")[0] in _FOREIGN
+def is_of_foreign(module: object) -> bool:
+    """True if a Python module, by its name, is not the user's.
+
+    Args:
+        module: the attribute `__module__` of a class or function. In metaclasses written in C, as Cython's,
+            it is the descriptor with which they give their classes a module.
+    """
+    return not isinstance(module, str | None) or (module or "").partition(".")[0] in _FOREIGN
 
 
 def keeps_state(value: object) -> bool:
