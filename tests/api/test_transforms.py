@@ -74,7 +74,7 @@ def test_torch_func_transforms_of_a_streamed_model_are_refused(plan, transform, 
     place.release()
 
 
-@pytest.mark.parametrize("transform", [jvp, jacobian])
+@pytest.mark.parametrize("transform", [jvp, jacobian, lambda model, x: torch.func.vmap(model)(x)])
 def test_the_first_call_is_refused_in_a_transform(transform, tmp_path):
     place = Place("memory", tmp_path)
     model = place.compile(stack())

@@ -24,12 +24,12 @@ def in_derivative() -> bool:
 
 
 def refuse_first_call() -> None:
-    """Raise if the first call of a model, which makes its plan, is inside `grad`, `vjp` or `jvp`.
+    """Raise if the first call of a model, which makes its plan, is inside a transform of `torch.func`.
 
     Raises:
-        StreamError: if the call is inside one of these.
+        StreamError: if the call is inside a transform.
     """
-    if in_derivative():
+    if in_transform():
         raise StreamError(
             "the first call of the model is inside of torch.func, where the dry run cannot see the tensors",
             remedy="first call the model once outside of torch.func, with a batch of this size",
