@@ -137,7 +137,7 @@ def _reduce_for_process(stored: StoredTensor) -> Any:
     """Pickle a stored tensor for another process, as torch pickles plain tensors: the process gets a copy."""
     # The process opens the memory of the copy later. So the copy must not end before.
     stored._shared = stored._on_host().clone().requires_grad_(stored.requires_grad)
-    return reduce_tensor(stored._shared)  # type: ignore[no-untyped-call]
+    return reduce_tensor(stored._shared)
 
 
 @final
