@@ -83,6 +83,23 @@ def test_copies_in_pickles_keep_their_values(plan, tmp_path):
     place.release()
 
 
+@extreme_plans
+def test_views_of_one_tensor_have_one_storage_in_a_file(plan, tmp_path):
+    place = Place(plan, tmp_path)
+    model = place.compile(net())
+    optimizer = adamw(model.parameters())
+    step(model, optimizer)
+    weight = model[1].weight
+    moment = optimizer.state[weight]["exp_avg"]
+    views = [weight.data, weight.data[1], weight.data.t()[2], weight.detach(), moment, moment]
+    torch.save(views, tmp_path / "x")
+    found = torch.load(tmp_path / "x")
+    assert len({value.untyped_storage().data_ptr() for value in found}) == 2
+    for view, value in zip(views, found, strict=True):
+        assert torch.equal(view, value) and view.stride() == value.stride()
+    place.release()
+
+
 def wide(folder, **options):
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
     model = compile(model, backend("CSX", num_slabs=2, disk=folder, **options))
@@ -118,6 +135,13 @@ def test_large_copies_are_in_files_of_the_disk_of_the_backend(tier, files, tmp_p
         torch.equal(found["optimizer"]["state"][number]["exp_avg"], optimizer.state[param]["exp_avg"])
         for number, param in enumerate(model.parameters())
     )
+
+
+def test_large_copies_of_the_data_of_parameters_are_in_files(files, tmp_path):
+    model, _ = wide(tmp_path / "scratch", tier="memory")
+    files.clear()
+    torch.save([param.data for param in model.parameters()], tmp_path / "x")
+    assert files == [(4 * WIDTH * WIDTH, tmp_path / "scratch")] * 3
 
 
 def test_without_a_disk_copies_are_in_memory_unless_the_caller_names_a_folder(files, tmp_path):

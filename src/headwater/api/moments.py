@@ -16,7 +16,7 @@ from headwater.core.lazy import LazyTensor
 from headwater.core.stage import ParamSpec
 from headwater.core.uncompiled import uncompiled
 from headwater.store.layout import Scalars
-from headwater.stream.at_rest import AtRest, all_of, on_values, tensor_in_memory
+from headwater.stream.at_rest import AtRest, all_of, on_values, pickled_as_plain, tensor_in_memory
 from headwater.stream.home import Home, ValuesVersion
 from headwater.stream.new_parameters import becomes_parameter_when_marked
 from headwater.stream.parameter_memory import KeptHome
@@ -177,6 +177,7 @@ class MomentAtRest(AtRest, NotTraced):
     owner = None
     selection = staticmethod(all_of)
     _is_param = becomes_parameter_when_marked
+    __reduce_ex__ = pickled_as_plain
 
     @property
     def source(self) -> Moment:

@@ -26,8 +26,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headwater.core.errors import StreamError
-from headwater.core.mapped_memory import reserve, unmap_file
 from headwater.core.interrupts import uninterrupted
+from headwater.core.mapped_memory import reserve, unmap_file
 from headwater.core.modes import apart_from_modes
 from headwater.plan.cgroups import memory_room
 

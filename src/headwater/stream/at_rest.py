@@ -100,6 +100,16 @@ class AtRest:
         return found
 
 
+def pickled_as_plain(tensor: Any, protocol: Any) -> Any:
+    """Pickle a tensor at rest as a plain tensor in host memory; see `object.__reduce_ex__`.
+
+    Views of one parameter share its memory, so `torch.save` writes that memory only once.
+    """
+    whole = tensor_in_memory(tensor.source)
+    view = tensor.selection(tensor.home.read().cpu() if whole is None else whole)
+    return view.detach().requires_grad_(tensor.requires_grad).__reduce_ex__(protocol)
+
+
 def all_of(whole: torch.Tensor) -> torch.Tensor:
     """Return `whole`. This is the `selection` of a tensor at rest that has every value of its parameter."""
     return whole
@@ -114,6 +124,8 @@ class PartAtRest(AtRest, NotTraced):
 
     meta: torch.Tensor
     _is_param = becomes_parameter_when_marked
+
+    __reduce_ex__ = pickled_as_plain
 
     @property
     def home(self) -> Home:  # type: ignore[override]
