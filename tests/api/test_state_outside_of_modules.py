@@ -366,7 +366,8 @@ MAKERS = [
     tensor_that_is_an_attribute, context_variable, environment, waiting_numbers, file_in_memory, namespace,
     iterator_over_a_tuple, iterator_over_a_list, list_in_a_tuple, dictionary_behind_a_proxy, bytes_of_python,
     array_of_python, object_of_a_weak_reference, object_of_a_weak_proxy, weak_dictionary, key_of_a_dictionary,
-    environment_in_a_closure, class_of_a_class, object_whose_metaclass_has_a_property_as_module, list_in_an_object_of_an_object, module_in_a_closure,
+    environment_in_a_closure, class_of_a_class, object_whose_metaclass_has_a_property_as_module,
+    list_in_an_object_of_an_object, module_in_a_closure,
     module_that_the_function_imports, attribute_of_a_list, class_attribute_of_a_dictionary, view_of_bytes,
     engine_of_quasirandom_numbers, reversed_iterator_over_a_list, iterator_over_bytes,
 ]  # fmt: skip

@@ -337,7 +337,7 @@ def test_an_optimizer_may_keep_tensors_in_the_state_of_another_one(kind, plan, t
 
 
 class SlowWeightsOfGroups(SlowWeights):
-    """A wrapper that adds its options to the groups and defaults of the optimizer that it calls, like timm's."""
+    """Adds its options to the groups and defaults of the other optimizer, like timm's Lookahead."""
 
     def __init__(self, base):
         super().__init__(base)

@@ -83,6 +83,35 @@ def test_the_first_call_is_refused_in_a_transform(transform, tmp_path):
     place.release()
 
 
+TRANSFORMS_OF_WEIGHTS = {
+    "vmap": lambda weight: torch.func.vmap(lambda row: row.square().sum())(weight),
+    "vmap of a part": lambda weight: torch.func.vmap(lambda row: row.square().sum())(weight.data[1:]),
+    "grad": lambda weight: torch.func.grad(lambda whole: whole.pow(3).sum())(weight),
+    "vjp": lambda weight: torch.func.vjp(lambda whole: whole.square().sum(1), weight)[1](torch.ones(3))[0],
+    "vmap of grad": lambda weight: torch.func.vmap(torch.func.grad(lambda row: row.pow(3).sum()))(weight),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS_OF_WEIGHTS)
+def test_transforms_get_the_present_values_of_a_weight_that_is_their_argument(kind, tmp_path):
+    def script(place):
+        model = place.compile(stack())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weight, found = model[0][0].weight, []
+        for number in range(3):
+            model(randn(4, 3, seed=number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(TRANSFORMS_OF_WEIGHTS[kind](weight))
+            if found[-1].requires_grad:
+                found[-1].square().sum().backward()
+            found.append(weight.grad)
+            found[:] = [each if each is None else each.detach().clone() for each in found]
+        return found, model
+
+    check(script, "slabs", tmp_path)
+
+
 @pytest.mark.parametrize("transform", [torch.func.grad, lambda function: torch.func.vmap(function)])
 def test_a_weight_is_read_before_a_transform_or_refused(transform, tmp_path):
     """Its gradient from the loop's backward is that of plain PyTorch."""

@@ -20,6 +20,7 @@ from headwater.stream.home import Home, MakePlain
 from headwater.stream.parameter_memory import enter_store, leave_memory
 from headwater.stream.parameters import ParameterAtRest, class_at_rest
 from headwater.stream.saved_tensors import WeightHandle
+from headwater.stream.transform_inputs import read_before_transforms
 from headwater.stream.transforms import in_transform
 from headwater.stream.unbound_memory import UnboundMemory, version_of
 
@@ -90,6 +91,7 @@ class StageParameters:
         Raises:
             StreamError: if another compiled model streams a parameter already.
         """
+        read_before_transforms()
         for index, param in enumerate(self.params):
             if isinstance(param, ParameterAtRest):
                 raise StreamError(
