@@ -105,6 +105,16 @@ def test_invalid_collectives_are_refused_without_waiting():
     run_ranks(ask)
 
 
+def test_distributed_data_parallel_is_refused_with_a_remedy():
+    def train(fabric):
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        with pytest.raises(RankError, match=r"DistributedDataParallel is not supported") as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        assert "without a wrapper" in str(caught.value)
+
+    run_ranks(train)
+
+
 def test_all_ranks_may_send_large_data_at_once():
     """The data exceed the system's buffers, so no rank may wait for the others to receive first."""
 

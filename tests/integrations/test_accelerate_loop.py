@@ -5,7 +5,7 @@ from accelerate import Accelerator, cpu_offload, disk_offload
 from accelerate.hooks import remove_hook_from_submodules
 from places import assert_same_tensors, backend, every_plan, text_rows
 from safetensors import safe_open
-from test_transformers_trainer import gpt2
+from trainers import gpt2
 
 import headwater
 from headwater.core.errors import StreamError

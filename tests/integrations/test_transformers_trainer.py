@@ -3,21 +3,20 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from places import assert_same_tensors, backend, bytes_in_files, every_plan, text_rows
+from places import assert_same_tensors, backend, bytes_in_files, every_plan
 from safetensors.torch import load_file
+from trainers import VALIDATION, gpt2, history, trainer_of
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    Trainer,
     TrainingArguments,
 )
 
 import headwater
 from headwater.api.compile import streamed
 from headwater.core.errors import CheckpointError, ConfigError
-from headwater.integrations.transformers import StreamedTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
@@ -25,21 +24,10 @@ NEW, OLD = "activation_checkpointing", "gradient_checkpointing"
 CHECKPOINTING = NEW if NEW in TrainingArguments.__dataclass_fields__ else OLD
 """The argument's name, which depends on the version of transformers."""
 
-ROWS = text_rows(110, 24)
-TRAIN, VALIDATION = ([{"input_ids": row, "labels": row} for row in part] for part in ROWS.split([90, 20]))
-
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def gpt2():
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=256, n_positions=24, n_embd=32, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    return GPT2LMHeadModel(config)
 
 
 def llama():
@@ -56,29 +44,11 @@ def llama():
     return LlamaForCausalLM(config)
 
 
-def trainer_of(place, folder, model=None, **options):
-    """Return a Trainer that streams if `place` is a backend, or a plain one if it is `None`."""
-    defaults = {"max_steps": 8, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-2}
-    defaults |= {"warmup_steps": 3, "weight_decay": 0.1, "save_strategy": "no"}
-    args = TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **(defaults | options)
-    )
-    kwargs = {"args": args, "train_dataset": TRAIN, "eval_dataset": VALIDATION}
-    kwargs |= model if isinstance(model, dict) else {"model": model or gpt2()}
-    return Trainer(**kwargs) if place is None else StreamedTrainer(backend=place, **kwargs)
-
-
 def trained(*args, **options):
     """Return a Trainer after training; it seeds all randomness when it is built."""
     trainer = trainer_of(*args, **options)
     trainer.train()
     return trainer
-
-
-def history(trainer):
-    """Return the logs, without values that depend on the machine."""
-    numbers = ("loss", "grad_norm", "learning_rate", "eval_loss", "step")
-    return [{key: entry[key] for key in numbers if key in entry} for entry in trainer.state.log_history]
 
 
 def assert_same_run(one, other):

@@ -10,7 +10,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed
@@ -199,6 +199,19 @@ class _Done(_Work):  # type: ignore[misc]  # torch's own class
 
     def is_completed(self) -> bool:
         return self._finish is None
+
+    def get_future(self) -> NoReturn:
+        """Raise the error for `DistributedDataParallel`, which waits for futures in its backward.
+
+        Raises:
+            RankError: always.
+        """
+        raise RankError(
+            "DistributedDataParallel is not supported on the ranks of headwater.backend(num_csx=...)",
+            where="torch.distributed",
+            remedy="call the model without a wrapper: Headwater averages the gradients of the ranks. With "
+            "accelerate, call accelerator.prepare_model(model, evaluation_mode=True)",
+        )
 
 
 @final

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.serialization.config
 from torch import nn
 
 from headwater.api.backend import Backend
 from headwater.api.backend import backend as make_backend
 from headwater.api.compile import compile, is_compiled, streamed
 from headwater.api.pretrained import load_pretrained, save_pretrained
+from headwater.api.ranks import note_part
 from headwater.core.errors import ConfigError
 from headwater.core.file_memory import copies_in_files
 from headwater.core.precision import Precision
+from headwater.core.units import counted
+from headwater.fabric.membership import current
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
@@ -29,11 +33,17 @@ except ModuleNotFoundError as error:
     ) from error
 
 
+_DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""The ways in which each process has the whole model."""
+
+
 class StreamedTrainer(Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` that keeps the weights of its model in a weight store.
 
     Data, optimizer, schedule, evaluation, callbacks and logs are those of `Trainer`. Both classes can resume
     each other's checkpoints. This class never holds all weights or the whole optimizer state in memory.
+
+    With a backend of several ranks (`num_csx`), each rank computes the batches that `Trainer` gives it.
 
     Before a subclass of `Trainer`, such as a trainer of TRL, it streams the weights of that trainer:
     `class StreamedDPO(StreamedTrainer, DPOTrainer): pass`. Further models that the trainer prepares, such as
@@ -46,7 +56,8 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         **kwargs: keyword arguments of `Trainer`.
 
     Raises:
-        ConfigError: if a training argument is not supported with streaming, or selects another device.
+        ConfigError: if a training argument is not supported with streaming, or selects another device, or if
+            the Trainer has another number of processes than the backend has ranks.
     """
 
     def __init__(self, *args: Any, backend: Backend | str = "CSX", **kwargs: Any) -> None:
@@ -72,17 +83,32 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Stream `model` and prepare it as the accelerator does, but never move it to the device."""
+        """Stream `model` and prepare it as the accelerator does, but do not move or wrap it."""
         self._stream(model)
-        return prepare(model, device_placement=False, evaluation_mode=evaluation_mode)
+        # With several ranks the accelerator would wrap a trained model to average gradients, but the store
+        # averages them. It does not wrap a model that is only evaluated.
+        return prepare(model, device_placement=False, evaluation_mode=True)
 
     def _refuse_what_is_not_streamed(self) -> None:
         args, device = self.args, self._backend.torch_device.type
+        processes, ranks = self.accelerator.num_processes, current().size
         refused = [
             (
-                args.n_gpu > 1 or self.accelerator.distributed_type != DistributedType.NO,
-                "the Trainer would distribute the model over several devices or processes",
-                "run one process without a launcher, and show it one GPU with CUDA_VISIBLE_DEVICES",
+                processes != ranks,
+                f"the Trainer has {counted(processes, 'process', 'processes')}, but the backend "
+                f"{counted(ranks, 'rank', 'ranks')}",
+                f"write headwater.backend(..., num_csx={processes}) before TrainingArguments(...)",
+            ),
+            (
+                args.n_gpu > 1 or self.accelerator.distributed_type not in _DATA_PARALLEL,
+                "the Trainer would distribute the model over several devices",
+                "write headwater.backend(..., num_csx=N) for N processes, each with one GPU; or show this "
+                "process one GPU with CUDA_VISIBLE_DEVICES",
+            ),
+            (
+                args.save_on_each_node and current().num_hosts > 1,
+                "save_on_each_node is not supported, because only rank 0 writes checkpoints",
+                "save in a folder that all hosts share",
             ),
             (
                 args.device.type != device,
@@ -113,6 +139,12 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
             has_autocast = self.accelerator.native_amp
             stream.precision = Precision(self.accelerator.mixed_precision if has_autocast else "fp32")
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        if current().size > 1:
+            note_part(prepared)  # the accelerator has divided the data among the ranks
+        return prepared
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Stream the model, instead of moving it to the device as `Trainer` does."""
         self._stream(model)
@@ -130,7 +162,7 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
             super()._save(output_dir, state_dict)
             return
         super()._save(output_dir, {})  # saves everything except the weights
-        save_pretrained(self.model, output_dir or self.args.output_dir)
+        save_pretrained(self.model, output_dir or self.args.output_dir)  # on rank 0; all ranks wait
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._streams_checkpoints:
@@ -139,6 +171,8 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         load_pretrained(self.model, resume_from_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.args.should_save and streamed(self.model) is not None:
+            self.optimizer.state_dict()  # which all ranks must call, and `Trainer` calls on rank 0
         with copies_in_files(Path(output_dir)):
             super()._save_optimizer_and_scheduler(output_dir)
 
