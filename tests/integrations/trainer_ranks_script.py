@@ -18,7 +18,7 @@ place = None if PLANS[kind] is None else hw.backend("CSX", **PLANS[kind])  # bef
 
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
-from trainers import VALIDATION, gpt2, history, trainer_of  # noqa: E402
+from trainers import VALIDATION, gpt2_with, history, trainer_of  # noqa: E402
 
 EVERY_3 = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
 
@@ -29,7 +29,7 @@ def weights_of(model):
 
 def train(resume=None):
     """Train with the Trainer; return its logs and the sum of its predictions, and the weights."""
-    model = gpt2(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)  # ranks draw different dropout masks
+    model = gpt2_with(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)  # ranks draw different dropout masks
     trainer = trainer_of(place, folder, model, max_steps=6, **EVERY_3)
     trainer.train(resume_from_checkpoint=resume)
     predictions = float(trainer.predict(VALIDATION[:17]).predictions.sum())

@@ -10,7 +10,12 @@ ROWS = text_rows(110, 24)
 TRAIN, VALIDATION = ([{"input_ids": row, "labels": row} for row in part] for part in ROWS.split([90, 20]))
 
 
-def gpt2(**options):
+def gpt2():
+    return gpt2_with()
+
+
+def gpt2_with(**options):
+    """Return a small GPT-2 with these options of its config."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 2}
     config = GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **options)
