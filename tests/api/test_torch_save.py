@@ -1,6 +1,7 @@
 """Files that `torch.save` writes of streamed models, compared with those of plain PyTorch."""
 
 import copy
+import errno
 import json
 import multiprocessing.reduction
 import os
@@ -21,7 +22,6 @@ from torch import nn
 from headwater.api.backend import backend
 from headwater.api.compile import compile
 from headwater.core import file_memory
-from headwater.core.errors import DiskFullError
 from headwater.core.file_memory import copies_in_files
 from headwater.core.lazy import LazyTensor
 from headwater.stream.addresses import Reserved
@@ -154,15 +154,16 @@ def test_without_a_disk_copies_are_in_memory_unless_the_caller_names_a_folder(fi
     assert files == [(4 * WIDTH * WIDTH, tmp_path / "copies")] * 9
 
 
-def test_a_copy_whose_file_does_not_fit_stays_in_memory(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_copy_for_which_the_disk_takes_no_file_stays_in_memory(number, tmp_path, monkeypatch, caplog):
     model, optimizer = wide(tmp_path / "scratch", tier="memory")
 
-    def full(memory, folder):
-        raise DiskFullError("no room", where=str(folder))
+    def refuse(folder):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(file_memory, "_put_in_file", full)
+    monkeypatch.setattr(file_memory, "open_unnamed", refuse)
     found = saved(model, optimizer, tmp_path / "x")
-    assert "their files do not fit: no room" in caplog.text
+    assert "copies of tensors stay in memory, because a file cannot be made" in caplog.text
     assert all(torch.equal(found["model"][name], value) for name, value in model.state_dict().items())
 
 

@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from headwater.core.errors import DiskFullError
+from headwater.core.errors import StoreError
 from headwater.core.files import disk_errors
 from headwater.core.mapped_memory import map_file, reserve
 from headwater.core.scratch import open_unnamed
@@ -112,17 +112,14 @@ def put_copy_in_file(folder: Path | None, memory: mmap.mmap) -> bool:
         memory: the memory. Its content is zeros then.
 
     Returns:
-        False if the copy stays in memory; also if the file does not fit on the disk.
-
-    Raises:
-        StoreError: for other errors of the disk.
+        False if the copy stays in memory; also if the disk is full or has an error.
     """
     folder = _folder_of_copies.get() or folder
     if folder is None or len(memory) < LARGE_BYTES:
         return False
     try:
         _put_in_file(memory, folder)
-    except DiskFullError as error:
-        warn_once(logger, "copies of tensors stay in memory, because their files do not fit: %s", error.what)
+    except StoreError as error:  # a run whose disk fails can still write a checkpoint to another disk
+        warn_once(logger, "copies of tensors stay in memory, because a file cannot be made: %s", error.what)
         return False
     return True

@@ -87,7 +87,6 @@ class Reserved:
 
         Raises:
             StreamError: if the machine has too little free memory for a copy of the values.
-            StoreError: if a file for the copy cannot be made.
         """
         with _lock:
             # This is first: from here on forwards in other threads do not free the values.
@@ -164,7 +163,6 @@ def reserved_storage(param: torch.Tensor, state: str | None, home: StoredPlace) 
 
     Raises:
         StreamError: if the machine has too little free memory for a copy of the values.
-        StoreError: if a file for the copy cannot be made.
     """
     size = home.meta.nbytes
     with apart_from_modes():
