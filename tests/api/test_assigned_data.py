@@ -212,6 +212,14 @@ class Renormalizing(nn.Linear):
         return super().forward(x)
 
 
+class RenormalizingFactor(nn.Linear):
+    """A layer whose product saves the parameter itself; the products of `Renormalizing` save a view of it."""
+
+    def forward(self, x):
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.3)
+        return x @ self.weight
+
+
 class Clamping(nn.Linear):
     def forward(self, x):
         self.weight.data.clamp_(-0.1, 0.1)
@@ -261,12 +269,14 @@ class SetByFirstBatch(nn.Linear):
 MODELS = {
     "first batch": lambda: nn.Sequential(*(SetByFirstBatch() for _ in range(4))),
     "renormalizing": lambda: nn.Sequential(*(Renormalizing(6, 6) for _ in range(4))),
+    "renormalizing factor": lambda: nn.Sequential(*(RenormalizingFactor(6, 6, False) for _ in range(4))),
+    "all in slabs": lambda: nn.Sequential(*(RenormalizingFactor(6, 6, False) for _ in range(4))),
     "clamping": lambda: nn.Sequential(*(Clamping(6, 6) for _ in range(4))),
     "momentum": lambda: nn.Sequential(WithMomentum(), *stack(2)),
     "twice": lambda: nn.Sequential(*[Renormalizing(6, 6)] * 2, *stack(2)),
     "for a moment": lambda: nn.Sequential(*(MaskedForAMoment(6, 6) for _ in range(4))),
 }
-SLABS = {"momentum": {"num_slabs": 5}}
+SLABS = {"momentum": {"num_slabs": 5}, "all in slabs": {"num_slabs": 4}}
 
 
 @pytest.mark.parametrize("plan", ["memory", "slabs", "disk", "recompute"])

@@ -198,8 +198,10 @@ class _WithoutWeights:
         moved = self._offload(tensor)
         if moved is not None:
             return moved
-        # A node that holds its own output holds itself, so a graph without backward would never be freed.
-        return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+        # A node that holds its own output holds itself, so a graph without backward would never be freed. And
+        # a streamed parameter that has no handle, because the forward has set its `data`, gets other memory.
+        is_kept = tensor.grad_fn is None and not hasattr(tensor, "home")
+        return (tensor if is_kept else tensor.detach()), tensor._version
 
     @uninterrupted
     def unpack(self, packed: Any) -> torch.Tensor:

@@ -253,6 +253,9 @@ class StageParameters:
             self._store.access.note_change(self._spec.index)
         for index, value in values.items():
             self._keep(index, value)
+            if self._stable and not self._writable:
+                # Autograd may have saved the parameter itself, which points to this slab until backward.
+                self._views[index].copy_(value)
 
     def _keep(self, index: int, value: torch.Tensor) -> None:
         """Write a value that the forward has assigned to a parameter to the store.
