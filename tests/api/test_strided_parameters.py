@@ -1,9 +1,11 @@
 """Parameters that are not row-major have the values and strides of plain PyTorch everywhere."""
 
+import copy
+
 import pytest
 import torch
 from any_loop import adamw, check, extreme_plans
-from test_changed_models import inputs, stack
+from test_changed_models import inputs, stack, train
 from torch import nn
 
 import headwater as cstorch
@@ -75,6 +77,23 @@ def test_strides_and_values_equal_plain(plan, make, optimize, tmp_path):
             optimizer.zero_grad(set_to_none=number > 0)
         shown += [(p.is_contiguous(), p.t().stride(), (2 * p).stride()) for p in params if p.dim() == 2]
         return losses, shown, model, optimizer.state_dict()["state"]
+
+    check(script, plan, tmp_path)
+
+
+@extreme_plans
+@pytest.mark.parametrize("take", [lambda state: state, copy.deepcopy], ids=["state_dict", "deepcopy"])
+def test_a_fused_optimizer_of_a_plain_model_continues_from_the_state_of_a_streamed_one(plan, take, tmp_path):
+    """torch's fused CPU kernels read memory in order, so the state needs the strides of the parameters."""
+
+    def script(place):
+        model, plain = place.compile(matrices()), matrices()
+        optimizer, other = adamw(model.parameters()), adamw(plain.parameters())
+        train(model, optimizer, 2)
+        plain.load_state_dict(model.state_dict())
+        other.load_state_dict(take(optimizer.state_dict()))
+        strides = [state["exp_avg"].stride() for state in other.state.values()]
+        return train(plain, other, 2), strides, plain
 
     check(script, plan, tmp_path)
 

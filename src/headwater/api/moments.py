@@ -230,12 +230,11 @@ def lazy_state(optimizer: Optimizer, param: ParameterAtRest) -> dict[str, Any]:
         return {}
 
     def lazy(name: str) -> LazyTensor:
-        layout = layouts[name]
-        shape = layout.shape_for(param.home.spec)
-        return LazyTensor(_Reading(Moment.of(optimizer, param, name)), shape, layout.dtype)
+        meta = _MomentHome(param.home, name).meta
+        reading = _Reading(Moment.of(optimizer, param, name))
+        return LazyTensor(reading, meta.shape, meta.dtype, strides=meta.stride())
 
-    layouts = layouts_of(param.home)
-    return {**scalars, **{name: lazy(name) for name in layouts}}
+    return {**scalars, **{name: lazy(name) for name in layouts_of(param.home)}}
 
 
 def is_stored_state(state: Mapping[str, Any], optimizer: Optimizer, param: ParameterAtRest) -> bool:

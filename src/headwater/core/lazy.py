@@ -42,6 +42,7 @@ class StoredTensor(Tensor):
         shape: its shape.
         dtype: its dtype.
         device: its device, to which values are copied; the CPU if not given.
+        strides: its strides, also of plain tensors with its values; row-major if not given.
 
     Attributes:
         read_pieces: as given.
@@ -62,8 +63,11 @@ class StoredTensor(Tensor):
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device = _CPU,
+        strides: Sequence[int] | None = None,
     ) -> Self:
-        tensor = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        tensor = Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), strides=strides, dtype=dtype, device=device
+        )
         tensor.read_pieces, tensor._kept = read_pieces, None
         return tensor
 
@@ -74,7 +78,11 @@ class StoredTensor(Tensor):
 
     @uninterrupted
     def _gathered(self) -> Tensor:
-        return gather(self.read_pieces(), self.shape, self.dtype)
+        values = gather(self.read_pieces(), self.shape, self.dtype)
+        if values.stride() == self.stride():
+            return values
+        # Fused optimizers of torch need state with the strides of its parameter.
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=_CPU).copy_(values)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -82,7 +90,8 @@ class StoredTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _DETACH:
-            return cls(args[0].read_pieces, args[0].shape, args[0].dtype, args[0].device)
+            tensor = args[0]
+            return cls(tensor.read_pieces, tensor.shape, tensor.dtype, tensor.device, tensor.stride())
         # From the operator's schema, which also covers operators of other libraries.
         for value in argument_values(written_arguments(func), func, args, kwargs):
             _refuse_write(value)
@@ -183,11 +192,11 @@ class LazyTensor(StoredTensor):
             if self._kept is None:
                 self._kept = self._gathered()  # values in a file do not change
             return self._kept
-        if present.is_contiguous():
+        if present.stride() == self.stride():
             return present
-        # A lazy tensor shows the strides of a contiguous tensor.
+        # The strides of the values have changed since this tensor was made.
         if self._kept is None:
-            self._kept = torch.empty(self.shape, dtype=self.dtype, device=_CPU)
+            self._kept = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=_CPU)
         return self._kept.copy_(present)
 
 
