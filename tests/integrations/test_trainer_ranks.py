@@ -1,4 +1,4 @@
-"""The Trainer, and a loop of accelerate, on two ranks equal DistributedDataParallel."""
+"""Trainer, Lightning and a loop of accelerate on two ranks equal DistributedDataParallel."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "launcher"), [("resident", TORCHRUN), ("disk", ())], ids=["torchrun", "python"]
 )
-def test_the_trainer_on_two_ranks_equals_distributed_data_parallel(kind, launcher, folder):
+def test_trainers_on_two_ranks_equal_distributed_data_parallel(kind, launcher, folder):
     code, printed = run(kind, folder, launcher)
     assert code == 0, printed
     plain, ours = folder / "plain", folder / kind

@@ -8,21 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import nn
+from torch.distributed import ReduceOp
 
 from headwater.api.backend import Backend
 from headwater.api.backend import backend as make_backend
 from headwater.api.compile import compile, is_compiled
+from headwater.api.ranks import note_part
 from headwater.core.errors import ConfigError
 from headwater.core.file_memory import copies_in_files
 from headwater.core.module_calls import Layer, surround
+from headwater.fabric.membership import current
 
 try:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+    from lightning.fabric.utilities.distributed import _sync_ddp_if_available
     from lightning.pytorch import LightningModule
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.strategies import ParallelStrategy
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "lightning":
         raise
@@ -31,14 +36,17 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-class StreamedStrategy(SingleDeviceStrategy):
-    """A Lightning strategy that streams weights from a weight store, and trains on one device.
+class StreamedStrategy(ParallelStrategy):
+    """A Lightning strategy that streams weights from a weight store. Each rank trains on one device.
 
     Each module that `training_step` (or another step) calls is compiled for the backend at its first call:
     the `LightningModule` itself if the step calls `self(...)`, otherwise the parts that it calls, such as
     `self.model`, or the generator and the discriminator. Each compiled module has a separate plan and weight
     store. Modules that no step calls, and copies of the module, are not streamed. After training the module
     stays streamed; `headwater.release` of a compiled part ends that.
+
+    With a backend of several ranks (`num_csx`), each rank computes its part of the data, as in Lightning's
+    `DDPStrategy`.
 
     Args:
         backend: a backend made by `headwater.backend`, or its name.
@@ -69,10 +77,65 @@ class StreamedStrategy(SingleDeviceStrategy):
                 remedy="pass the options to headwater.backend, or pass the backend by name",
             )
         self._backend = make_backend(backend, **options) if isinstance(backend, str) else backend
-        super().__init__(self._backend.torch_device, accelerator, checkpoint_io, precision_plugin)
+        super().__init__(accelerator, [self._backend.torch_device], None, checkpoint_io, precision_plugin)
+        self._fabric = current()
         # Modules that were not called yet, each with a function that removes the hook on its first call.
         self._waiting: dict[nn.Module, Callable[[], None]] = {}
         self._streamed: set[nn.Parameter] = set()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        return self._backend.torch_device
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank."""
+        return self._fabric.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its host."""
+        return self._fabric.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._fabric.size
+
+    @property
+    def is_distributed(self) -> bool:
+        """True if the Trainer divides the data among ranks."""
+        return self.world_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """The arguments of the sampler that divides the data."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device as Lightning does."""
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self.is_distributed:
+            note_part(moved)  # the sampler has divided the data among the ranks
+        return moved
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduce a tensor over the ranks. Other objects stay as they are."""
+        return (
+            _sync_ddp_if_available(tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
+        )
+
+    def barrier(self, name: str | None = None) -> None:
+        """Block until every rank has called this."""
+        self._fabric.barrier(name or "Lightning's Trainer")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src` on all ranks."""
+        objects = [obj]
+        if self.is_distributed:
+            torch.distributed.broadcast_object_list(objects, src)
+        return objects[0]
 
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
@@ -83,7 +146,7 @@ class StreamedStrategy(SingleDeviceStrategy):
         """Keep the weights on the host, and add hooks that compile each module at its first call."""
         assert self.model is not None, "Lightning calls connect first"
         if self._backend.kind != "CSX":
-            super().model_to_device()
+            self.model.to(self.root_device)
             return
         for module in self.model.modules():
             if any(True for _ in module.parameters()):
