@@ -167,6 +167,26 @@ def test_a_copy_for_which_the_disk_takes_no_file_stays_in_memory(number, tmp_pat
     assert all(torch.equal(found["model"][name], value) for name, value in model.state_dict().items())
 
 
+def test_a_fork_does_not_change_the_copies_of_its_parent(tmp_path):
+    model, _ = wide(tmp_path / "scratch", tier="memory")
+    weight = model[0].weight
+    before = weight.detach().clone()
+    weight.data_ptr()
+
+    def change():
+        torch.set_num_threads(1)  # a fork has no threads of OpenMP
+        with torch.no_grad():
+            weight.zero_()
+        weight.data_ptr()
+
+    child = multiprocessing.get_context("fork").Process(target=change)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    torch.save(weight.detach(), tmp_path / "x")
+    assert torch.equal(torch.load(tmp_path / "x"), before)
+
+
 def test_a_stored_tensor_of_a_device_is_pickled_in_host_memory():
     """A program may keep the copies of a model that is larger than the device."""
     values = torch.arange(6.0)

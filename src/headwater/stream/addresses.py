@@ -17,6 +17,7 @@ copy is put into a file if the backend names a disk. The system then needs no me
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Protocol, final
@@ -132,6 +133,12 @@ class Reserved:
         finally:
             self._changing.release()
 
+    def leave_file(self) -> None:
+        """Drop a copy in a file. A forked process calls this, because its parent writes to the file too."""
+        if self._is_in_file:
+            unmap_file(self._memory)
+            self._is_in_file, self._holds = False, None
+
     def _may_be_read(self) -> bool:
         """True if the storage is used, or if another thread has asked for values that are still present."""
         if self._storage is not None and self._storage() is not None:
@@ -212,6 +219,14 @@ def free_copies() -> None:
         with _lock:
             for reserved in list(_filled):
                 reserved.free()
+
+
+def _begin_fork() -> None:
+    for reserved in list(_filled):
+        reserved.leave_file()
+
+
+os.register_at_fork(after_in_child=_begin_fork)
 
 
 def forget_address(param: torch.Tensor) -> None:
