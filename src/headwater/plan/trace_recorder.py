@@ -272,7 +272,8 @@ class Recorder(TorchDispatchMode):
             raise StreamError(
                 "the forward reads no weights in the thread that calls it",
                 where=type(self._model).__name__,
-                remedy="compute in the thread that calls the model, not in other threads",
+                remedy="compute in the thread that calls the model, and read weights as attributes of its "
+                "modules; if a loss keeps the weights of networks, as in torchrl, compile the networks first",
             )
         if self._repeats is not None:
             self._take_over(self._repeats)
