@@ -11,11 +11,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headwater.api.optimizer_record import record_of
 from headwater.api.optimizers import collect, commit, homes_of
+from headwater.api.registry import compiled_models
 from headwater.api.step_checks import check_between_forwards
 from headwater.api.stored_state import Optimizer, params_of
 from headwater.core.interrupts import uninterrupted
+from headwater.core.module_parameters import parameters_of
 from headwater.core.uncompiled import CompilerOffWarning, never_compile, uncompiled
 from headwater.stream.parameters import running_steps
+
+
+class NotStreamedWarning(UserWarning):
+    """Warns that the weights of a compiled module are not streamed, because the module is never called."""
 
 
 class Amendment(Protocol):
@@ -112,10 +118,28 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 @functools.partial(uninterrupted, raises=False)  # plain parameters of the optimizer are updated after it
 def _commit(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Change the gradients by the amendments, and commit the step to the stores of streamed parameters."""
+    _warn_of_uncalled_models(optimizer)
     check_between_forwards(optimizer)
     collect(optimizer)
     _amend(optimizer)  # for all parameters: masks apply to plain ones too
     commit(optimizer, args, kwargs)
+
+
+def _warn_of_uncalled_models(optimizer: Optimizer) -> None:
+    """Warn if the optimizer trains parameters of a compiled module that was never called."""
+    for model in compiled_models():
+        if not model.awaits_call:
+            continue
+        own = {id(param) for param in parameters_of(model.model)}
+        if any(id(param) in own and param.grad is not None for param in params_of(optimizer)):
+            name = type(model.model).__name__
+            warnings.warn(
+                f"this compiled {name} trains in plain PyTorch, because the module itself was never called; "
+                "only calls such as model(batch) begin the streaming: if your code calls parts of the model, "
+                "or other methods such as model.encode(batch), compile each part that it calls",
+                NotStreamedWarning,
+                stacklevel=2,
+            )
 
 
 @uncompiled

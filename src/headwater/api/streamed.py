@@ -53,6 +53,7 @@ class StreamedModel:
         current: the engine, with the facts for which it was made.
         steps: commits or undoes the user's steps.
         optimizers: which optimizer updates which parameter.
+        awaits_call: true until the first call of the module, or its release.
 
     Args:
         model: the user's module.
@@ -74,6 +75,7 @@ class StreamedModel:
         )
         self.steps = StreamedSteps(self.current)
         self.optimizers = OptimizerBook(self.current, self.steps)
+        self.awaits_call = True
         self._replanning = Replanning(self.current, planner)
         self._last_trained: frozenset[str] = frozenset()  # at the last call with gradients
         self._largest_batch = 0
@@ -100,6 +102,7 @@ class StreamedModel:
             The error of a dry run that failed before anything was streamed, or `None`. The call then computes
             as in plain PyTorch, and its own error is raised: a hook may raise an error to end the forward.
         """
+        self.awaits_call = False
         if self._replanning.is_running:  # this is the dry run
             return None
         _refuse_traces(self.model)
@@ -219,6 +222,7 @@ class StreamedModel:
         """Stop streaming, and return values and gradients to the parameters and states to the optimizers."""
         transaction.unregister(self.steps)
         registry.unregister(self)
+        self.awaits_call = False
         self._unguard()
         self.current.release()
 
