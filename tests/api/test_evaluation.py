@@ -91,6 +91,7 @@ def test_a_model_may_be_evaluated_without_training(plan, tmp_path):
 
 @extreme_plans
 @pytest.mark.parametrize("first", ["the part", "the whole"])
+@pytest.mark.filterwarnings("ignore::headwater.api.step_hooks.NotStreamedWarning")
 def test_a_submodule_of_a_streamed_model_can_be_called_directly(plan, first, tmp_path):
     def script(place):
         model = place.compile(Net())
@@ -140,6 +141,7 @@ class Encoder(nn.Module):
 
 @extreme_plans
 @pytest.mark.parametrize("first", ["the method", "the whole"])
+@pytest.mark.filterwarnings("ignore::headwater.api.step_hooks.NotStreamedWarning")
 def test_methods_other_than_forward_equal_plain(plan, first, tmp_path):
     def script(place):
         model = place.compile(Encoder())
