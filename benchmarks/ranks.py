@@ -125,9 +125,9 @@ def run(
         try:
             for folder in folders:
                 processes.append(_start(folder, case))
-            peaks = _watch(processes)
+            peaks = watch(processes)
         finally:
-            _end(processes)
+            end(processes)
         results = [_result(workload, *each) for each in zip(folders, processes, strict=True)]
     return {
         "tokens_per_s": sum(result["tokens_per_s"] for result in results),
@@ -147,7 +147,7 @@ def _start(folder: Path, case: Case) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+def watch(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     """Return the peaks of memory when all runs have ended, or when one has failed."""
     peaks = [0] * len(processes)
     while any(process.poll() is None for process in processes):
@@ -158,7 +158,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     return peaks
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """End runs that still run. Their ranks end with them."""
     running = [process for process in processes if process.poll() is None]
     for process in running:
