@@ -17,7 +17,8 @@ from benchmarks.systems import deepspeed_
 from benchmarks.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
-_COMMAND = re.compile(r"`python -m (benchmarks[\w.]*)([^`]*)`")
+_COMMAND = re.compile(r"(?:`python -m |^\| `)(benchmarks[\w.]*)([^`]*)`", re.MULTILINE)
+"""A command in a text, or in the first column of a table, where commands are without `python -m`."""
 _TINY = Workload(layers=1, width=8, heads=1, vocab=16, sequence=4, batch=1)
 
 
