@@ -101,7 +101,8 @@ def main() -> int:
                 f"{found['peak_bytes'] / 2**30:5.2f} GiB  loss {found['losses'][-1]:.4f}",
                 flush=True,
             )
-    rows: list[Row] = [_row(kind, runs) for kind in KINDS if kind not in failures and "plain" not in failures]
+    compared = [] if "plain" in failures else [kind for kind in KINDS if kind not in failures]
+    rows: list[Row] = [_row(kind, runs) for kind in compared]
     rows += [{"system": KINDS[kind], "failed": reason} for kind, reason in failures.items()]
     print_table(rows)
     print(save(f"trainer_ranks_{workload.dtype}", {"rows": rows, "runs": runs, "failures": failures}))
@@ -111,7 +112,6 @@ def main() -> int:
 def _row(kind: str, runs: dict[str, list[Found]]) -> Row:
     """Return the medians of a system, and of its ratios to the plain Trainer in each round."""
     pairs = list(zip(runs[kind], runs["plain"], strict=True))
-
     speeds = [mine["tokens_per_s"] / plain["tokens_per_s"] for mine, plain in pairs]
     memory = [mine["peak_bytes"] / plain["peak_bytes"] for mine, plain in pairs]
     peaks = [mine["peak_bytes"] for mine, _ in pairs]

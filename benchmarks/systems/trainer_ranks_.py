@@ -10,12 +10,15 @@ import json
 import tempfile
 from pathlib import Path
 
+from transformers import TrainingArguments
+
 import headwater
 from benchmarks.options import positive
 from benchmarks.systems.torch_ import build
 from benchmarks.systems.trainer_ import Clock, Tokens
 from benchmarks.workload import add_workload_arguments, workload_of
 from headwater.core.buffers import tune_malloc
+from headwater.integrations.transformers import StreamedTrainer
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,11 +40,6 @@ def main() -> None:
         tune_malloc(keep=True)
     # This is before the arguments of the Trainer, which need to know the ranks.
     place = headwater.backend("CSX", num_csx=args.ranks, **on_disk) if is_streamed else "CPU"
-
-    from transformers import TrainingArguments
-
-    from headwater.integrations.transformers import StreamedTrainer
-
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
