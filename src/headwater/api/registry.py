@@ -34,6 +34,7 @@ def register(store: WeightStore, model: StreamedModel) -> None:
 def unregister(model: StreamedModel) -> None:
     """Forget a model that is not streamed any more."""
     _kept.pop(id(model), None)
+    _compiled.discard(model)
 
 
 def note_compiled(model: StreamedModel) -> None:

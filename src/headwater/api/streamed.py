@@ -53,7 +53,7 @@ class StreamedModel:
         current: the engine, with the facts for which it was made.
         steps: commits or undoes the user's steps.
         optimizers: which optimizer updates which parameter.
-        awaits_call: true until the first call of the module, or its release.
+        awaits_call: true until the first call of the module.
 
     Args:
         model: the user's module.
@@ -222,7 +222,6 @@ class StreamedModel:
         """Stop streaming, and return values and gradients to the parameters and states to the optimizers."""
         transaction.unregister(self.steps)
         registry.unregister(self)
-        self.awaits_call = False
         self._unguard()
         self.current.release()
 

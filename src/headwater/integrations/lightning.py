@@ -122,9 +122,8 @@ class StreamedStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Reduce a tensor over the ranks. Other objects stay as they are."""
-        return (
-            _sync_ddp_if_available(tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
-        )
+        is_tensor = isinstance(tensor, torch.Tensor)
+        return _sync_ddp_if_available(tensor, group, reduce_op) if is_tensor else tensor
 
     def barrier(self, name: str | None = None) -> None:
         """Block until every rank has called this."""
