@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import shutil
 
 import lightning.pytorch as pl
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import headwater
 from headwater.api.compile import streamed
 from headwater.core.errors import ConfigError
-from headwater.integrations.lightning import StreamedStrategy
+from headwater.integrations.lightning import FileCheckpointIO, StreamedStrategy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -272,7 +273,23 @@ def test_checkpoints_are_equal_and_complete_or_absent(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no room"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert (tmp_path / "a.ckpt").read_bytes() == before
-    assert list(tmp_path.glob("*.partial")) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "store"]
+
+
+def test_a_save_removes_what_a_killed_save_has_left(tmp_path, monkeypatch):
+    left = []
+
+    def keep_a_copy(_, path):
+        path.write_bytes(b"half")
+        shutil.copytree(path.parent, tmp_path / f"{path.parent.name}-killed")
+        left.extend(tmp_path.iterdir())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", keep_a_copy)
+        FileCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt")
+    assert len(left) == 2 and not [path for path in left if path.suffix == ".ckpt"]
+    FileCheckpointIO().save_checkpoint({}, tmp_path / "b.ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt"]
 
 
 def test_checkpoints_are_written_without_being_whole_in_memory(tmp_path):

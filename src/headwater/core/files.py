@@ -227,7 +227,12 @@ def check_replaceable(path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Write the entries of a folder to the disk, so that they survive a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
+    sync_file(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Write the content of a file to the disk, so that it survives a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

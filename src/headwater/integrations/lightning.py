@@ -18,7 +18,9 @@ from headwater.api.compile import compile, is_compiled
 from headwater.api.ranks import note_part
 from headwater.core.errors import ConfigError
 from headwater.core.file_memory import copies_in_files
+from headwater.core.files import sync_file
 from headwater.core.module_calls import Layer, surround
+from headwater.core.scratch import scratch_folder
 from headwater.fabric.membership import current
 
 try:
@@ -227,13 +229,12 @@ class FileCheckpointIO(TorchCheckpointIO):
             return
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".partial")
-        try:
-            with copies_in_files(path.parent):
-                torch.save(checkpoint, unfinished)
+        # The next save removes what a killed one has left there.
+        with copies_in_files(path.parent), scratch_folder(path.parent, ".saving-") as folder:
+            unfinished = folder / path.name
+            torch.save(checkpoint, unfinished)
+            sync_file(unfinished)
             unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     def load_checkpoint(
         self,

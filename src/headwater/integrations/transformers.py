@@ -21,6 +21,7 @@ from headwater.core.file_memory import copies_in_files
 from headwater.core.precision import Precision
 from headwater.core.units import counted
 from headwater.fabric.membership import current
+from headwater.integrations.staged_checkpoint import staged_checkpoint
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
@@ -59,6 +60,9 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
         ConfigError: if a training argument is not supported with streaming, or selects another device, or if
             the Trainer has another number of processes than the backend has ranks.
     """
+
+    _staging: str | None = None
+    """The folder in which a checkpoint is being saved."""
 
     def __init__(self, *args: Any, backend: Backend | str = "CSX", **kwargs: Any) -> None:
         self._backend = make_backend(backend) if isinstance(backend, str) else backend
@@ -156,6 +160,44 @@ class StreamedTrainer(Trainer):  # type: ignore[misc]
             self.model, "_hf_peft_config_loaded", False
         )
         return whole and streamed(self.model) is not None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return the folder of the run's checkpoints, or the one in which a checkpoint is being saved."""
+        return self._staging or str(super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint whose folder gets its name when it is complete.
+
+        A kill would otherwise leave an incomplete `checkpoint-N`, from which the next run would resume.
+        """
+        if self._backend.kind != "CSX":
+            super()._save_checkpoint(model, trial)
+            return
+        run_folder, name = self._get_output_dir(trial), f"checkpoint-{self.state.global_step}"
+        with staged_checkpoint(Path(run_folder), name) as staging:
+            self._staging = str(staging)
+            self._move_best(run_folder, self._staging)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._move_best(self._staging, run_folder)
+                self._staging = None
+            if self.args.should_save and (staging / name).is_dir():
+                # Again: `Trainer` has written the path of the best checkpoint in the staging folder.
+                self.state.save_to_json(str(staging / name / "trainer_state.json"))
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(Path(run_folder) / name))
+
+    def _move_best(self, source: str, target: str) -> None:
+        """Change the folder in the recorded path of the best checkpoint, if it is in `source`."""
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).parent == Path(source):
+            self.state.best_model_checkpoint = str(Path(target) / Path(best).name)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Upload a checkpoint as `Trainer` does, but only after its folder has its name."""
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if not self._streams_checkpoints:
