@@ -157,15 +157,13 @@ def trainer_of(place, folder, *, callbacks=(), **options):
     if "max_epochs" not in options:
         options = {"max_steps": 12, "val_check_interval": 5, "check_val_every_n_epoch": None, **options}
     return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
         callbacks=[SeedEachStep(), *callbacks],
         default_root_dir=folder,
         enable_checkpointing=False,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"accelerator": "cpu", "devices": 1} | options,
     )
 
 
@@ -380,3 +378,13 @@ def test_options_of_a_backend_may_be_given_directly():
         StreamedStrategy(num_slab=3)
     with pytest.raises(ConfigError, match=r"headwater\.backend"):
         StreamedStrategy(headwater.backend("CSX"), num_slabs=3)
+
+
+@pytest.mark.parametrize(
+    ("option", "found"),
+    [({"devices": 2}, "devices=2, but .* 1 rank on"), ({"num_nodes": 2}, "num_nodes=2, but .* 1 host")],
+)
+def test_devices_and_nodes_that_the_backend_does_not_have_are_refused(option, found, tmp_path):
+    trainer = trainer_of(backend("slabs", tmp_path), tmp_path, **option)
+    with pytest.raises(ConfigError, match=found):
+        fit(trainer, NextByte())

@@ -21,12 +21,14 @@ from headwater.core.file_memory import copies_in_files
 from headwater.core.files import sync_file
 from headwater.core.module_calls import Layer, surround
 from headwater.core.scratch import scratch_folder
+from headwater.core.units import counted
+from headwater.fabric.fabric import Fabric
 from headwater.fabric.membership import current
 
 try:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
     from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import ParallelStrategy
@@ -143,6 +145,15 @@ class StreamedStrategy(ParallelStrategy):
         if self._checkpoint_io is None:
             self._checkpoint_io = FileCheckpointIO()
 
+    def setup(self, trainer: Trainer) -> None:
+        """Set up the module as Lightning does.
+
+        Raises:
+            ConfigError: if the Trainer was asked for another number of devices or nodes than the backend has.
+        """
+        _refuse_other_ranks(trainer, self._fabric)
+        super().setup(trainer)
+
     def model_to_device(self) -> None:
         """Keep the weights on the host, and add hooks that compile each module at its first call."""
         assert self.model is not None, "Lightning calls connect first"
@@ -209,6 +220,28 @@ class StreamedStrategy(ParallelStrategy):
         assert self.accelerator is not None, "Lightning sets an accelerator on every strategy"
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _refuse_other_ranks(trainer: Trainer, fabric: Fabric) -> None:
+    """Raise if the Trainer was asked for several devices or nodes that are not those of the backend."""
+    flags = trainer._accelerator_connector  # Lightning passes `devices` to its own strategies only
+    devices, num_nodes = flags._devices_flag, flags._num_nodes_flag
+    num_devices = len(devices) if isinstance(devices, list) else devices
+    # Without `devices`, Lightning counts the devices of the machine.
+    asked_for_devices = num_devices not in (1, trainer.accelerator.auto_device_count())
+    ranks, hosts = fabric.local_size, fabric.num_hosts
+    what = None
+    if asked_for_devices and num_devices != ranks:
+        what = f"devices={num_devices}, but the backend has {counted(ranks, 'rank', 'ranks')} on this host"
+    elif num_nodes not in (1, hosts):
+        what = f"num_nodes={num_nodes}, but the backend has {counted(hosts, 'host', 'hosts')}"
+    if what is not None:
+        raise ConfigError(
+            what,
+            where="lightning.pytorch.Trainer",
+            remedy="leave devices and num_nodes out, and write StreamedStrategy(num_csx=N) for N ranks; "
+            "docs/several_hosts.md shows how to start ranks on several hosts",
+        )
 
 
 class FileCheckpointIO(TorchCheckpointIO):
