@@ -1,5 +1,7 @@
 """Optimizers that no weight store can run: their steps run in the loop and equal plain PyTorch."""
 
+import collections
+
 import pytest
 import torch
 from any_loop import check, odd_plans, randn, some_plan, train
@@ -380,5 +382,42 @@ def test_an_optimizer_may_write_a_state_before_its_first_step(plan, tmp_path):
             optimizer.zero_grad()
             losses.append(loss.item())
         return losses, model, optimizer
+
+    check(script, plan, tmp_path)
+
+
+class WithoutBase(torch.optim.Optimizer):
+    """Has groups and a state, but never calls the constructor of torch, like early versions of Lookahead."""
+
+    def __init__(self, params, *, base=None):
+        self.base = base
+        self.param_groups = base.param_groups if base else [{"params": list(params)}]
+        self.state = collections.defaultdict(dict)
+
+    def zero_grad(self):
+        for param in self.param_groups[0]["params"]:
+            param.grad = None
+
+    def step(self):
+        if self.base is not None:
+            self.base.step()
+        for param in self.param_groups[0]["params"]:
+            slow = self.state[param].setdefault("slow", param.data.clone())
+            slow += (param.data - slow) * 0.5
+            if self.base is None:
+                slow -= param.grad.data
+            param.data.copy_(slow)
+
+
+@pytest.mark.filterwarnings("error::headwater.api.loop_steps.LoopStepWarning")
+@odd_plans
+@pytest.mark.parametrize("kind", [None, torch.optim.AdamW])
+def test_an_optimizer_without_the_constructor_of_torch(kind, plan, tmp_path):
+    def script(place):
+        model = place.compile(net())
+        base = kind(model.parameters(), lr=0.05) if kind else None
+        optimizer = WithoutBase(model.parameters(), base=base)
+        losses, model, _ = train(model, lambda number: loss_of(model, number), optimizer=optimizer)
+        return losses, model, list(optimizer.state.values()), base.state_dict() if base else None
 
     check(script, plan, tmp_path)

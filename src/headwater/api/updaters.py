@@ -260,7 +260,8 @@ def _variants(options: Options) -> Iterator[Options]:
 def live_optimizers(params: Collection[nn.Parameter]) -> list[torch.optim.Optimizer]:
     """Return every optimizer over some of these parameters, the newest last.
 
-    A trainer's wrapper of an optimizer is left out: its groups are those of the wrapped optimizer.
+    Only optimizers are returned whose steps run torch's hooks. A class that never calls the constructor of
+    `torch.optim.Optimizer`, such as a wrapper, has no hooks: its step is code of the loop like any other.
     """
     wanted = set(map(id, params))
     return [
@@ -269,5 +270,6 @@ def live_optimizers(params: Collection[nn.Parameter]) -> list[torch.optim.Optimi
         # Not `isinstance`, which may run code of proxies among these objects.
         if issubclass(type(found), torch.optim.Optimizer)
         and "param_groups" in vars(found)
+        and hasattr(type(found).step, "hooked")  # by torch's constructor
         and any(id(param) in wanted for group in found.param_groups for param in group["params"])
     ]
