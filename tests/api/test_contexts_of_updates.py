@@ -115,3 +115,53 @@ def test_gradients_of_single_samples_after_each_step_equal_plain(make, plan, tmp
         return model, optimizer
 
     check(script, plan, tmp_path)
+
+
+VARIABLES = {"rate": 0.1}
+
+
+class ReadsVariables(torch.optim.Optimizer):
+    """Multiplies its learning rate by variables outside of its groups."""
+
+    factor = 1.0
+
+    def __init__(self, params, rate_of):
+        super().__init__(params, {"rate_of": rate_of})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=VARIABLES["rate"] * self.factor * group["rate_of"]())
+
+
+@pytest.mark.filterwarnings("error::headwater.api.loop_steps.LoopStepWarning")
+@odd_plans
+@pytest.mark.parametrize("changed", ["global variable", "class attribute", "local variable"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_update_reads_the_variables_of_its_step(changed, traced, plan, tmp_path, monkeypatch):
+    def script(place):
+        monkeypatch.setitem(VARIABLES, "rate", 0.1)
+        monkeypatch.setattr(ReadsVariables, "factor", 1.0)
+        local = 1.0
+        model = place.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)))
+        optimizer = ReadsVariables(model.parameters(), lambda: local)
+
+        def step(number):
+            optimizer.zero_grad()
+            model(randn(3, 6, seed=number)).square().sum().backward()
+            optimizer.step()
+
+        run = place.trace(step) if traced else step
+        for number in range(3):
+            run(number)
+            if changed == "global variable":
+                VARIABLES["rate"] *= 0.5
+            elif changed == "class attribute":
+                ReadsVariables.factor *= 0.5
+            else:
+                local *= 0.5
+        return model
+
+    check(script, plan, tmp_path)

@@ -7,6 +7,7 @@ import headwater.optim
 from headwater.core.errors import ConfigError, StreamError
 from headwater.core.stage import ParamSpec
 from headwater.optim import OptimizerSpec, group_options
+from headwater.optim.probe import reads_variables
 from headwater.store.rule import UpdateRule
 
 
@@ -535,3 +536,27 @@ def test_parameters_of_every_form_are_taken():
     for wrong in (model, [], 3):
         with pytest.raises(ConfigError, match="AdamW cannot be built"):
             spec.build(wrong)
+
+
+SETTINGS = {"rate": 0.1}
+
+
+class ReadsGlobal(Plain):
+    def step(self):
+        self.param_groups[0]["lr"] = SETTINGS["rate"]
+        super().step()
+
+
+class HasFactor(Plain):
+    factor = 0.5
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Plain, False), (ReadsGlobal, True), (HasFactor, True)])
+def test_code_that_reads_variables_is_found(kind, expected):
+    assert reads_variables(kind) is expected
+
+
+def test_a_variable_of_a_function_among_the_arguments_is_found():
+    rate = 0.1
+    assert reads_variables(Plain, [lambda: rate])
+    assert not reads_variables(Plain, [lambda: 0.1])

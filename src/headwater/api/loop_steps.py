@@ -19,6 +19,7 @@ from headwater.core.errors import ConfigError
 from headwater.fabric.membership import current
 from headwater.optim.attributes import copied, is_same, own_attributes
 from headwater.optim.catalog import is_known, refusal
+from headwater.optim.probe import reads_variables
 from headwater.optim.spec import OptimizerSpec
 
 
@@ -36,10 +37,14 @@ def runs_in_loop(optimizer: Optimizer) -> bool:
     if record.runs_in_loop is not None:
         return record.runs_in_loop
     try:
-        OptimizerSpec.of(optimizer)  # also fails for torch's AdamW, after a wrapper has added defaults to it
+        # Also fails for torch's AdamW, after a wrapper has added defaults to it.
+        spec = OptimizerSpec.of(optimizer)
     except ConfigError as error:
         run_in_loop(optimizer, error)
         return True
+    record.updates_at_once = spec.foreign_class is not None and reads_variables(
+        spec.foreign_class, spec.kwargs.values()
+    )
     record.runs_in_loop, record.attributes = False, copied(own_attributes(optimizer))
     return False
 

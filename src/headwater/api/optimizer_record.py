@@ -25,6 +25,8 @@ class OptimizerRecord:
     Attributes:
         runs_in_loop: true if its steps run in the user's loop, false if a weight store runs them; `None` if
             its class was not tested yet.
+        updates_at_once: true if the store must run its updates before `step` returns, because its code reads
+            variables that the script may change afterwards.
         attributes: its attributes when its class was tested; empty for a class of torch, which needs no test.
         takes_closures: true if a weight store can run its steps although they get a closure.
         state: refers to the mapping in `optimizer.state` that shows the states in stores; `None` if no such
@@ -35,6 +37,7 @@ class OptimizerRecord:
     """
 
     runs_in_loop: bool | None = None
+    updates_at_once: bool = False
     attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     takes_closures: bool = False
     state: weakref.ref[Any] | None = None

@@ -173,6 +173,8 @@ def _commit_to(
     committed = store.commit(
         update, {key: dataclasses.replace(update, options=options) for key, options in parts.items()}
     )
+    if record_of(optimizer).updates_at_once:
+        model.steps.updates_at_once = True
     if not is_open():
         # Not in a transaction, which may still undo the commit: its end applies the updates.
         model.steps.apply_updates()

@@ -22,11 +22,15 @@ class StreamedSteps:
 
     Args:
         current_engine: the engine of the model.
+
+    Attributes:
+        updates_at_once: true if updates must not wait for the next forward; see `OptimizerRecord`.
     """
 
     def __init__(self, current_engine: ReplaceableEngine) -> None:
         self._current = current_engine
         self._undo_buffers: Callable[[], None] = _nothing
+        self.updates_at_once = False
         # Store -> number of its commits whose scalars all ranks have.
         self._shared: weakref.WeakKeyDictionary[WeightStore, int] = weakref.WeakKeyDictionary()
 
@@ -57,11 +61,11 @@ class StreamedSteps:
         self.end_step()
 
     def apply_updates(self) -> None:
-        """With several ranks, apply all pending updates. Then a rank can read weights without the others.
+        """Apply all pending updates with several ranks, or if they must not wait. All ranks must call this.
 
-        All ranks must call this.
+        With several ranks, a rank can then read weights without the others.
         """
-        if self._current.fabric.size > 1:
+        if self._current.fabric.size > 1 or self.updates_at_once:
             self._current.present.store.flush()
 
     def share_scalars(self) -> None:

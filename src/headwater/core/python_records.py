@@ -120,6 +120,11 @@ class OfVariables(Record):
         self._space = space
         self.values = {name: space[name] for name in names if name in space}
 
+    @property
+    def module(self) -> str | None:
+        """The name of the Python module."""
+        return self._space.get("__name__")
+
     def is_present(self) -> bool:
         return all(name in self._space and self._space[name] is value for name, value in self.values.items())
 

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 from headwater.core.effects import state_of_methods
 from headwater.core.errors import ConfigError
+from headwater.core.python_records import OfCell, OfClass, OfVariables, Record
 from headwater.core.python_state import PythonState, undone
 from headwater.core.random_states import DEFAULTS, set_state, state_of
+from headwater.core.user_functions import is_of_library
 from headwater.optim.attributes import copied, is_same, own_attributes
 from headwater.optim.catalog import refusal
 
@@ -33,6 +36,12 @@ STATE_REMEDY = (
     "state.setdefault(name, torch.zeros_like(param)): the plan reserves memory for these tensors alone"
 )
 """The remedy for an optimizer whose state grows."""
+
+_CODE = (
+    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
+    *(type, staticmethod, classmethod, property),
+)
+"""Classes of the values of variables that hold code."""
 
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -58,6 +67,28 @@ def check_streamable(
     """
     with undone(state_of_methods(cls, arguments)):
         _try_out(name, build, lambda: state_of_methods(cls, arguments))
+
+
+def reads_variables(cls: type[torch.optim.Optimizer], arguments: Iterable[Any] = ()) -> bool:
+    """True if the code of an optimizer reads variables that a script may change between two steps.
+
+    Variables that hold code (functions, classes, modules) and those of installed libraries do not count.
+
+    Args:
+        cls: the class of the optimizer.
+        arguments: the values of the constructor's arguments, which may be functions.
+    """
+    records = state_of_methods(cls, arguments).records
+    return any(not isinstance(value, _CODE) for record in records for value in _variables_of(record))
+
+
+def _variables_of(record: Record) -> Iterable[Any]:
+    """Return the values of the user's variables that are recorded."""
+    if isinstance(record, OfVariables) and not is_of_library(record.module):
+        return [value for name, value in record.values.items() if not name.startswith("__")]
+    if isinstance(record, OfClass):
+        return record.attributes.values()
+    return [record.content] if isinstance(record, OfCell) else []
 
 
 def _try_out(name: str, build: Build, reached: Callable[[], PythonState]) -> None:
