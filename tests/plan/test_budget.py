@@ -295,6 +295,14 @@ def test_a_refusal_names_the_exceeded_budget_and_settings_that_fit():
     assert "device_memory" in refused.value.remedy
 
 
+def test_a_refusal_names_the_key_of_the_size_of_the_disk():
+    resources = Resources(GIB, 16 * GIB, disk=Path("tier"), disk_bytes=MIB)
+    with pytest.raises(DoesNotFitError) as refused:
+        make_plan(PlanRequest(gpt(layers=2), resources=resources, fixed=Fixed(tier="disk"), **ARGUMENTS))
+    assert "1.00 MiB of disk where" in refused.value.what
+    assert "disk.size" in refused.value.remedy and "disk_bytes" not in refused.value.remedy
+
+
 def test_refusal_offers_a_smaller_micro_batch():
     shape = gpt(layers=12, hidden=128, length=512, vocabulary=128)
     fixed = Fixed(micro_batch_size=4, activations=Activations.KEEP)

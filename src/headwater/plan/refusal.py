@@ -17,6 +17,9 @@ from headwater.plan.types import Budgets, Plan
 
 UNLIMITED = 1 << 62
 
+_KEYS = {"disk_bytes": "disk.size"}
+"""Keys of the section `backend` for budgets whose names differ from them."""
+
 _LARGE_SHARE = 8
 """A refusal names the largest stage if its weights take at least 1/8 of a budget."""
 
@@ -60,7 +63,8 @@ def _largest_stage(request: LimitedRequest) -> str | None:
 
 def _shortage(budgets: Budgets, needed: Budgets) -> str:
     return " and ".join(
-        f"{format_bytes(limit)} of {name.replace('_', ' ')} where {format_bytes(need)} are needed"
+        f"{format_bytes(limit)} of {name.removesuffix('_bytes').replace('_', ' ')} where "
+        f"{format_bytes(need)} are needed"
         for name, limit, need in zip(Budgets._fields, budgets, needed, strict=True)
         if need != limit
     )
@@ -84,7 +88,7 @@ def _raised(request: LimitedRequest, least: dict[str, int]) -> Setting:
     slack = {"host_memory": request.slack_bytes}
     texts = {name: _rounded_up(used + slack.get(name, 0)) for name, used in least.items()}
     raised = _with_budgets(request, {name: parse_bytes(text) for name, text in texts.items()})
-    words = (f"{name} {text}" for name, text in texts.items() if name != "host_memory")
+    words = (f"{_KEYS.get(name, name)} {text}" for name, text in texts.items() if name != "host_memory")
     host = _host_words(request, raised.budgets.host_memory) if "host_memory" in least else []
     return Setting(" and ".join((*host, *words)), raised)
 

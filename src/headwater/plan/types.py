@@ -78,7 +78,7 @@ class Resources:
 
 
 class Budgets(NamedTuple):
-    """Limits in bytes: of device memory, host memory and disk. Fields have the names of the params."""
+    """Limits in bytes: of device memory, host memory and disk."""
 
     device_memory: int
     host_memory: int
