@@ -356,8 +356,9 @@ def test_a_full_disk_is_a_warning_and_the_training_continues(tmp_path, caplog):
     folder = tmp_path / "p"
     folder.mkdir()
     (folder / "chrome_trace.json.partial").symlink_to("/dev/full")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         run_callback(OpProfiler(1, 1, folder), regression(Model, 2, 4), Setting(), tmp_path, steps=2)
+    assert f"profile: {folder}" not in caplog.text
     assert "the training is not affected: no space left for chrome_trace.json" in caplog.text
     assert not (folder / "chrome_trace.json").exists()
 

@@ -52,5 +52,6 @@ def write_profile(
             )
         else:
             replace_file(folder / TIMELINE, timeline_png(profile))
+        logger.info("profile: %s", folder)
     except (HeadwaterError, ImportError, ValueError, ArithmeticError) as error:
         logger.warning("the profile was not written; the training is not affected: %s", error)

@@ -121,8 +121,6 @@ class OpProfiler(Callback):
         taken, self._taken = self._taken, None
         assert taken is not None, "a profile has begun"
         report(fabric, taken.finish(), self.folder, self._console)
-        if fabric.rank == 0:
-            logger.info("profile: %s", self.folder)
 
 
 def make_op_profilers(
