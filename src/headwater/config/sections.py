@@ -178,7 +178,10 @@ class BackendConfig(Section):
     @model_validator(mode="after")
     def _disk_tier_has_a_folder(self) -> Self:
         if self.stages_in_memory is not None and self.tier != "disk":
-            raise ValueError(f"stages_in_memory needs tier: disk, found tier: {self.tier}")
+            raise SectionError(
+                f"stages_in_memory needs tier: disk, found tier: {self.tier}",
+                "set tier: disk, or leave stages_in_memory out",
+            )
         if self.disk is None and "disk" in (self.tier, self.gradient_tier):
             key = "tier" if self.tier == "disk" else "gradient_tier"
             raise SectionError(
