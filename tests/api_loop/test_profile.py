@@ -10,7 +10,7 @@ from tests.rank_processes import run_ranks
 import headwater
 from headwater.api.profile import LoopProfile
 from headwater.core.busy import BusyTimes
-from headwater.core.errors import RunError
+from headwater.core.errors import ConfigError, RunError
 from headwater.core.recorder import COMPUTE, RECORDER
 from headwater.fabric import membership
 from headwater.profiler.ranks import offsets_of
@@ -71,6 +71,19 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_the_loop(tmp_path):
     (tmp_path / "p").write_text("")
     with pytest.raises(RunError), headwater.profile(tmp_path / "p"):
         raise AssertionError("the loop does not begin")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"model": 5}, "expected a torch.nn.Module, got a int"),
+        ({"depth": -1}, "expected depth to be a number >= 0, got -1"),
+        ({"depth": "all"}, "expected depth to be a number >= 0, got 'all'"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_errors_before_the_loop(arguments, expected, tmp_path):
+    with pytest.raises(ConfigError, match=expected), headwater.profile(tmp_path / "p", **arguments):
+        pytest.fail("the loop began")
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, final
 
 from rich.console import Console
 
+from headwater.api.model_structure import refuse_no_module
 from headwater.api.registry import streamed_models
 from headwater.core.files import check_place
 from headwater.fabric.membership import current
@@ -82,8 +83,11 @@ def profile(
         operators: list the operators inside the modules too. This slows the loop down.
 
     Raises:
+        ConfigError: if `model` is not a module, or `depth` not an integer from 0.
         RunError: if the folder cannot be written, or another profile is being taken.
     """
+    if model is not None:
+        refuse_no_module(model, where="profile")
     place = Path(folder)
     check_place(place, expected="a folder")  # now: a later error would lose the profile
     taken = LoopProfile(model, depth=depth, operators=operators)

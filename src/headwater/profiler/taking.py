@@ -11,7 +11,7 @@ from torch import nn
 
 from headwater.core.busy import BusyTimes, busy_times, fetch_bound
 from headwater.core.cleanup import on_failure
-from headwater.core.errors import RunError
+from headwater.core.errors import ConfigError, RunError
 from headwater.core.precision import Precision
 from headwater.core.recorder import RECORDER, Event
 from headwater.plan.partition import find_stages
@@ -48,6 +48,7 @@ class ProfiledSteps:
         rank: number of this rank.
 
     Raises:
+        ConfigError: if `depth` is not an integer from 0.
         RunError: if this process takes another profile at the same time.
     """
 
@@ -60,6 +61,12 @@ class ProfiledSteps:
         operators: bool = False,
         rank: int = 0,
     ) -> None:
+        if not isinstance(depth, int) or depth < 0:
+            raise ConfigError(
+                f"expected depth to be a number >= 0, got {depth!r}",
+                where="a profile",
+                remedy="write the number of levels of modules with separate rows below a block, such as 1",
+            )
         if not _TAKING.acquire(blocking=False):
             raise RunError(
                 "expected one profile at a time, but this process is taking another one already",
