@@ -440,6 +440,28 @@ def test_integers_of_a_batch_on_a_gpu_decide_shapes():
     assert [cost.forward.flops for cost in trace.costs] == [2 * 3 * 4 * 4]
 
 
+class OnGpuByName(nn.Module):
+    """A model whose forward names the GPU, and which has a tensor there that is not a buffer."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+        self.scale = OnFakeCuda(torch.ones(4))
+
+    def forward(self, x):
+        zeros = torch.zeros(4, device="cuda") * torch.arange(4, device="cuda:0")
+        return self.layers(x * self.scale + zeros)
+
+
+@pytest.mark.parametrize("layers", [nn.Linear(4, 4), Routed()], ids=["fake tensors", "real tensors"])
+def test_a_forward_that_names_the_gpu_is_traced_in_host_memory(layers):
+    model, x = OnGpuByName(layers), torch.randn(7, 4)
+    wanted = [cost.forward.flops for cost in trace_step(layers, x, loss_function=mean).costs]
+    with fake_cuda():
+        found = trace_step(model, OnFakeCuda(x), loss_function=mean)
+    assert [cost.forward.flops for cost in found.costs] == wanted
+
+
 def test_shapes_that_depend_on_weights_need_their_values():
     with pytest.raises(RuntimeError):
         trace_step(Routed().to("meta"), torch.randn(7, 4), loss_function=mean)

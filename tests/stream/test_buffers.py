@@ -12,7 +12,10 @@ from headwater.optim.spec import OptimizerSpec
 from headwater.plan.trace import trace_step
 from headwater.plan.types import Activations, Plan
 from headwater.store.update import Update
+from headwater.stream.buffers import Buffers
 from headwater.stream.engine import Engine
+
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Normed(nn.Module):
@@ -77,3 +80,31 @@ def test_an_engine_that_is_refused_leaves_all_weights_as_they_were():
     with pytest.raises(StreamError, match=r"layers\.2"):
         engine_of(model, torch.randn(16, 4))
     assert type(model.layers[0].weight) is nn.Parameter and torch.equal(model.layers[0].weight, before)
+
+
+class Scales:
+    """The scales of a quantized weight, which have a method `to` that moves them in place."""
+
+    def __init__(self):
+        self.device = torch.device("cpu")
+
+    def to(self, device):
+        self.device = device
+
+
+class Quantized(nn.Parameter):
+    """A parameter whose class moves its scales together with its values."""
+
+    def to(self, device):
+        self.scales.to(device)
+        return super().to(device)
+
+
+def test_objects_that_a_class_of_parameters_moves_are_moved_with_the_buffers():
+    model = nn.Linear(2, 2)
+    model.weight = Quantized(torch.zeros(2, 2))
+    model.weight.scales, model.weight.offset, model.weight.layer = Scales(), torch.zeros(2), nn.Linear(1, 1)
+    model.bias.offset = torch.zeros(2)
+    Buffers(model, META)
+    assert model.weight.scales.device == model.weight.offset.device == META
+    assert model.weight.device == model.bias.offset.device == model.weight.layer.weight.device == CPU

@@ -8,13 +8,14 @@ must be the user's. Its leaves are the user's tensors, whose gradients a dry run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from headwater.core.errors import StreamError
+from headwater.core.graphs import nodes_behind
 
 _REENTRANT = "CheckpointFunctionBackward"
 """Name of the node of `checkpoint(..., use_reentrant=True)`, which refuses `backward(inputs=...)`."""
@@ -38,7 +39,7 @@ class OwnGraph:
         Raises:
             StreamError: if the forward uses a graph from outside and a reentrant checkpoint.
         """
-        nodes = [] if loss.grad_fn is None else list(_nodes(loss.grad_fn))
+        nodes = [] if loss.grad_fn is None else list(nodes_behind([loss.grad_fn]))
         is_reentrant = any(node.name() == _REENTRANT for node in nodes)
         uses_graph = any(self._is_older(node) for node in nodes)
         if is_reentrant and uses_graph:
@@ -61,16 +62,3 @@ class OwnGraph:
         """True if a node adds to the gradient of a tensor that the dry run has not made."""
         leaf = getattr(node, "variable", None)
         return leaf is not None and id(leaf) not in self._leaves and not isinstance(leaf, FakeTensor)
-
-
-def _nodes(last: Any) -> Iterator[Any]:
-    """Yield every node of a graph, beginning with its last node."""
-    # This is a loop without recursion, because graphs are deeper than Python's stack.
-    seen, waiting = {last}, [last]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                waiting.append(before)

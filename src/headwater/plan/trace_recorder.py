@@ -23,6 +23,7 @@ from headwater.core.loss_function import LossFunction
 from headwater.core.module_calls import Layer, surround
 from headwater.core.trees import operands, tensors_in
 from headwater.plan.alive import has_storage, memory_key
+from headwater.plan.host_arguments import HostArguments
 from headwater.plan.outside import OwnGraph
 from headwater.plan.partition import Partition, Unit
 from headwater.plan.reads import WeightReads
@@ -78,6 +79,7 @@ class Recorder(TorchDispatchMode):
         self._model = model
         self._partition = partition
         self._computes_on = tensors
+        self._host = HostArguments(tensors.batch)
         self._observer = observer
         self._repeats = repeats
         self._inference = inference
@@ -233,6 +235,7 @@ class Recorder(TorchDispatchMode):
             raise _higher_order(func)
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # not an operator, and very frequent
+        args, kwargs = self._host.of(args, kwargs)
         out = self._computes_on.call(func, args, kwargs)
         if not self._costs.in_backward:
             changed = changed_by(func, args, kwargs)

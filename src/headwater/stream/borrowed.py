@@ -88,6 +88,9 @@ class BorrowedWeights(WeightsInSlabs):
             slab = self._take(want)
         return slab.buffer
 
+    def has_views(self, stage: int) -> bool:
+        return self._pool.has_views(stage)
+
     def _take(self, want: Want) -> Slab | None:
         """Hold and return the slab of a stage. If the stage is in no slab, ask the leader; return `None`."""
         with self._directory.exclusive():

@@ -1,4 +1,7 @@
-"""The model's buffers: they stay on the device, and keep their values if a step fails."""
+"""The model's buffers: they stay on the device, and keep their values if a step fails.
+
+So do the objects that a class of parameters keeps at its parameters, such as the scales of quantized weights.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from headwater.core.effects import attributes_of_parameter
 from headwater.core.errors import StreamError
+from headwater.core.module_parameters import parameters_of
 
 
 class Buffers:
@@ -32,12 +37,14 @@ class Buffers:
         self.move(device)
 
     def move(self, device: torch.device) -> None:
-        """Move the buffers to a device. A buffer that has several names stays one tensor."""
+        """Move the buffers, and objects at parameters, to a device. A buffer with several names stays one."""
         # The entries keep the old buffers, because another tensor could get the identity of a freed one.
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, buffer in self._model.named_buffers(remove_duplicate=False):
             _, there = moved.setdefault(id(buffer), (buffer, buffer.to(device)))
             self._set(name, there)
+        for param in parameters_of(self._model):
+            _move_attributes(param, device)
 
     def _set(self, name: str, buffer: torch.Tensor) -> None:
         path, _, leaf = name.rpartition(".")
@@ -55,3 +62,19 @@ class Buffers:
                 buffer.copy_(value)
                 # The forward may have put another tensor in its place.
                 self._set(name, buffer)
+
+
+def _move_attributes(param: nn.Parameter, device: torch.device) -> None:
+    """Move what `model.to(device)` moves beside the values of a parameter, if its class has its own `to`.
+
+    `Params4bit` of bitsandbytes keeps the scales of its numbers in such an attribute.
+    """
+    home = getattr(param, "home", None)
+    kind = type(param) if home is None else home.kind
+    if kind.to is torch.Tensor.to:
+        return
+    for name, value in attributes_of_parameter(vars(param)).items():
+        if hasattr(value, "to") and not isinstance(value, nn.Module):
+            moved = value.to(device)
+            if moved is not None:  # some methods `to` move the object itself
+                vars(param)[name] = moved

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 
 from headwater.core.module_calls import Layer, surround
@@ -26,6 +27,8 @@ class Sites:
         enter: called with these stages before the forward.
         bind_early: called after `enter` if a module reads attributes of weights before its layers run.
         leave: called with the stages after the forward.
+        left: called after `leave` with the stages, the output of the forward, and the sequence number of the
+            first node of its graph, but not if the forward has raised an error; `None` if it is not needed.
     """
 
     def __init__(
@@ -36,10 +39,11 @@ class Sites:
         enter: Callable[[Stages], None],
         bind_early: Callable[[Stages], None],
         leave: Callable[[Stages], None],
+        left: Callable[[Stages, Any, int], None] | None,
     ) -> None:
         with ExitStack() as layers:  # a layer that cannot be made must not leave the others behind
             for path, own in sites.items():
-                layers.callback(surround(model.get_submodule(path), _around(own, enter, leave)))
+                layers.callback(surround(model.get_submodule(path), _around(own, enter, leave, left)))
             for path, module in model.named_modules():
                 if isinstance(module, nn.TransformerEncoder):
                     ahead = _of_first_layer(path, stages)
@@ -52,13 +56,22 @@ class Sites:
         self._layers.close()
 
 
-def _around(stages: Stages, enter: Callable[[Stages], None], leave: Callable[[Stages], None]) -> Layer:
+def _around(
+    stages: Stages,
+    enter: Callable[[Stages], None],
+    leave: Callable[[Stages], None],
+    left: Callable[[Stages, Any, int], None] | None,
+) -> Layer:
     def layer(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = torch._C._autograd._get_sequence_nr()
         enter(stages)
         try:
-            return call(*args, **kwargs)
+            output = call(*args, **kwargs)
         finally:
             leave(stages)
+        if stages and left is not None:
+            left(stages, output, first)
+        return output
 
     return layer
 

@@ -84,6 +84,10 @@ class SlabPool:
         """Return the rule by which these slabs are filled in the order of a schedule."""
         return CachePolicy(schedule, self.slab_class, self.capacity)
 
+    def has_views(self, stage: int) -> bool:
+        """True if views of the slab of a stage exist, so that no other stage can get it."""
+        return any(slab.stage == stage and slab.in_use for slab in self.slabs)
+
     def close(self) -> None:
         """Free the memory."""
         self.slabs.clear()

@@ -86,6 +86,10 @@ class Weights(abc.ABC):
         """Fetch a stage if necessary, block until it is on the device, and return its wire image."""
 
     @abc.abstractmethod
+    def has_views(self, stage: int) -> bool:
+        """True if a slab cannot be given to another stage because views of this stage exist."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Release memory, and end threads."""
 
@@ -122,6 +126,9 @@ class InPlaceWeights(Weights):
         image = self._store.tier.resident_wire(stage)
         assert image is not None, "only a tier in memory can be read in place"
         return image
+
+    def has_views(self, stage: int) -> bool:
+        return False
 
     def close(self) -> None:
         pass
@@ -230,6 +237,9 @@ class SlabWeights(WeightsInSlabs):
         with self._directory.exclusive():
             self._prefetch()
         return slab.buffer
+
+    def has_views(self, stage: int) -> bool:
+        return self._pool.has_views(stage)
 
     def _arrived(self, slab: Slab) -> None:
         """Make the computation wait for the fetch into a slab.
@@ -381,6 +391,9 @@ class MixedWeights(Weights):
         # This is first: the update in `require` takes time, in which slabs can be filled from disk.
         self._slabs.look_ahead()
         return self._in_place.require(stage)
+
+    def has_views(self, stage: int) -> bool:
+        return self._slabs.has_views(stage)
 
     def close(self) -> None:
         self._slabs.close()
