@@ -21,6 +21,7 @@ from headwater.plan.alive import memory_key
 from headwater.plan.known_results import call_known
 from headwater.plan.partition import Partition
 from headwater.plan.stand_ins import Operators, python_stand_ins
+from headwater.plan.triton_kernels import without_triton_kernels
 from headwater.plan.writes import changed_by
 
 T = TypeVar("T")
@@ -85,6 +86,7 @@ class FakeTensors:
             torch.random.fork_rng(devices=[]),
             FakeTensorMode(allow_non_fake_inputs=True),
             python_stand_ins(),
+            without_triton_kernels(),
             _without_logged_failures(),
         ):
             yield
