@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from places import backend
-from trainers import trainer_of
+from trainers import TRAIN, VALIDATION, gpt2, trainer_of
 from transformers import Trainer, TrainerCallback
+
+from headwater.integrations.transformers import StreamedTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
@@ -96,9 +98,27 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path, monkeypatch):
         raise OSError("no room")
 
     monkeypatch.setattr(Trainer, "_save_rng_state", fail)
+    announced = tmp_path / "ours" / "checkpoint-2"  # as the Trainer announces a save after SIGTERM
+    announced.mkdir(parents=True)
+    (announced / "checkpoint-is-incomplete.txt").touch()
     with pytest.raises(OSError, match="no room"):
         train(backend("slabs", tmp_path), tmp_path / "ours")
     assert names_in(tmp_path / "ours") == []
+
+
+def test_files_that_a_subclass_writes_before_and_after_the_save_are_kept(tmp_path):
+    class Mine(StreamedTrainer):
+        def _save_checkpoint(self, model, trial):
+            folder = Path(self.args.output_dir) / "checkpoint-2"
+            folder.mkdir(parents=True)
+            (folder / "before").touch()
+            super()._save_checkpoint(model, trial)
+            (folder / "after").touch()
+
+    plain = trainer_of(None, tmp_path / "ours", max_steps=2, **EVERY_2)
+    trainer = Mine(model=gpt2(), args=plain.args, train_dataset=TRAIN, eval_dataset=VALIDATION)
+    trainer.train()
+    assert {"before", "after", "trainer_state.json"} <= set(names_in(tmp_path / "ours" / "checkpoint-2"))
 
 
 def test_a_checkpoint_of_an_earlier_run_is_replaced(tmp_path):

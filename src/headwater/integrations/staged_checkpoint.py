@@ -38,13 +38,16 @@ def staged_checkpoint(run_folder: Path, name: str) -> Iterator[Path]:
             with disk_errors(run_folder):
                 run_folder.mkdir(parents=True, exist_ok=True)
                 staging = on_rank_0.enter_context(scratch_folder(run_folder, _PREFIX))
+                if (run_folder / name).is_dir() and not (run_folder / name / "trainer_state.json").exists():
+                    # The beginning of this checkpoint: for `enable_jit_checkpoint`, files are there already.
+                    (run_folder / name).rename(staging / name)
                 for other in run_folder.glob("checkpoint-*"):
                     if other.is_dir() and other.name != name:
                         _stand_in(other, staging)
             return str(staging)
 
         staging = Path(current().agree(make, str, "a folder for a checkpoint"))
-        others = [path.name for path in staging.iterdir()]
+        others = [path.name for path in staging.iterdir() if path.name != name]
         yield staging
         current().barrier("files of a checkpoint")  # before the rename: each rank has written its files
         current().agree(lambda: _publish(staging, run_folder, name, others), None, "a complete checkpoint")
