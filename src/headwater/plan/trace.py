@@ -20,6 +20,7 @@ from headwater.core.trees import tensors_in
 from headwater.core.uncompiled import compiler_off
 from headwater.core.user_functions import functions_in
 from headwater.plan.cast_reads import CastReads
+from headwater.plan.flex_attention import flex_attention_of_gpu
 from headwater.plan.gpu_casts import casts_of_gpu
 from headwater.plan.known_traces import known_or_made
 from headwater.plan.partition import Partition, find_stages
@@ -162,10 +163,19 @@ class _DryRun:
         recorder = Recorder(
             self.model, self.partition, tensors, self.observer, repeats, inference=self.inference
         )
-        casts = casts_of_gpu() if self.precision.mixed and self.device != "cpu" else nullcontext()
+        on_gpu = self.device != "cpu"
+        casts = casts_of_gpu() if self.precision.mixed and on_gpu else nullcontext()
+        attention = flex_attention_of_gpu() if on_gpu else nullcontext()
         # Outermost: states of random generators are real tensors.
         untouched = effects_undone(self.model, functions_in(self.batch))
-        with untouched, compiler_off(), tensors.active(), casts, autocast(self.precision, "cpu"):
+        with (
+            untouched,
+            compiler_off(),
+            tensors.active(),
+            attention,
+            casts,
+            autocast(self.precision, "cpu"),
+        ):
             recorder.run(self.batch, self.loss_function)
         return recorder
 
