@@ -7,11 +7,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from headwater.core.patience import SILENCE_S
 from headwater.fabric.fabric import ALONE, Fabric
 
 logger = logging.getLogger(__name__)
-
-_AFTER_S = 3.0
 
 
 @contextmanager
@@ -25,8 +24,8 @@ def log_if_long(what: str, fabric: Fabric = ALONE) -> Iterator[None]:
     if fabric.rank != 0:
         yield
         return
-    timer = threading.Timer(_AFTER_S, logger.info, ("%s …", what))
-    timer.daemon = True  # a process that ends within the three seconds must not wait for the line
+    timer = threading.Timer(SILENCE_S, logger.info, ("%s …", what))
+    timer.daemon = True  # a process that ends before must not wait for the line
     timer.start()
     try:
         yield
