@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from any_loop import check
+from any_loop import check, odd_plans, randn
 from torch import nn
 
 
@@ -97,3 +97,49 @@ def test_a_model_with_a_sparse_buffer(layout, tmp_path):
         return [loss_of_step(model, optimizer, torch.randn(4, 6)) for _ in range(2)]
 
     check(script, "memory", tmp_path)
+
+
+def fixed_point(layer, x):
+    value = torch.zeros_like(x)
+    while True:
+        new = torch.tanh(0.3 * layer(value) + x)
+        if (new - value).norm() < 1e-2:
+            return new
+        value = new
+
+
+def until_all_halt(layer, x):
+    halted = torch.zeros(len(x), dtype=torch.bool)
+    while not halted.all():
+        x = x + layer(x)
+        halted = halted | (x.norm(dim=1) > 5)
+    return x
+
+
+def until_small(layer, x):
+    while (x.abs() > 0.5).byte().any():
+        x = 0.5 * torch.tanh(layer(x))
+    return x
+
+
+class Loops(nn.Module):
+    """A model with a loop that ends when its activations have certain values."""
+
+    def __init__(self, loop):
+        super().__init__()
+        self.first, self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.loop = loop
+
+    def forward(self, x):
+        return self.head(self.loop(self.layer, self.first(x)))
+
+
+@odd_plans
+@pytest.mark.parametrize("loop", [fixed_point, until_all_halt, until_small])
+def test_a_loop_that_ends_by_the_values_of_activations(loop, plan, tmp_path):
+    def script(place):
+        model = place.compile(Loops(loop))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return [loss_of_step(model, optimizer, randn(4, 6, seed=step)) for step in range(3)], model
+
+    check(script, plan, tmp_path)

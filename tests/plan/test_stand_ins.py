@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from headwater.core.errors import StreamError
 from headwater.plan.stand_ins import Operators
 
 
@@ -34,3 +35,23 @@ def test_a_mask_is_computed_only_if_it_is_small(length, computed):
         mask = operators.call(compare, (rows, columns), {})
     assert mask.shape == (length, length)
     assert compare.num_real == computed
+
+
+def test_a_loop_that_no_made_up_value_ends_is_an_error():
+    operators, item = Operators(), torch.ops.aten._local_scalar_dense.default
+    with FakeTensorMode():
+        unknown = torch.empty(())
+
+        def read(times):
+            for _ in range(times):
+                operators.call(torch.ops.aten.add.Tensor, (unknown, unknown), {})
+                operators.call(item, (unknown,), {})
+
+        read(600)
+        with operators.module_call():
+            read(600)
+        read(400)
+        for _ in range(2000):  # as `tolist` does
+            operators.call(item, (unknown,), {})
+        with pytest.raises(StreamError, match="loop"):
+            read(1)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from headwater.core.errors import StreamError
 from headwater.core.trees import operands
 from headwater.plan.known_results import call_known
 from headwater.plan.writes import changed_by
@@ -29,6 +30,9 @@ _ORDERS = frozenset({torch.ops.aten.randperm.default, torch.ops.aten.randperm.ge
 
 _KNOWN_BYTES = 1 << 20
 """A dry run computes the values of tensors of at most this size."""
+
+_MOST_DECISIONS = 1000
+"""The most numbers and truth values that may be made up within one call of a module."""
 
 _OVERLAPS = 1
 """The number that torch returns if elements of a tensor share memory. Such a tensor cannot be written to."""
@@ -76,6 +80,17 @@ class Operators:
 
     def __init__(self) -> None:
         self._known = _KnownValues()
+        self._decisions = 0  # those of the innermost call of a module that runs
+        self._decided_last = False
+
+    @contextmanager
+    def module_call(self) -> Iterator[None]:
+        """Enter a context in which a module is called."""
+        outer, self._decisions = self._decisions, 0
+        try:
+            yield
+        finally:
+            self._decisions = outer
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> None:
         """Keep the value of a fake tensor of integers or truth values, or of a single number."""
@@ -84,12 +99,17 @@ class Operators:
             self._known.add(fake, value)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return `func(*args, **kwargs)` on fake tensors."""
+        """Return `func(*args, **kwargs)` on fake tensors.
+
+        Raises:
+            StreamError: if a module reads more made-up numbers than the limit, probably in an endless loop.
+        """
         written = changed_by(func, args, kwargs)
         values = self._values(operands((*args, *kwargs.values()))) if _computable(func, written) else None
         if values is None:
             for tensor in written:
                 self._known.remove(tensor)
+            self._count_decision(func)
             return call_operator(func, args, kwargs, self._known.value)
 
         def real() -> Any:
@@ -99,6 +119,19 @@ class Operators:
 
         # An operator that writes must run, or the known values of what it changes would be out of date.
         return self._faked(func, args, kwargs, real, may_skip=not written)
+
+    def _count_decision(self, func: Any) -> None:
+        """Count numbers that must be made up. The numbers of one list (`tolist`) count as one decision."""
+        decides = torch.Tag.data_dependent_output in func.tags
+        self._decisions += decides and not self._decided_last
+        self._decided_last = decides
+        if self._decisions > _MOST_DECISIONS:
+            raise StreamError(
+                f"the dry run of a forward has read more than {_MOST_DECISIONS:,} numbers that depend on "
+                "weights or activations, which have no values in a dry run. Probably this is a loop that "
+                "such a number should end",
+                remedy="limit the number of iterations, or use weights and a batch that have values",
+            )
 
     def _values(self, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor] | None:
         """Return id of fake tensor -> its real values; `None` if the values of one of them are unknown."""

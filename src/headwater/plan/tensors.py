@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -45,6 +45,9 @@ class Tensors(Protocol):
     def batch(self, batch: Any) -> Any:
         """Return the batch that the dry run uses: `batch` with its tensors replaced."""
 
+    def module_call(self) -> AbstractContextManager[None]:
+        """Return the context in which a module of the model must be called."""
+
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operator on tensors of the dry run; return its result."""
 
@@ -77,6 +80,7 @@ class FakeTensors:
     def __init__(self) -> None:
         self._operators = Operators()
         self.call = self._operators.call
+        self.module_call = self._operators.module_call
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -149,6 +153,9 @@ class RealTensors:
 
     def batch(self, batch: Any) -> Any:
         return map_tensors(_host_copy, batch)
+
+    def module_call(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = (self._shared.get(memory_key(tensor)) for tensor in changed_by(func, args, kwargs))

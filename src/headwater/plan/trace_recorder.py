@@ -205,7 +205,8 @@ class Recorder(TorchDispatchMode):
             self._calls.enter(path, stage, (args, kwargs))
         outputs: list[torch.Tensor] = []
         try:
-            output = call(*args, **kwargs)
+            with self._computes_on.module_call():
+                output = call(*args, **kwargs)
             _check_output(output, path or type(self._model).__name__)
             outputs = tensors_in(output)
         finally:
