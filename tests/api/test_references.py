@@ -123,3 +123,28 @@ def test_graphs_and_detached_weights_cause_no_warning_of_views(plan, seen, tmp_p
     assert steps(model, 4) == [] and torch.equal(between, model[0].weight[0])  # it follows the steps
     assert loss.requires_grad
     place.release()
+
+
+@pytest.mark.parametrize("part", ["all", "view"])
+def test_a_warning_names_parameters_whose_assigned_tensor_changes(part):
+    """Libraries assign views of one flat tensor, and update the flat tensor."""
+    model = hw.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), hw.backend("CSX"))
+    model(torch.ones(2, 4))
+    flat = torch.zeros(4, 4) if part == "all" else torch.zeros(20)
+    values = flat if part == "all" else flat[:16].view(4, 4)
+    model[1].weight.data = values
+    flat[16:].add_(1)  # another part, if there is one
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(2, 4))
+    flat.add_(1)
+    with pytest.warns(StaleTensorWarning, match="the data of 1.weight"):
+        model(torch.ones(2, 4))
+    model[1].weight.data = values
+    backup, model[1].weight.data = model[1].weight.data, torch.ones(4, 4)
+    flat.add_(1)  # not its values any more
+    model[1].weight.data = backup
+    model[1].weight.data.mul_(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(2, 4))

@@ -18,6 +18,7 @@ from torch import nn
 
 from headwater.core.units import listed
 from headwater.plan.alive import has_storage
+from headwater.stream.assigned_sources import changed_sources
 from headwater.stream.parameters import ParameterAtRest
 
 _SHOWN = 3
@@ -81,6 +82,20 @@ def warn_of_kept_views(params: Iterable[ParameterAtRest], number: int) -> None:
             f"a view of {shown} that was made in a forward exists at "
             "optimizer.step() and keeps the values from before the step, because the weight is streamed; "
             "make it again after the step, or clone() it if it is to keep the values",
+            StaleTensorWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_changed_sources() -> None:
+    """Warn of tensors that were assigned to the `data` of a streamed parameter, and have changed since."""
+    changed = [param for param in changed_sources() if isinstance(param, ParameterAtRest)]
+    if changed:
+        shown = listed([param.home.spec.name for param in changed], _SHOWN)
+        warnings.warn(
+            f"a tensor that was assigned to the data of {shown} has changed since then, but the parameter "
+            "keeps the assigned values, because the store has a copy of them; change parameter.data "
+            "instead, or assign the tensor again",
             StaleTensorWarning,
             stacklevel=2,
         )

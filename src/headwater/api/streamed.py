@@ -22,6 +22,7 @@ from headwater.api.model_structure import (
 )
 from headwater.api.optimizer_book import OptimizerBook
 from headwater.api.planner import Planner
+from headwater.api.references import warn_of_changed_sources
 from headwater.api.replanning import Replanning, trained_names
 from headwater.api.same_model import check_same_trained
 from headwater.api.step_participant import StreamedSteps
@@ -105,6 +106,7 @@ class StreamedModel:
         self.awaits_call = False
         if self._replanning.is_running:  # this is the dry run
             return None
+        warn_of_changed_sources()
         _refuse_traces(self.model)
         if self.engine is None and is_lazy(self.model):
             # This call creates the parameters, and the next one is streamed. Backward of this call needs

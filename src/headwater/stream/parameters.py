@@ -16,6 +16,7 @@ from headwater.core.interrupts import uninterrupted
 from headwater.core.lazy import StoredTensor
 from headwater.core.tensor_values import OF_DTYPE
 from headwater.core.uncompiled import uncompiled
+from headwater.stream.assigned_sources import note_source
 from headwater.stream.at_rest import (
     LIKE_ANOTHER,
     AtRest,
@@ -241,6 +242,7 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
     home, source, whole = param.home, home_of(value), whole_memory(value, param)
     if value is param or (whole is not None and whole is present_memory(param)):
         return
+    given = value
     if source is not None and source != home:
         raise _tied_by_data(home.spec.name, source.spec.name)
     if source is not None and isinstance(value, AtRest):
@@ -256,6 +258,7 @@ def assign_data(param: ParameterAtRest, value: torch.Tensor) -> None:
         DATA.__set__(param, value)
         return
     home.write(value)
+    note_source(param, given)
     # `.data =` does not change torch's version counter. Here it must change, so that a backward that saved
     # the old values raises an error instead of using the new ones.
     torch.autograd.graph.increment_version(param)
