@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from headwater.api.building import BuildInFiles
 from headwater.core.errors import DiskFullError
+from headwater.core.file_memory import LARGE_BYTES
 
 
 class Odd(nn.Module):
@@ -75,6 +76,18 @@ def test_tensors_in_files_keep_no_file_open(tmp_path):
         made = [torch.full((1 << 18,), float(number)) for number in range(20)]
     assert open_files() == before
     assert [tensor[-1].item() for tensor in made] == list(range(20))
+
+
+def test_another_default_device_has_no_effect(tmp_path):
+    with torch.device("meta"):
+        with BuildInFiles(tmp_path):
+            small, large = torch.ones(2), torch.ones(LARGE_BYTES // 4)
+            with torch.device("meta"):
+                inside = torch.ones(2)
+        outside = torch.ones(2)
+    assert small.device == large.device == torch.device("cpu")
+    assert small.sum() == 2 and large.sum() == len(large)
+    assert inside.is_meta and outside.is_meta
 
 
 def test_a_full_disk_is_an_error_when_a_tensor_is_made(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ def test_a_long_wait_is_one_line_and_a_short_one_is_silent(caplog, monkeypatch):
     caplog.set_level("INFO", "headwater")
     with waits.log_if_long("planning"):
         pass
-    monkeypatch.setattr(waits, "_AFTER_S", 0.01)
+    monkeypatch.setattr(waits, "SILENCE_S", 0.01)
     with waits.log_if_long("reading"):
         deadline = time.monotonic() + 60
         while not caplog.records and time.monotonic() < deadline:

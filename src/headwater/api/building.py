@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -43,6 +44,16 @@ class BuildInFiles(TorchFunctionMode):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
+        self._in_host_memory = ExitStack()
+
+    def __enter__(self) -> Self:
+        # The user may have set another default device for the whole script.
+        self._in_host_memory.enter_context(torch.device("cpu"))
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._in_host_memory.close()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,7 +90,7 @@ def _dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dt
     if asked is not None:
         return asked
     # `full` takes the dtype of the value: int64 for 1, bool for True.
-    return torch.full((), args[1]).dtype if func is torch.full else torch.get_default_dtype()
+    return torch.full((), args[1], device="cpu").dtype if func is torch.full else torch.get_default_dtype()
 
 
 def _is_in_place(func: Any) -> bool:

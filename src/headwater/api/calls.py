@@ -207,7 +207,7 @@ def stand_in_loss(model: nn.Module, call: Call) -> torch.Tensor:
     args, kwargs = call
     outputs = tensors_in(model(*args, **kwargs))
     losses = [_loss_of(output) for output in outputs if output.requires_grad or not torch.is_grad_enabled()]
-    return sum(losses, torch.zeros(()))
+    return sum(losses, torch.zeros((), device="cpu"))
 
 
 def _loss_of(output: torch.Tensor) -> torch.Tensor:

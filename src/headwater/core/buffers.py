@@ -63,7 +63,7 @@ def aligned_temporary(num_bytes: int) -> torch.Tensor:
     if _MALLOC.has_large_tensors:
         return aligned_empty(num_bytes)
     size = max(round_up(num_bytes), PAGE_BYTES)
-    memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8)
+    memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu")
     begin = -memory.data_ptr() % PAGE_BYTES
     return memory[begin : begin + size]
 
@@ -76,14 +76,14 @@ def large_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """
     if _uses_own_pages(shape, dtype):
         return _mapped_zeros(shape, dtype)
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def large_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of zeros, whose memory is allocated as in `large_empty`."""
     if _uses_own_pages(shape, dtype):
         return _mapped_zeros(shape, dtype)
-    return torch.zeros(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 def _uses_own_pages(shape: Sequence[int], dtype: torch.dtype) -> bool:

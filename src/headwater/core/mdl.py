@@ -283,7 +283,7 @@ def _filled(name: str, shape: tuple[int, ...], dtype: torch.dtype, value: float 
     """Return a tensor whose elements are all equal. The file holds one of them."""
     fill = value or 0
     torch.full(shape, fill, dtype=dtype, device="meta")  # raises now if a value is damaged
-    return FileTensor(name, shape, dtype, lambda: torch.full(shape, fill, dtype=dtype))
+    return FileTensor(name, shape, dtype, lambda: torch.full(shape, fill, dtype=dtype, device="cpu"))
 
 
 def _read(source: _Source, key: str, dtype: torch.dtype) -> Tensor:

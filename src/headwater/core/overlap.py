@@ -42,7 +42,7 @@ def _share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if two views of one storage have an element in common; `first` begins first."""
     start = first.data_ptr()
     num_bytes = max(_end(first), _end(second)) - start
-    used = torch.zeros(num_bytes, dtype=torch.bool)
+    used = torch.zeros(num_bytes, dtype=torch.bool, device="cpu")
     for each, begin in ((first, 0), (second, second.data_ptr() - start)):
         size = each.element_size()
         strides = tuple(stride * size for stride in each.stride())

@@ -21,7 +21,7 @@ def storage_references(tensor: torch.Tensor) -> int:
     return count
 
 
-ONLY_OWNER = storage_references(torch.empty(0))
+ONLY_OWNER = storage_references(torch.empty(0, device="cpu"))
 """Number of references to a storage that only one tensor uses."""
 
 

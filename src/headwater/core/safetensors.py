@@ -216,7 +216,7 @@ class TensorFile:
         size = place.dtype.itemsize
         if count * size >= _LARGE_BYTES:
             return gather(read_runs(self._runs(name, start, count)), (count,), place.dtype)
-        values = torch.empty(count, dtype=place.dtype)
+        values = torch.empty(count, dtype=place.dtype, device="cpu")
         if count:
             self._bytes.read_into(place.offset + start * size, as_bytes(values), f"tensor {name}")
         return values

@@ -98,7 +98,7 @@ def faster_products() -> frozenset[Product]:
     rows, inner, columns = _PROBE
     generator = torch.Generator().manual_seed(0)
     x, w, g = (
-        torch.randn(shape, dtype=torch.float32, generator=generator)
+        torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu")
         for shape in ((rows, inner), (columns, inner), (rows, columns))
     )
     pairs = {Product.FORWARD: (x, w.t()), Product.INPUT_GRADIENT: (g, w), Product.WEIGHT_GRADIENT: (g.t(), x)}

@@ -222,7 +222,7 @@ def _read_tensor(plain: Any, kind: Any, blobs: list[memoryview | None]) -> Any:
         raise _unexpected(f"a tensor of {len(blob)} bytes", plain)
     try:
         if not blob:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         # The bytes are copied: a tensor over the message would keep the whole message in memory.
         return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # torch refuses dtype or shape

@@ -52,7 +52,7 @@ class Leaders:
     def meet(self) -> None:
         """Block until the leaders of all hosts have called this. Other ranks return at once."""
         if self._control is not None:
-            self._control.gather(torch.zeros(1))
+            self._control.gather(torch.zeros(1, device="cpu"))
 
     def share(self, values: npt.NDArray[np.float64]) -> None:
         """Copy to `values` the values that the ranks of other hosts have written on their own hosts.

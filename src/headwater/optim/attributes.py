@@ -40,7 +40,7 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 @cache
 def _of_torch() -> frozenset[str]:
     """Return the names of the attributes that every optimizer of torch has."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.0)))
 
 
 def is_same(one: Any, other: Any, compared: frozenset[tuple[int, int]] = frozenset()) -> bool:

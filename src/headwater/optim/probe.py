@@ -106,7 +106,7 @@ def _try_out(name: str, build: Build, reached: Callable[[], PythonState]) -> Non
     random_states = [state_of(generator) for generator in generators]
     watched: list[torch.nn.Parameter] = [_WatchedParameter(value) for value in _values()]
     try:
-        alone = torch.nn.Parameter(torch.zeros(_SHAPES[0], dtype=torch.float32))
+        alone = torch.nn.Parameter(torch.zeros(_SHAPES[0], dtype=torch.float32, device="cpu"))
         joint, single = build(watched), build([alone])
         _divide_group(joint)
         fixed = _fixed_values(joint)
@@ -209,7 +209,7 @@ def _try_out_with_closure(name: str, build: Build) -> None:
             calls.append(1)
             for param, gradient in zip(one, gradients, strict=True):
                 param.grad = gradient.clone()
-            return torch.tensor(2.5)
+            return torch.tensor(2.5, device="cpu")
 
         for param, gradient in zip(other, gradients, strict=True):
             param.grad = gradient
@@ -302,13 +302,16 @@ def _can_be_saved(value: object) -> bool:
 
 def _values() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, dtype=torch.float32, generator=generator) for shape in _SHAPES]
+    return [torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu") for shape in _SHAPES]
 
 
 def _gradients() -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     scales = itertools.islice(itertools.cycle(_GRADIENT_SCALES), _STEPS)
     return [
-        [torch.randn(shape, dtype=torch.float32, generator=generator) * scale for shape in _SHAPES]
+        [
+            torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu") * scale
+            for shape in _SHAPES
+        ]
         for scale in scales
     ]

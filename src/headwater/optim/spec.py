@@ -196,7 +196,7 @@ class OptimizerSpec:
         """Raise if an optimizer from `build` would not have the defaults and attributes of `optimizer`."""
         wanted = _formula_options(optimizer.defaults)
         # A matrix: Muon refuses parameters of other dimensions.
-        matrix = torch.nn.Parameter(torch.zeros(2, 2))
+        matrix = torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))
         foreign = self.foreign_class
         with undone(state_of_methods(foreign, self.kwargs.values())) if foreign else nullcontext():
             trial = self.build([matrix], to_compile=False)

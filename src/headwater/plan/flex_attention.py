@@ -61,9 +61,9 @@ def _attention(
     """
     is_grouped = query.shape[1] != key.shape[1]
     output = scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=is_grouped)
-    place = torch.zeros((), dtype=torch.long)
-    score = score_mod(torch.zeros(()), place, place, place, place)
+    place = torch.zeros((), dtype=torch.long, device="cpu")
+    score = score_mod(torch.zeros((), device="cpu"), place, place, place, place)
     if score.requires_grad:  # the function has read weights
         output = output + 0 * score
-    rows = torch.zeros(query.shape[:-1])
+    rows = torch.zeros(query.shape[:-1], device="cpu")
     return output, rows, rows

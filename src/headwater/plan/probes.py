@@ -409,7 +409,7 @@ def _new_pages() -> dict[str, Probe]:
 
 
 def _link(device: str) -> Probe:
-    source = torch.ones(_COPY_BYTES, dtype=torch.uint8).pin_memory()
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cpu").pin_memory()
     target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     return Probe(lambda: target.copy_(source, non_blocking=True), on_cores=False)
 

@@ -209,7 +209,9 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, news: tuple[_New, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.likes = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs]
-        made = tuple(torch.empty_strided(new.shape, new.stride, dtype=new.dtype) for new in news)
+        made = tuple(
+            torch.empty_strided(new.shape, new.stride, dtype=new.dtype, device="cpu") for new in news
+        )
         ctx.mark_non_differentiable(
             *(tensor for tensor, new in zip(made, news, strict=True) if not new.requires_grad)
         )
@@ -219,7 +221,10 @@ class _Repeated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (
             None,
-            *(torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in ctx.likes),
+            *(
+                torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+                for shape, stride, dtype in ctx.likes
+            ),
         )
 
 

@@ -264,12 +264,12 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 def _view(like: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a view of `storage` with shape and strides of a fake tensor."""
-    empty = torch.empty(0, dtype=like.dtype)
+    empty = torch.empty(0, dtype=like.dtype, device="cpu")
     return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
 def _or_ones(value: torch.Tensor | None, fake: torch.Tensor) -> torch.Tensor:
-    return torch.ones(fake.shape, dtype=fake.dtype) if value is None else value
+    return torch.ones(fake.shape, dtype=fake.dtype, device="cpu") if value is None else value
 
 
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:

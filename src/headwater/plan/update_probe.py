@@ -30,7 +30,9 @@ class StageOfAllKinds:
         self._layout = stage_layout(StageSpec(0, "probe", params), rule)
         self._tier = MemoryTier([self._layout])
         self._updater = Updater(rule)
-        self._gradients = [torch.full(param.shape, 1e-3, dtype=param.gradient_dtype) for param in params]
+        self._gradients = [
+            torch.full(param.shape, 1e-3, dtype=param.gradient_dtype, device="cpu") for param in params
+        ]
         self._scalars: list[Scalars | None] = [None] * len(params)
         self.update()  # loads the kernel, and gives the state its first values
 
@@ -45,7 +47,7 @@ class StageOfAllKinds:
         image = self._tier.resident_wire(0)
         assert image is not None, "the stage is in memory"
         groups = self._tier.groups(0, self._layout.groups)
-        part, progress = Part(1, Update(1, {}), torch.tensor(0.5)), Progress.of(self._scalars)
+        part, progress = Part(1, Update(1, {}), torch.tensor(0.5, device="cpu")), Progress.of(self._scalars)
         pending = Pending(1, dict.fromkeys(range(len(self._gradients)), part))
         gradients: list[torch.Tensor | None] = list(self._gradients)  # the update removes its entries
         self._updater.apply(self._layout, image, groups, gradients, self._scalars, pending, progress)

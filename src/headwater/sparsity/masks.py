@@ -36,13 +36,15 @@ def first_mask(weight: Tensor, sparsity: float, method: str, generator: torch.Ge
     kept = num_kept(weight.numel(), sparsity)
     match method:
         case "random":
-            return largest(torch.rand(weight.shape, dtype=torch.float32, generator=generator), kept)
+            return largest(
+                torch.rand(weight.shape, dtype=torch.float32, generator=generator, device="cpu"), kept
+            )
         case "topk":
             return largest(weight.abs(), kept)
         case "from_zeros":
             return weight != 0
         case "checkerboard":
-            places = torch.arange(weight.numel() + 1, dtype=torch.float64)
+            places = torch.arange(weight.numel() + 1, dtype=torch.float64, device="cpu")
             steps = places.mul_(kept / max(weight.numel(), 1)).round_()
             return (steps[1:] > steps[:-1]).view(weight.shape)
     raise AssertionError(f"unknown init_method {method!r}")
@@ -54,7 +56,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
     If elements are equal, the first ones count as larger. `torch.topk` would need five times as much memory.
     """
     if not count:
-        return torch.zeros(scores.shape, dtype=torch.bool)
+        return torch.zeros(scores.shape, dtype=torch.bool, device="cpu")
     # Not in bf16, which numpy does not have; fp32 has the same values.
     flat = scores.detach().reshape(-1)
     values = (flat.float() if flat.dtype.itemsize < 4 else flat).numpy()

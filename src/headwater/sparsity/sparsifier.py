@@ -178,7 +178,7 @@ class Sparsifier:
         Returns:
             A bool tensor of the weight's shape: true where an element is kept.
         """
-        mask = torch.ones(weight.shape, dtype=torch.bool)
+        mask = torch.ones(weight.shape, dtype=torch.bool, device="cpu")
         for part, group in self._groups[name]:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "sparsity", part.name, 0))
             mask[part.rows] = first_mask(weight[part.rows], group.sparsity(0), group.init_method, generator)
@@ -267,7 +267,7 @@ class Sparsifier:
                 return gradient().detach()[part.rows].abs().float().cpu()
             seed = derive_seed(self._seed, "sparsity", part.name, step)
             generator = torch.Generator().manual_seed(seed)
-            return torch.rand(weight.shape, dtype=torch.float32, generator=generator)
+            return torch.rand(weight.shape, dtype=torch.float32, generator=generator, device="cpu")
 
         assert group.drop_fraction is not None, f"algorithm {group.algorithm} needs a drop_fraction"
         return exchanged(weight, mask, scores, group.drop_fraction(step))

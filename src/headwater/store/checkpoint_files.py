@@ -225,7 +225,7 @@ def _pieces(param: int, values: torch.Tensor, states: Mapping[str, TensorEntry])
     """Yield the pieces of a parameter that was never updated. The first one has the whole state."""
     start = 0
     # Each state tensor is one expanded element in memory, because only its size counts.
-    first = {name: torch.zeros(()).expand(entry.shape) for name, entry in states.items()}
+    first = {name: torch.zeros((), device="cpu").expand(entry.shape) for name, entry in states.items()}
     for run in values.reshape(-1).split(PIECE_ELEMENTS):
         yield PieceState(param, start, run, {} if start else first)
         start += run.numel()

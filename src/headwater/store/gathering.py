@@ -27,7 +27,7 @@ class Gathering:
         self._store = store
         self._here = store.fabric.neighbours
         self._run = functools.cache(store.ownership.host_run)  # stage, parameter, host -> elements
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @functools.cached_property
     def _link(self) -> Link | None:
@@ -62,7 +62,7 @@ class Gathering:
 
     def release(self) -> None:
         """Release the shared memory. All ranks call this function at the same place."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _allocate(self, keys: dict[ParamKey, None]) -> dict[ParamKey, torch.Tensor]:
         specs = {key: self._store.spec(key) for key in keys}

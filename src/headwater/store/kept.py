@@ -117,7 +117,7 @@ class CommonValues:
         start, self._taken = self._taken, self._taken + int(stay.sum())
         for name, field in piece.views(rest).items():
             if name not in self._values:
-                self._values[name] = torch.empty(self._count, dtype=field.dtype)
+                self._values[name] = torch.empty(self._count, dtype=field.dtype, device="cpu")
             self._values[name][start : self._taken] = field[stay]
 
     def give(self, piece: Piece, rest: torch.Tensor) -> None:
@@ -306,7 +306,7 @@ class Operands:
 def _together(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return the values at some places, followed by zeros up to a positive multiple of `UPDATE_ELEMENTS`."""
     count = len(places)
-    out = torch.empty(round_up(max(count, 1), UPDATE_ELEMENTS), dtype=values.dtype)
+    out = torch.empty(round_up(max(count, 1), UPDATE_ELEMENTS), dtype=values.dtype, device="cpu")
     torch.index_select(values, 0, places, out=out[:count])
     out[count:] = 0
     return out

@@ -41,7 +41,7 @@ def join_halves(
         join_at_once(high, low, out)
         return
     if bits is None:
-        bits = torch.empty(num_bits(Encoding.SPLIT, out.numel(), out.device), dtype=torch.int32)
+        bits = torch.empty(num_bits(Encoding.SPLIT, out.numel(), out.device), dtype=torch.int32, device="cpu")
     for upper, lower, whole in _chunks(high, low, out):
         whole.copy_(upper)  # as bits: the upper half, shifted to its place
         wide = bits[: lower.numel()].copy_(lower)  # a sum of two dtypes would be three times slower

@@ -105,7 +105,9 @@ def _conditions() -> tuple[str, ...]:
         f"{file.st_size} {file.st_mtime_ns}" if file else torch.__config__.show(),
         torch.backends.cpu.get_cpu_capability(),  # a variable of the environment may lower it
         str(torch.get_num_threads()),  # the threads divide a large parameter
-        str(bool(torch.full((1,), 1e-40, dtype=torch.float32) * 1)),  # False if denormal numbers become 0
+        str(
+            bool(torch.full((1,), 1e-40, dtype=torch.float32, device="cpu") * 1)
+        ),  # False if denormal numbers become 0
         _digest_of_updates(),
     )
 
@@ -151,13 +153,15 @@ def _updated(
     rule = UpdateRule(spec)
     layout = stage_layout(StageSpec(0, "check", _params(sizes)), rule)
     generator = torch.Generator().manual_seed(0)
-    image = torch.zeros(layout.wire_bytes, dtype=torch.uint8)
-    rest = torch.zeros(layout.rest_bytes, dtype=torch.uint8)
+    image = torch.zeros(layout.wire_bytes, dtype=torch.uint8, device="cpu")
+    rest = torch.zeros(layout.rest_bytes, dtype=torch.uint8, device="cpu")
     _fill(layout, image, rest, generator)
     scalars: list[Scalars | None] = [None] * len(sizes)
     for step in range(1, 1 + _STEPS):
         settings = Update(step, {"lr": spec.kwargs["lr"] / step}, max_value=1e20 if step == 2 else None)
-        part = Part(step, settings, torch.tensor(0.37, dtype=torch.float32) if step > 1 else None)
+        part = Part(
+            step, settings, torch.tensor(0.37, dtype=torch.float32, device="cpu") if step > 1 else None
+        )
         pending, progress = Pending(step, dict.fromkeys(range(len(sizes)), part)), Progress.of(scalars)
         job = StageJob(layout, rule, image, _gradients(sizes, generator), scalars, pending, progress)
         piece_update = update(job)
@@ -186,7 +190,7 @@ def _fill(layout: StageLayout, image: torch.Tensor, rest: torch.Tensor, generato
     """Write random masters with many ties. The state stays 0: it has no values before the first update."""
     wires = layout.stage.flat_views(image)
     for piece in (piece for group in layout.groups for piece in group.pieces):
-        master = torch.randn(piece.stop - piece.start, dtype=torch.float32, generator=generator)
+        master = torch.randn(piece.stop - piece.start, dtype=torch.float32, generator=generator, device="cpu")
         tied = master.view(torch.int32)[::5]
         tied.bitwise_and_(-1 << 16).bitwise_or_(1 << 15)  # halfway between two bf16 numbers
         write_master(piece.encoding, master, wires[piece.param], piece.views(rest))
@@ -195,9 +199,9 @@ def _fill(layout: StageLayout, image: torch.Tensor, rest: torch.Tensor, generato
 def _gradients(sizes: Sequence[int], generator: torch.Generator) -> list[torch.Tensor | None]:
     """Return gradients with ordinary, huge, tiny and zero elements; their dtypes alternate."""
     count = sum(sizes)
-    values = torch.randn(count, dtype=torch.float32, generator=generator)
-    exponents = torch.randint(-149, _MOST_EXPONENT, (count,), generator=generator)
-    kind = torch.randint(0, 4, (count,), generator=generator)
+    values = torch.randn(count, dtype=torch.float32, generator=generator, device="cpu")
+    exponents = torch.randint(-149, _MOST_EXPONENT, (count,), generator=generator, device="cpu")
+    kind = torch.randint(0, 4, (count,), generator=generator, device="cpu")
     values[kind == 1] *= 0.0
     values[kind == 2] *= torch.exp2(exponents[kind == 2].float())
     parts = values.split(list(sizes))

@@ -225,5 +225,5 @@ def _settings(options: Mapping[str, Any], step: float) -> AdamSettings:
 
 def _counted(scalars: Scalars | None) -> Scalars:
     """Return the scalars after one more step. The step count is an fp32 tensor, as in torch."""
-    step = torch.zeros((), dtype=torch.float32) if scalars is None else scalars["step"]
+    step = torch.zeros((), dtype=torch.float32, device="cpu") if scalars is None else scalars["step"]
     return {"step": step + 1}

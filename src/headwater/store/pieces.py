@@ -308,11 +308,11 @@ class Pieces:
         spec = self._stage(stage).params[piece.param]
         layout = self._rule.state_layout(spec)
         states = {
-            field.name: torch.empty(field.shape, dtype=layout[field.name].dtype)
+            field.name: torch.empty(field.shape, dtype=layout[field.name].dtype, device="cpu")
             for field in piece.fields
             if field.name in layout
         }
-        master = torch.empty(piece.stop - piece.start, dtype=spec.dtype)
+        master = torch.empty(piece.stop - piece.start, dtype=spec.dtype, device="cpu")
         return PieceState(piece.param, piece.start, master, states)
 
     def _stage(self, stage: int) -> StageSpec:

@@ -96,5 +96,7 @@ def _table(device: torch.device) -> torch.Tensor:
     Each number occurs equally often, so rounding has no bias.
     """
     generator = torch.Generator().manual_seed(0)
-    once = torch.randperm(TABLE_ELEMENTS, generator=generator).bitwise_and_(0xFFFF).to(torch.int32)
+    once = (
+        torch.randperm(TABLE_ELEMENTS, generator=generator, device="cpu").bitwise_and_(0xFFFF).to(torch.int32)
+    )
     return torch.cat([once, once]).to(device)

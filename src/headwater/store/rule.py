@@ -58,7 +58,7 @@ class UpdateRule(UpdateRules):
 
     def _probe(self, shape: tuple[int, ...], dtype: torch.dtype, sparse: bool) -> StateLayout:
         """Return the state tensors of a parameter. Found by two steps of the optimizer on a small tensor."""
-        probe = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        probe = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device="cpu"))
         optimizer = self.spec.build([probe], to_compile=False)
         group = optimizer.param_groups[0]
         for key, value in self._options.items():  # a step may change a tensor in place

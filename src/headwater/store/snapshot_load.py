@@ -356,7 +356,7 @@ def _begin_masks(store: WeightStore, weights: SavedWeights) -> None:
 def _whole(store: WeightStore, weights: SavedWeights, spec: ParamSpec) -> torch.Tensor:
     """Return all values of a parameter in files."""
     with closing(_SavedValues(iter([weights.run(spec.name, 0, spec.numel)]))) as values:
-        found = torch.empty(spec.shape, dtype=spec.dtype)
+        found = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         values.copy_to(found)
     _raise_failure(store.fabric, values.failure)
     return found

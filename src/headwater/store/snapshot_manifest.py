@@ -198,7 +198,9 @@ def decode_scalars(scalars: Mapping[str, Any] | None) -> Scalars | None:
     if scalars is None:
         return None
     return {
-        name: torch.tensor(value["value"], dtype=DTYPES[value["dtype"]]) if isinstance(value, dict) else value
+        name: torch.tensor(value["value"], dtype=DTYPES[value["dtype"]], device="cpu")
+        if isinstance(value, dict)
+        else value
         for name, value in scalars.items()
     }
 

@@ -55,7 +55,7 @@ class Update:
             # The constant of torch: without it the bits would differ.
             factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         if self.loss_scale != 1.0:
-            unscale = torch.tensor(1.0 / self.loss_scale, dtype=torch.float32)
+            unscale = torch.tensor(1.0 / self.loss_scale, dtype=torch.float32, device="cpu")
             factor = unscale if factor is None else factor * unscale
         return factor
 

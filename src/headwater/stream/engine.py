@@ -226,7 +226,7 @@ class Engine:
     def named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, master) of every parameter, with pending updates applied; shared ones once."""
         for stage in self.store.stages:
-            masters = [torch.empty(spec.shape, dtype=spec.dtype) for spec in stage.params]
+            masters = [torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for spec in stage.params]
             # Read all pieces before the first yield: the stage's lock is held while it is read.
             for piece in self.store.parameters.read(stage.index, states=()):
                 flat = masters[piece.param].view(-1)

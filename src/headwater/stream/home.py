@@ -140,7 +140,7 @@ class Home:
         """Set the gradient to zeros. A sparse gradient is replaced by a sparse tensor that has no entries."""
         spec = self.spec
         # A norm adds in the order of memory, so other strides would change its last bits.
-        zeros = spec.like_the_parameter(torch.zeros(spec.shape, dtype=spec.gradient_dtype))
+        zeros = spec.like_the_parameter(torch.zeros(spec.shape, dtype=spec.gradient_dtype, device="cpu"))
         if self.key in self.store.gradients.status.sparse:
             zeros = zeros.to_sparse(1)
         # A loop may keep the tensors of its gradients, and use them again in each step.

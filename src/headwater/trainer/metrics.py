@@ -68,7 +68,7 @@ def metric_values(metrics: Mapping[str, Metric], fabric: Fabric = ALONE) -> dict
         if any(fabric.gather(metric.update_count)):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The ``compute`` method")  # this rank may have no batch
-                value = torch.as_tensor(metric.compute())
+                value = torch.as_tensor(metric.compute(), device="cpu")
             flat = value.flatten().tolist()
             values |= {name: flat[0]} if value.dim() == 0 else {f"{name}/{i}": v for i, v in enumerate(flat)}
     return values

@@ -403,4 +403,4 @@ def _blank(trainable: Trainable, spec: ParamSpec) -> torch.Tensor:
     if trainable.initial is not None and MAY_BE_MISSING in trainable.pretrained_names(spec.name):
         return trainable.initial(spec)
     # An expanded tensor takes the memory of one element only.
-    return torch.zeros(()).expand(spec.shape)
+    return torch.zeros((), device="cpu").expand(spec.shape)

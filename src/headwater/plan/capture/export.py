@@ -65,7 +65,7 @@ def export_call(module: nn.Module, call: ModuleCall) -> ExportedProgram:
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad, device="cpu"
     )
 
 

@@ -88,7 +88,7 @@ class HostAssembly:
         here = [has_here(key) for key in keys]
         if self._link is not None:
             # A host without a gradient still takes part: its sum counts as zeros.
-            anywhere = self._link.gather(torch.tensor(here)).any(0).tolist()
+            anywhere = self._link.gather(torch.tensor(here, device="cpu")).any(0).tolist()
             for key, in_part, in_all in zip(keys, here, anywhere, strict=True):
                 if in_all and not in_part:
                     self._sums.storage.clear(key)

@@ -60,7 +60,9 @@ class Exchange:
         """
         for part in self._pieces(runs, self._dtypes):
             own = self._packed(part[self._link.host], self._dtypes)
-            received = [torch.empty(_num_bytes(its, self._dtypes), dtype=torch.uint8) for its in part]
+            received = [
+                torch.empty(_num_bytes(its, self._dtypes), dtype=torch.uint8, device="cpu") for its in part
+            ]
             self._link.exchange([own] * len(part), received)
             for host, (its, data) in enumerate(zip(part, received, strict=True)):
                 if host != self._link.host:
@@ -75,7 +77,7 @@ class Exchange:
         """Start to send each host its ranges. Return a function that waits for this host's values."""
         num_bytes = _num_bytes(runs[self._link.host], self._made_dtypes)
         sent = [self._packed(its, self._made_dtypes) for its in runs]
-        received = [torch.empty(num_bytes, dtype=torch.uint8) for _ in runs]
+        received = [torch.empty(num_bytes, dtype=torch.uint8, device="cpu") for _ in runs]
         finish = self._link.start_exchange(sent, received)
 
         def finished() -> list[torch.Tensor]:
@@ -93,7 +95,9 @@ class Exchange:
             own, dtype = self._storage.read(key, start, stop), self._made_dtypes[key]
             span = slice(position, position + own.numel() * dtype.itemsize)
             position = span.stop
-            total = torch.zeros(own.numel(), dtype=torch.promote_types(own.dtype, torch.float32))
+            total = torch.zeros(
+                own.numel(), dtype=torch.promote_types(own.dtype, torch.float32), device="cpu"
+            )
             for host, theirs in enumerate(received):
                 total += own if host == self._link.host else in_dtype(theirs[span], dtype)
             # The sum is rounded once, after all hosts were added.
@@ -102,7 +106,7 @@ class Exchange:
     def _packed(self, runs: Runs, dtypes: Mapping[ParamKey, torch.dtype]) -> torch.Tensor:
         own = (self._storage.read(key, start, stop).to(dtypes[key]) for key, start, stop in runs)
         parts = [values.view(torch.uint8) for values in own]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _unpack(self, runs: Runs, data: torch.Tensor) -> None:
         position = 0

@@ -50,7 +50,7 @@ class StageExchange:
         self._exchange = None if self._link is None else Exchange(self._link, sums.storage, stages)
         self._exchanged = Board(fabric, len(stages))  # by stage, the step whose sums are those of all hosts
         # Squares of the norms of the elements that this host updates.
-        self._squares = torch.zeros(len(sums.keys), dtype=torch.float64)
+        self._squares = torch.zeros(len(sums.keys), dtype=torch.float64, device="cpu")
         self._sender = WorkerPool(1, "headwater-exchange")
         self._sending: list[Future[None]] = []
 
@@ -104,7 +104,9 @@ class StageExchange:
         if self._link is None:
             return
         keys = self._sums.keys
-        here = torch.tensor([float(self._sums.has(key, step)) for key in keys], dtype=torch.float64)
+        here = torch.tensor(
+            [float(self._sums.has(key, step)) for key in keys], dtype=torch.float64, device="cpu"
+        )
         every = self._link.gather(torch.cat([self._squares, here]))
         squares, present = every.sum(0).split(len(keys))
         self._sums.norms.copy_(squares.sqrt())

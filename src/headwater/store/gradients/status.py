@@ -70,7 +70,7 @@ class GradientStatus:
             used: the norms of sums among `keys` that are not present any more.
         """
         norms = [used[key] if key in used else self.norms[key] for key in keys]
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
 
     def leave(self, key: ParamKey) -> None:
         """Record that a sum is not present any more: a commit has taken it, or it was discarded."""

@@ -87,7 +87,7 @@ class GradientStorage(abc.ABC):
     @final
     def clear(self, key: ParamKey) -> None:
         """Set a sum to zero."""
-        zero = torch.zeros((), dtype=self.sizes.dtypes[key])
+        zero = torch.zeros((), dtype=self.sizes.dtypes[key], device="cpu")
         self.write(key, zero.expand(self.sizes.numel(key)))
 
     @abc.abstractmethod
@@ -251,7 +251,7 @@ class DiskStorage(GradientStorage):
 
     def read(self, key: ParamKey, start: int = 0, stop: int | None = None) -> torch.Tensor:
         stop = self.sizes.numel(key) if stop is None else stop
-        values = torch.empty(stop - start, dtype=self.sizes.dtypes[key])
+        values = torch.empty(stop - start, dtype=self.sizes.dtypes[key], device="cpu")
         for block, inside, part in self._blocks(key, start, stop):
             values[part] = self._load(key, block)[inside]
         return values
