@@ -29,11 +29,16 @@ def step(model, call, optimizer):
     optimizer.step()
 
 
-def test_training_by_another_method_warns():
+@pytest.mark.parametrize("by", ["method", "functional_call"])
+def test_training_without_a_call_of_the_module_warns(by):
     model = hw.compile(Autoencoder(), hw.backend("CSX", tier="memory", num_slabs=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def functional(x):
+        return torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+
     with pytest.warns(NotStreamedWarning, match="this compiled Autoencoder trains in plain PyTorch"):
-        step(model, model.encode, optimizer)
+        step(model, model.encode if by == "method" else functional, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error", NotStreamedWarning)
         step(model, model, optimizer)

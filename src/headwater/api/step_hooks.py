@@ -135,8 +135,9 @@ def _warn_of_uncalled_models(optimizer: Optimizer) -> None:
             name = type(model.model).__name__
             warnings.warn(
                 f"this compiled {name} trains in plain PyTorch, because the module itself was never called; "
-                "only calls such as model(batch) begin the streaming: if your code calls parts of the model, "
-                "or other methods such as model.encode(batch), compile each part that it calls",
+                "only calls such as model(batch) begin the streaming, not those by functional_call: if your "
+                "code calls parts of the model, or other methods such as model.encode(batch), compile each "
+                "part that it calls",
                 NotStreamedWarning,
                 stacklevel=2,
             )

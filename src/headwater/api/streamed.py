@@ -54,7 +54,7 @@ class StreamedModel:
         current: the engine, with the facts for which it was made.
         steps: commits or undoes the user's steps.
         optimizers: which optimizer updates which parameter.
-        awaits_call: true until the first call of the module.
+        awaits_call: true until the first call of the module with its own parameters.
 
     Args:
         model: the user's module.
@@ -103,12 +103,12 @@ class StreamedModel:
             The error of a dry run that failed before anything was streamed, or `None`. The call then computes
             as in plain PyTorch, and its own error is raised: a hook may raise an error to end the forward.
         """
-        self.awaits_call = False
         if self._replanning.is_running:  # this is the dry run
             return None
         warn_of_changed_sources()
         _refuse_traces(self.model)
         if self.engine is None and is_lazy(self.model):
+            self.awaits_call = False
             # This call creates the parameters, and the next one is streamed. Backward of this call needs
             # gradients in fp32 if it is outside of autocast.
             if not torch.is_autocast_enabled(self._replanning.device):
@@ -120,6 +120,7 @@ class StreamedModel:
         need = changes.need(None if self.engine is None else self._largest_batch)
         if need is Need.NOTHING or has_replaced_parameters(self.model):
             return None  # if parameters are replaced, `functional_call` runs the model with others
+        self.awaits_call = False
         refuse_first_call()
         refuse_compiled_parts(self.model)
         self._check_not_alone()
