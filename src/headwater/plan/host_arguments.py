@@ -48,8 +48,9 @@ class HostArguments:
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
         if not _is_there(tensor):
             return tensor
-        _, copy = self._copies.setdefault(id(tensor), (tensor, self._copy(tensor)))
-        return copy
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = tensor, self._copy(tensor)
+        return self._copies[id(tensor)][1]
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
