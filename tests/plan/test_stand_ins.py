@@ -50,8 +50,24 @@ def test_a_loop_that_no_made_up_value_ends_is_an_error():
         read(600)
         with operators.module_call():
             read(600)
-        read(400)
+        read(399)
         for _ in range(2000):  # as `tolist` does
             operators.call(item, (unknown,), {})
         with pytest.raises(StreamError, match="loop"):
             read(1)
+
+
+def test_a_loop_whose_condition_is_a_module_is_an_error():
+    operators, item = Operators(), torch.ops.aten._local_scalar_dense.default
+    with FakeTensorMode():
+        unknown = torch.empty(())
+
+        def condition():
+            with operators.module_call():
+                operators.call(torch.ops.aten.add.Tensor, (unknown, unknown), {})
+                operators.call(item, (unknown,), {})
+
+        for _ in range(1000):
+            condition()
+        with pytest.raises(StreamError, match="loop"):
+            condition()

@@ -85,12 +85,18 @@ class Operators:
 
     @contextmanager
     def module_call(self) -> Iterator[None]:
-        """Enter a context in which a module is called."""
+        """Enter a context in which a module is called.
+
+        Raises:
+            StreamError: see `call`.
+        """
         outer, self._decisions = self._decisions, 0
         try:
             yield
         finally:
-            self._decisions = outer
+            inner, self._decisions = self._decisions, outer
+        # The call may return a truth value that a loop around it needs.
+        self._count_decisions(inner > 0)
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> None:
         """Keep the value of a fake tensor of integers or truth values, or of a single number."""
@@ -109,7 +115,10 @@ class Operators:
         if values is None:
             for tensor in written:
                 self._known.remove(tensor)
-            self._count_decision(func)
+            # The numbers of one list (`tolist`) count as one.
+            decides = torch.Tag.data_dependent_output in func.tags
+            self._count_decisions(decides and not self._decided_last)
+            self._decided_last = decides
             return call_operator(func, args, kwargs, self._known.value)
 
         def real() -> Any:
@@ -120,11 +129,9 @@ class Operators:
         # An operator that writes must run, or the known values of what it changes would be out of date.
         return self._faked(func, args, kwargs, real, may_skip=not written)
 
-    def _count_decision(self, func: Any) -> None:
-        """Count numbers that must be made up. The numbers of one list (`tolist`) count as one decision."""
-        decides = torch.Tag.data_dependent_output in func.tags
-        self._decisions += decides and not self._decided_last
-        self._decided_last = decides
+    def _count_decisions(self, number: int) -> None:
+        """Count numbers that must be made up."""
+        self._decisions += number
         if self._decisions > _MOST_DECISIONS:
             raise StreamError(
                 f"the dry run of a forward has read more than {_MOST_DECISIONS:,} numbers that depend on "
