@@ -102,7 +102,7 @@ def main() -> None:
                 valid += 1
             except HeadwaterError:
                 pass
-            except Exception:  # noqa: BLE001  # what the fuzzer searches for: it counts and prints them
+            except Exception:  # noqa: BLE001  # the fuzzer searches for these: it counts and prints them
                 raw += 1
                 print(f"document {number}:\n{traceback.format_exc(limit=-3)}")
             slowest = max(slowest, time.process_time() - started)

@@ -9,14 +9,18 @@ from torch import nn
 import headwater
 
 
+def default_device(place):
+    """Enter `meta` as the default device, whose tensors have no values, but not for plain PyTorch."""
+    return torch.device("meta") if place.plan else nullcontext()
+
+
 @every_plan
 def test_tensors_of_the_engine_do_not_go_to_the_default_device(plan, tmp_path):
-    """The default device is `meta` here, whose tensors have no values, so a use of one fails."""
     data = batches(6)
 
     def script(place):
         model = Net()
-        with torch.device("meta") if place.plan else nullcontext():
+        with default_device(place):
             model = place.compile(model)
             optimizer = adamw(model.parameters())
             found = []
@@ -48,7 +52,7 @@ def test_checkpoints_do_not_go_to_the_default_device(plan, tmp_path):
 
     def script(place):
         model = Net()
-        with torch.device("meta") if place.plan else nullcontext():
+        with default_device(place):
             model = place.compile(model)
             optimizer = adamw(model.parameters())
             for tokens, classes in data:

@@ -87,7 +87,7 @@ def fork(folder: Path, *, resume: bool = False, kill_at: int | None = None) -> i
         seen = train(folder, resume=resume) | {"operations": counted()}
         folder.with_name(folder.name + ".json").write_text(json.dumps(seen))
         status = 0
-    except Exception:  # noqa: BLE001 - the test shows what is printed
+    except Exception:  # noqa: BLE001 - printed, and the exit status tells the test of the failure
         traceback.print_exc()
     finally:
         os._exit(status)

@@ -143,7 +143,7 @@ def uninterrupted(function: Callable[P, R], *, raises: bool = True) -> Callable[
         before = _interrupts.enter()
         try:
             result = function(*args, **kwargs)
-        except BaseException:  # after any exception no later function completes this one; raised again
+        except BaseException:  # of any kind: no later function completes the work, so `raises` has no effect
             _interrupts.leave(before)
             raise
         _interrupts.leave(before, raises=raises)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,16 +20,11 @@ from headwater.stream.forwards import Forwards
 from headwater.stream.gradient_copies import GradientCopies
 from headwater.stream.gradient_hooks import GradientHooks
 from headwater.stream.host_arena import HostArena
-from headwater.stream.node_attributes import keep_weights_out_of_attributes
+from headwater.stream.node_attributes import ContextWeights
 from headwater.stream.offload import make_offload
 from headwater.stream.packing import make_packing
 from headwater.stream.recompute import RecomputedForwards
-from headwater.stream.saved_tensors import (
-    HandleAtRest,
-    WeightHandle,
-    keep_weights_out_of_node,
-    own_checkpoints,
-)
+from headwater.stream.saved_tensors import HandleAtRest, WeightHandle, keep_weights_out_of_node
 from headwater.stream.sites import Sites, Stages
 from headwater.stream.transforms import refuse_copies_of_saved_weights, refuse_moving_weights
 from headwater.stream.weights import StreamStatistics, Weights
@@ -85,6 +79,7 @@ class Executor:
                 self._unbind_all,
                 [stage.name for stage in plan.trace.stages],
             )
+            contexts = ContextWeights(weights.has_views, binder.handle_of, self._resolve)
             self._sites = Sites(
                 model,
                 {"": (), **plan.trace.sites},
@@ -92,7 +87,7 @@ class Executor:
                 self._forwards.enter,
                 self._forwards.bind_early,
                 self._forwards.leave,
-                None if weights.stable else self._keep_weights_out,
+                None if weights.stable else contexts.keep_out,
             )
             made.callback(self._sites.remove)
             copies = None if device.reads_host else GradientCopies(store, device, self._arena)
@@ -163,18 +158,6 @@ class Executor:
             # Without gradients no backward follows, so the schedule consists of forward uses alone.
             self.begin(1 if torch.is_grad_enabled() else 0)
             self._forwards_expected = 0
-
-    def _keep_weights_out(self, stages: Stages, output: Any, first: int) -> None:
-        """Free the slabs of a module whose forward has ended from views that autograd does not know.
-
-        Args:
-            stages: the stages of the module.
-            output: its output.
-            first: sequence number of the first node of its graph.
-        """
-        # In a second run, frozen parameters still point to their slab.
-        if not own_checkpoints.are_innermost() and any(map(self._weights.has_views, stages)):
-            keep_weights_out_of_attributes(output, first, self._binder.handle_of, self._resolve)
 
     def _require(self, stage: int) -> torch.Tensor:
         """Fetch a stage for a forward or a backward, and return its wire image on the device."""

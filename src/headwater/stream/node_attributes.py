@@ -12,65 +12,80 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from headwater.core.graphs import nodes_behind
 from headwater.core.trees import map_leaves, map_tensors, tensors_in
-from headwater.stream.saved_tensors import WeightHandle
+from headwater.stream.saved_tensors import HandleOf, WeightHandle, own_checkpoints
+from headwater.stream.sites import Stages
 
-HandleOf = Callable[[torch.Tensor], Any]
 
-
-def keep_weights_out_of_attributes(
-    output: Any, first: int, handle_of: HandleOf, resolve: Callable[[WeightHandle], torch.Tensor]
-) -> None:
-    """Replace the views of weights in attributes of a module's nodes until the backward of each node.
-
-    See [Note: attributes of contexts].
+@final
+class ContextWeights:
+    """Keeps views of weights out of the contexts of functions; see [Note: attributes of contexts].
 
     Args:
-        output: the output of the module.
-        first: sequence number of the module's first node.
+        has_views: true if views keep the slab of a stage from another stage.
         handle_of: returns the handle of a view of a weight.
         resolve: returns the weight of a handle.
     """
-    ends = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    for node in nodes_behind(ends, first):
-        if isinstance(node, BackwardCFunction):
-            _keep_weights_out(node, handle_of, resolve)
 
+    def __init__(
+        self,
+        has_views: Callable[[int], bool],
+        handle_of: HandleOf,
+        resolve: Callable[[WeightHandle], torch.Tensor],
+    ) -> None:
+        self._has_views = has_views
+        self._handle_of = handle_of
+        self._resolve = resolve
 
-def _keep_weights_out(
-    node: Any, handle_of: HandleOf, resolve: Callable[[WeightHandle], torch.Tensor]
-) -> None:
-    def without_weight(tensor: torch.Tensor) -> Any:
-        handle = handle_of(tensor)
+    def keep_out(self, stages: Stages, output: Any, first: int) -> None:
+        """Replace the views in attributes of a module's nodes until the backward of each node.
+
+        Args:
+            stages: the stages of the module, whose forward has ended.
+            output: its output.
+            first: sequence number of the first node of its graph.
+        """
+        # In a second run, frozen parameters still point to their slab.
+        if own_checkpoints.are_innermost() or not any(map(self._has_views, stages)):
+            return
+        ends = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        for node in nodes_behind(ends, first):
+            if isinstance(node, BackwardCFunction):
+                self._keep_out_of(node)
+
+    def _keep_out_of(self, node: Any) -> None:
+        kept = {
+            name: map_tensors(self._without_weight, value)
+            for name, value in vars(node).items()
+            if any(isinstance(self._handle_of(tensor), WeightHandle) for tensor in tensors_in(value))
+        }
+        if not kept:
+            return
+        vars(node).update(kept)
+        found = weakref.ref(node)  # a node would hold itself through its hooks
+
+        def before(*_: Any) -> None:
+            weights = {name: map_leaves(self._with_weight, value) for name, value in kept.items()}
+            vars(found()).update(weights)
+
+        def after(*_: Any) -> None:
+            vars(found()).update(kept)  # the same graph may have a second backward
+
+        node.register_prehook(before)
+        node.register_hook(after)
+
+    def _without_weight(self, tensor: torch.Tensor) -> Any:
+        handle = self._handle_of(tensor)
         return _Absent(handle) if isinstance(handle, WeightHandle) else tensor
 
-    def with_weight(_: str, leaf: Any) -> Any:
-        return resolve(leaf.handle) if isinstance(leaf, _Absent) else leaf
-
-    kept = {
-        name: map_tensors(without_weight, value)
-        for name, value in vars(node).items()
-        if any(isinstance(handle_of(tensor), WeightHandle) for tensor in tensors_in(value))
-    }
-    if not kept:
-        return
-    vars(node).update(kept)
-    found = weakref.ref(node)  # a node would hold itself through its hooks
-
-    def before(*_: Any) -> None:
-        vars(found()).update({name: map_leaves(with_weight, value) for name, value in kept.items()})
-
-    def after(*_: Any) -> None:
-        vars(found()).update(kept)  # the same graph may have a second backward
-
-    node.register_prehook(before)
-    node.register_hook(after)
+    def _with_weight(self, _: str, leaf: Any) -> Any:
+        return self._resolve(leaf.handle) if isinstance(leaf, _Absent) else leaf
 
 
 class _Absent:
