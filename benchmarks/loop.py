@@ -18,6 +18,7 @@ TUNED = System("plain PyTorch, allocator tuned", "torch_", ("--tuned",))
 SYSTEMS = [
     TUNED,
     System("the same, headwater.compile", "torch_", ("--headwater",)),
+    System("the same, use_fast_attention", "torch_", ("--headwater", "--fast_attention")),
     System("plain PyTorch", "torch_"),
 ]
 

@@ -21,6 +21,7 @@ from benchmarks.workload import (
 )
 from headwater.api.registry import streamed_models
 from headwater.core.buffers import tune_malloc
+from headwater.integrations.attention import use_fast_attention
 
 
 def build(workload: Workload) -> nn.Module:
@@ -88,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_workload_arguments(parser)
     parser.add_argument("--fsdp2", action="store_true")
     parser.add_argument("--headwater", action="store_true", help="compile the model for streaming")
+    parser.add_argument("--fast_attention", action="store_true", help="attention by Headwater's kernel")
     parser.add_argument("--disk", type=Path, help="folder for the weights of the compiled model")
     parser.add_argument("--tuned", action="store_true", help="malloc keeps its pages, as in Headwater")
     return parser
@@ -101,6 +103,8 @@ def main() -> None:
     model = build(workload)
     if args.fsdp2:
         shard(workload, model)
+    if args.fast_attention:
+        use_fast_attention(model)
     if args.headwater:
         on_disk = {"disk": args.disk, "tier": "disk"} if args.disk else {}
         headwater.compile(model, headwater.backend("CSX", **on_disk))

@@ -24,6 +24,7 @@ _MODULE_OF_NAME = {
     "current_backend": "headwater.api.backend",
     "compile": "headwater.api.compile",
     "release": "headwater.api.compile",
+    "cross_entropy": "headwater.models.cross_entropy",
     "trace": "headwater.api.step",
     "compile_step": "headwater.api.step",
     "step_closure": "headwater.api.step",
@@ -57,6 +58,7 @@ __all__ = [
     "compile",
     "compile_only",
     "compile_step",
+    "cross_entropy",
     "current_backend",
     "distributed",
     "empty_parameters",
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
     from headwater.api.step import checkpoint_closure, compile_step, step_closure, trace
     from headwater.api.without_training import compile_only, validate_only
     from headwater.core.empty import empty_parameters
+    from headwater.models.cross_entropy import cross_entropy
 
 
 def __getattr__(name: str) -> Any:

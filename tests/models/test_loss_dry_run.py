@@ -35,9 +35,9 @@ def test_trace_with_two_blocks_equals_the_trace_with_all(chunk_bytes, monkeypatc
 
 
 def test_a_dry_run_computes_the_first_and_the_last_block_of_the_first_chunk():
-    assert list(module._block_starts(39, 4, first_chunk=False)) == list(range(0, 39, 4))
+    assert list(module.block_starts(39, 4, first_chunk=False)) == list(range(0, 39, 4))
     with dry_run.counting_costs():
-        assert list(module._block_starts(39, 4, first_chunk=True)) == [0, 36]
-        assert list(module._block_starts(8, 4, first_chunk=True)) == [0, 4]
-        assert list(module._block_starts(3, 4, first_chunk=True)) == [0]
-        assert list(module._block_starts(39, 4, first_chunk=False)) == []
+        assert list(module.block_starts(39, 4, first_chunk=True)) == [0, 36]
+        assert list(module.block_starts(8, 4, first_chunk=True)) == [0, 4]
+        assert list(module.block_starts(3, 4, first_chunk=True)) == [0]
+        assert list(module.block_starts(39, 4, first_chunk=False)) == []

@@ -16,6 +16,7 @@ from headwater.core.empty import fill_parameters
 from headwater.core.errors import StreamError
 from headwater.core.interrupts import uninterrupted
 from headwater.core.module_parameters import parameters_of
+from headwater.models.library_loss import divide_losses, join_losses
 from headwater.stream.left_gradients import forget_trained
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -56,6 +57,7 @@ def compile(model: Module, backend: Backend | str | None = None) -> Module:
         _refuse_compiled_by_torch(model)
         _refuse_offloaded_by_accelerate(model)
         refuse_compiled_parts(model)
+        divide_losses(model)
         setattr(model, ATTRIBUTE, StreamedModel(model, backend))
     else:
         # Parameters get their values first: torch cannot move parameters without values to a device.
@@ -123,6 +125,7 @@ def release(model: Module) -> Module:
     current = streamed(model)
     if current is not None:
         current.release()
+        join_losses(model)
         forget_trained(parameters_of(model))
     if is_compiled(model):
         delattr(model, ATTRIBUTE)

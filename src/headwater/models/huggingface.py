@@ -20,6 +20,7 @@ from headwater.core.seeding import derive_seed
 from headwater.models.evaluation import Accuracy
 from headwater.models.layers.attention import KeyValueCache
 from headwater.models.library_attention import can_read_side_by_side, side_by_side_attention
+from headwater.models.library_loss import divide_losses
 from headwater.models.padding import CAUSAL, ENCODER, PAIRS, Texts
 from headwater.models.sequences import Piece, last_places, positions, side_by_side
 
@@ -43,6 +44,7 @@ class HuggingFaceModel(nn.Module):
         # On the CPU under any default device: constructors compute buffers that checkpoints may lack.
         with torch.device("cpu"), empty_parameters():
             self.hf = _built(config)
+        divide_losses(self.hf)
         if torch.get_default_device().type != "meta":
             for name, parameter in list(self.named_parameters()):
                 give_values(parameter, init_parameter(name, parameter.shape, config, seed))

@@ -72,7 +72,7 @@ def _attention(
     Raises:
         ConfigError: if the model passes tensors that this attention does not know.
     """
-    unknown = [name for name, each in others.items() if isinstance(each, Tensor) and name not in _USUAL]
+    unknown = [name for name, each in others.items() if isinstance(each, Tensor) and name not in PASSED_ON]
     if unknown:
         raise ConfigError(
             f"{type(module).__name__} cannot read several texts at once: its attention uses {unknown[0]}",
@@ -88,7 +88,7 @@ def _attention(
     return attended.transpose(1, 2).contiguous(), None
 
 
-_USUAL = frozenset({"position_ids", "cache_position"})
+PASSED_ON = frozenset({"position_ids", "cache_position"})
 """Tensors that some models pass on to the attention, which needs none of them."""
 
 

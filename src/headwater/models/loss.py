@@ -199,7 +199,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-def _block_starts(rows: int, block: int, *, first_chunk: bool) -> Sequence[int]:
+def block_starts(rows: int, block: int, *, first_chunk: bool) -> Sequence[int]:
     """Return the first row of each block of a chunk.
 
     A dry run that counts costs only visits the first and the last block of the first chunk, which has the
@@ -289,7 +289,7 @@ class _Pass:
                 part = slice(start, min(start + layout.chunk, rows))
                 logits = chunk.view(layout.chunk, layout.row_stride)[: part.stop - start, :vocab]
                 multiply_into(logits, self.hidden[part], self.weight.t())
-                for start_row in _block_starts(len(logits), layout.block, first_chunk=start == 0):
+                for start_row in block_starts(len(logits), layout.block, first_chunk=start == 0):
                     block = logits[start_row : start_row + layout.block]
                     rows_here = slice(part.start + start_row, part.start + start_row + len(block))
                     block_weights = row_weights[rows_here].unsqueeze(1)
