@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from headwater import cross_entropy
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, RunError
 from headwater.models import cross_entropy as module
 
 
@@ -93,7 +93,7 @@ def test_only_blocks_of_the_logits_are_in_fp32() -> None:
             nonlocal largest
             result = operator(*args, **(kwargs or {}))
             each = result[0] if isinstance(result, tuple) else result
-            if each.dtype == torch.float32:
+            if isinstance(each, torch.Tensor) and each.dtype == torch.float32:
                 largest = max(largest, each.numel())
             return result
 
@@ -114,3 +114,21 @@ def test_losses_that_are_not_divided_are_those_of_torch() -> None:
     assert torch.equal(by_probabilities, F.cross_entropy(logits.float(), logits.float().softmax(-1)))
     gradient = torch.func.grad(cross_entropy)(logits.float(), targets)
     assert torch.equal(gradient, torch.func.grad(F.cross_entropy)(logits.float(), targets))
+
+
+def test_logits_that_were_changed_through_numpy_are_an_error_in_the_backward() -> None:
+    logits, targets = inputs(300, 100, torch.float32)
+    scores = logits.requires_grad_() * 2
+    loss = cross_entropy(scores, targets)
+    scores.detach().numpy()[130, 7] += 3
+    with pytest.raises(RunError, match="changed between the forward and the backward"):
+        loss.backward()
+
+
+def test_losses_that_are_not_finite_have_the_gradients_of_torch() -> None:
+    logits, targets = inputs(300, 100, torch.float32)
+    logits[5, 3], logits[80, 2] = torch.nan, torch.inf
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    cross_entropy(ours, targets).backward()
+    F.cross_entropy(theirs, targets).backward()
+    assert torch.allclose(ours.grad, theirs.grad, 0, 0, equal_nan=True)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headwater
-from headwater.models import cross_entropy
+from headwater.models import cross_entropy, library_loss
 from headwater.models.library_loss import PostponedLogits, divide_losses
 
 transformers = pytest.importorskip("transformers")
@@ -135,6 +135,14 @@ def test_a_loss_that_needs_more_of_the_logits_is_left_to_the_library(monkeypatch
     model = llama()
     divide_losses(model)
     assert model.loss_function is other
+
+
+def test_models_compiled_under_a_fake_mode_are_divided() -> None:
+    model = llama()
+    library_loss._is_understood.cache_clear()
+    with torch._subclasses.FakeTensorMode():
+        divide_losses(model)
+    assert "_loss_function" in vars(model)
 
 
 def test_other_operators_get_all_logits() -> None:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwater.core.errors import ConfigError
+from headwater.core.dry_run import counts_costs
+from headwater.core.errors import ConfigError, RunError
 from headwater.core.modes import is_transformed
+from headwater.core.plain import is_plain
 from headwater.models.loss import block_starts
 
 _NUMBERS = {"none": 0, "mean": 1, "sum": 2}
@@ -46,6 +48,7 @@ def cross_entropy(
     Raises:
         IndexError: if a target is not a class.
         ConfigError: if the reduction is not `mean` or `sum`.
+        RunError: in the backward, if the logits were changed since the forward.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(
@@ -81,30 +84,29 @@ class _CrossEntropy(torch.autograd.Function):
         losses = torch.empty_like(targets, dtype=torch.float32)
         for rows in _blocks(logits):
             log_softmax = torch.log_softmax(logits[rows].float(), -1)
-            losses[rows] = torch.ops.aten.nll_loss_forward(
-                log_softmax, targets[rows], None, _NUMBERS["none"], ignore_index
-            )[0]
+            losses[rows] = _row_losses(log_softmax, targets[rows], ignore_index)
         # torch's sum over all rows: of one class, whose negative logarithms are the losses.
         only_class = torch.zeros_like(targets).masked_fill_(targets == ignore_index, _LEFT_OUT)
         loss, total = torch.ops.aten.nll_loss_forward(
             -losses.unsqueeze(1), only_class, None, _NUMBERS[reduction], _LEFT_OUT
         )
-        ctx.save_for_backward(logits, targets, total)
+        ctx.save_for_backward(logits, targets, total, losses)
         ctx.ignore_index, ctx.reduction = ignore_index, reduction
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, total = ctx.saved_tensors
+        logits, targets, total, losses = ctx.saved_tensors
         if torch.is_grad_enabled():  # the caller will differentiate this gradient
             loss = F.cross_entropy(
                 logits.float(), targets, ignore_index=ctx.ignore_index, reduction=ctx.reduction
             )
             (grad_logits,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)
             return grad_logits, None, None, None
-        grad_logits = torch.empty_like(logits)
+        grad_logits, losses_again = torch.empty_like(logits), torch.empty_like(losses)
         for rows in _blocks(logits):
             log_softmax = torch.log_softmax(logits[rows].float(), -1)
+            losses_again[rows] = _row_losses(log_softmax, targets[rows], ctx.ignore_index)
             of_losses = torch.ops.aten.nll_loss_backward(
                 gradient,
                 log_softmax,
@@ -117,7 +119,30 @@ class _CrossEntropy(torch.autograd.Function):
             grad_logits[rows] = torch.ops.aten._log_softmax_backward_data(
                 of_losses, log_softmax, -1, torch.float32
             )
+        _refuse_changes(losses, losses_again)
         return grad_logits, None, None, None
+
+
+def _row_losses(log_softmax: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Return the loss of each row, which is 0 for ignored rows."""
+    losses: Tensor = torch.ops.aten.nll_loss_forward(
+        log_softmax, targets, None, _NUMBERS["none"], ignore_index
+    )[0]
+    return losses
+
+
+def _refuse_changes(before: Tensor, after: Tensor) -> None:
+    """Raise if the losses of rows changed since the forward. On a GPU this would wait for the computation.
+
+    torch's own loss does not read the logits again, so with it such changes have no effect. torch notices
+    changes itself, except those through `data` and NumPy arrays.
+    """
+    if is_plain(before) and not counts_costs() and not torch.allclose(before, after, 0, 0, equal_nan=True):
+        raise RunError(
+            "the logits were changed between the forward and the backward of their loss",
+            where="cross_entropy",
+            remedy="change a copy: logits.detach().clone()",
+        )
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:

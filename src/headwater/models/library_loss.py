@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headwater.models.cross_entropy import cross_entropy
 
@@ -58,12 +59,13 @@ def _loss_of(module: Any, known: Mapping[str, Loss]) -> Loss | None:
 @functools.cache
 def _is_understood(loss: Loss) -> bool:
     """True if this version of the library's loss works with postponed logits."""
-    logits = torch.tensor([[[1.0, 2.0, 4.0], [3.0, 0.0, 5.0]]], device="cpu")
-    labels = torch.tensor([[2, 1]], device="cpu")
-    try:
-        return torch.equal(_divided(loss, logits, labels, 3), loss(logits, labels, 3))
-    except (AttributeError, TypeError):  # it uses logits in a way that `PostponedLogits` lacks
-        return False
+    with _disable_current_modes():  # such as fake tensors
+        logits = torch.tensor([[[1.0, 2.0, 4.0], [3.0, 0.0, 5.0]]], device="cpu")
+        labels = torch.tensor([[2, 1]], device="cpu")
+        try:
+            return torch.equal(_divided(loss, logits, labels, 3), loss(logits, labels, 3))
+        except (AttributeError, TypeError):  # it uses logits in a way that `PostponedLogits` lacks
+            return False
 
 
 def _divided(loss: Loss, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
