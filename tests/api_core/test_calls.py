@@ -89,9 +89,10 @@ def test_a_derivative_in_the_forward_is_refused():
         (lambda x: x.sum(), lambda x: x.sum()),
         (lambda x: x, lambda x: x.log_softmax(-1).sum()),
         (lambda x: {"loss": x.sum(), "rest": (x.detach(), None)}, lambda x: x.sum()),
+        (lambda x: {"loss": x.prod(), "logits": x}, lambda x: x.prod() + x.sum()),
         (lambda x: x.to_sparse(), lambda x: x.flatten().log_softmax(-1).sum()),
     ],
-    ids=["scalar", "logits", "nested", "sparse"],
+    ids=["scalar", "logits", "nested", "loss and logits", "sparse"],
 )
 def test_the_loss_of_a_dry_run_depends_on_every_output_with_a_gradient(output, expected):
     x = torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=True)

@@ -7,7 +7,7 @@ import itertools
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_tb
 from typing import Any
@@ -202,15 +202,21 @@ def stand_in_loss(model: nn.Module, call: Call) -> torch.Tensor:
 
     The user's loss is not known before the user calls it. A scalar output is used as the loss. For any other
     output the loss is the sum of a log-softmax over the last dimension. It saves one tensor of the output's
-    size for backward, like a cross-entropy.
+    size for backward, like a cross-entropy. If the model returns a dictionary with a `loss`, as models of
+    transformers do, its other outputs are only added.
     """
     args, kwargs = call
-    outputs = tensors_in(model(*args, **kwargs))
-    losses = [_loss_of(output) for output in outputs if output.requires_grad or not torch.is_grad_enabled()]
+    result = model(*args, **kwargs)
+    has_loss = isinstance(result, Mapping) and isinstance(result.get("loss"), torch.Tensor)
+    losses = [
+        _loss_of(output, only_add=has_loss)
+        for output in tensors_in(result)
+        if output.requires_grad or not torch.is_grad_enabled()
+    ]
     return sum(losses, torch.zeros((), device="cpu"))
 
 
-def _loss_of(output: torch.Tensor) -> torch.Tensor:
+def _loss_of(output: torch.Tensor, *, only_add: bool) -> torch.Tensor:
     # Softmax and sum are not defined for these layouts.
     if output.is_nested or output.layout is not torch.strided:
         output = _elements(output)
@@ -218,7 +224,7 @@ def _loss_of(output: torch.Tensor) -> torch.Tensor:
         output = torch.view_as_real(output.resolve_conj())  # only a real loss has a gradient
     if output.dim() == 0 or not output.is_floating_point():
         return output.float()
-    return output.float().log_softmax(-1).sum()
+    return output.sum().float() if only_add else output.float().log_softmax(-1).sum()
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
