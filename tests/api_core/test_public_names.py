@@ -13,10 +13,10 @@ SCHEDULES = [
 
 PUBLIC = {
     "headwater": [
-        "amp", "backend", "checkpoint_closure", "compile", "compile_only", "compile_step", "current_backend",
-        "distributed", "empty_parameters", "experimental", "framework", "integrations", "load",
-        "load_pretrained", "metrics", "optim", "profile", "release", "save", "save_pretrained", "sparse",
-        "step_closure", "trace", "utils", "validate_only", "__version__",
+        "amp", "backend", "checkpoint_closure", "compile", "compile_only", "compile_step", "cross_entropy",
+        "current_backend", "distributed", "empty_parameters", "experimental", "framework", "integrations",
+        "load", "load_pretrained", "metrics", "optim", "profile", "release", "save", "save_pretrained",
+        "sparse", "step_closure", "trace", "utils", "validate_only", "__version__",
     ],
     "headwater.sparse": [
         "Cadence", "Constant", "Cosine", "Cubic", "Exponential", "GMPSparsityOptimizer", "Linear", "Power",
