@@ -137,6 +137,17 @@ def test_a_loss_that_needs_more_of_the_logits_is_left_to_the_library(monkeypatch
     assert model.loss_function is other
 
 
+def test_a_slice_of_logits_has_the_loss_of_the_library(divided: list[torch.Size]) -> None:
+    model = llama()
+    library = model.loss_function
+    divide_losses(model)
+    torch.manual_seed(0)
+    logits = torch.randn(3, 19, 101, dtype=torch.bfloat16)[:, 2:]
+    labels = torch.randint(0, 101, (3, 17))
+    assert torch.equal(model.loss_function(logits, labels, 101), library(logits, labels, 101))
+    assert divided == [(3 * 17, 101)]
+
+
 def test_models_compiled_under_a_fake_mode_are_divided() -> None:
     model = llama()
     library_loss._is_understood.cache_clear()

@@ -106,8 +106,9 @@ class PostponedLogits:
         return PostponedLogits(self.logits, is_wide=True)
 
     def view(self, *shape: int) -> PostponedLogits:
-        """Return a view with another shape."""
-        return PostponedLogits(self.logits.view(*shape), is_wide=self._is_wide)
+        """Return the logits in another shape."""
+        # The result of a cast is contiguous, but the logits may be a slice, which has no such view.
+        return PostponedLogits(self.logits.reshape(*shape), is_wide=self._is_wide)
 
     def computed(self) -> Tensor:
         """Return the logits as a tensor."""
