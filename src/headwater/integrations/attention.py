@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from headwater.core.attention import fused_attention
 from headwater.core.errors import ConfigError
 from headwater.core.modes import autocast_dtype, cast
-from headwater.models.library_attention import PASSED_ON
+from headwater.models.library_attention import unknown_tensors
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -78,7 +78,7 @@ def _attention(
     Raises:
         ConfigError: if the attention uses a tensor that neither this kernel nor the library's `sdpa` knows.
     """
-    unknown = [name for name in others if name not in _KNOWN and isinstance(others[name], Tensor)]
+    unknown = unknown_tensors(others, {"position_bias"})
     if unknown:
         raise ConfigError(
             f"the attention of {type(module).__name__} uses {unknown[0]}, which this kernel does not support",
@@ -106,7 +106,3 @@ def _attention(
         **others,
     )
     return result
-
-
-_KNOWN = frozenset({*PASSED_ON, "position_bias"})
-"""Names of tensors that the attention may get."""

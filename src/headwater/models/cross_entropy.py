@@ -33,9 +33,9 @@ def cross_entropy(
     torch keeps the logits of all rows in fp32 and their logarithmic softmax, and computes gradients for both.
     Here only a block of rows is in fp32 at a time, and the backward computes the softmax of each block again.
     Each row is computed by the operators that torch uses, and the losses of all rows are added by torch's
-    operator. Only second derivatives may differ in the last digits. Where blocks are not supported (in
-    `torch.func` and `torch.compile`, for targets that are probabilities, and for other shapes), this is
-    torch's function.
+    operator. Only the gradient of a sum of this loss and a function of its gradient may differ in the last
+    digits. Where blocks are not supported (in `torch.func` and `torch.compile`, for targets that are
+    probabilities, and for other shapes), this is torch's function.
 
     Args:
         logits: logits, [rows, classes], of any floating-point dtype.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -72,7 +72,7 @@ def _attention(
     Raises:
         ConfigError: if the model passes tensors that this attention does not know.
     """
-    unknown = [name for name, each in others.items() if isinstance(each, Tensor) and name not in PASSED_ON]
+    unknown = unknown_tensors(others)
     if unknown:
         raise ConfigError(
             f"{type(module).__name__} cannot read several texts at once: its attention uses {unknown[0]}",
@@ -88,7 +88,18 @@ def _attention(
     return attended.transpose(1, 2).contiguous(), None
 
 
-PASSED_ON = frozenset({"position_ids", "cache_position"})
+def unknown_tensors(others: Mapping[str, Any], known: Collection[str] = ()) -> list[str]:
+    """Return the names of further tensors that a model passes to its attention, and that change its result.
+
+    Args:
+        others: the arguments of the attention that it does not name.
+        known: names of tensors that the attention understands.
+    """
+    understood = {*known, *_PASSED_ON}
+    return [name for name, each in others.items() if isinstance(each, Tensor) and name not in understood]
+
+
+_PASSED_ON = frozenset({"position_ids", "cache_position"})
 """Tensors that some models pass on to the attention, which needs none of them."""
 
 
