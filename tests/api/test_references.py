@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from any_loop import Place, odd_plans
@@ -32,6 +33,16 @@ def test_a_warning_names_tensors_taken_before_the_first_forward(take):
     kept = take(model)
     with pytest.warns(StaleTensorWarning, match=r"made from 0\.weight.* before the first forward keeps"):
         model(torch.randn(3, 4))
+    assert kept is not None
+
+
+def test_a_warning_names_parameters_whose_array_has_another_tensor():
+    array = np.zeros((2, 4), np.float32)
+    layer = nn.Linear(4, 2)
+    layer.weight = nn.Parameter(torch.from_numpy(array))
+    kept = torch.from_numpy(array)
+    with pytest.warns(StaleTensorWarning, match="made from weight"):
+        hw.compile(layer, hw.backend("CSX"))(torch.randn(3, 4))
     assert kept is not None
 
 

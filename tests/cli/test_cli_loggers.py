@@ -4,6 +4,7 @@ import json
 import math
 import struct
 import sys
+import time
 
 import pytest
 from run_samples import history
@@ -22,13 +23,15 @@ def logged(headwater, params):
 
 
 def records_of_leveldb(data):
-    """Yield the records of a file in LevelDB's format of logs. Its first block begins with 7 other bytes."""
+    """Yield the complete records of a log in LevelDB's format. Its first block begins with 7 other bytes."""
     position, parts = 7, b""
     while position + 7 <= len(data):
         if (left := 32768 - position % 32768) < 7:
             position += left
             continue
         length, kind = struct.unpack_from("<HB", data, position + 4)
+        if position + 7 + length > len(data):
+            return
         parts += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
@@ -36,15 +39,25 @@ def records_of_leveldb(data):
             parts = b""
 
 
-def records_of_wandb(folder):
-    """Return (identifier, rows of numbers, config, summary) of each offline run; the oldest first."""
+def all_records_of_wandb(path, seconds=60):
+    """Return the records of an offline run. W&B's own process may write the last ones after the run."""
     from wandb.proto.wandb_internal_pb2 import Record
 
+    end = time.monotonic() + seconds
+    while True:
+        records = [Record.FromString(data) for data in records_of_leveldb(path.read_bytes())]
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            return records
+        assert time.monotonic() < end, f"{path} has no last record"
+        time.sleep(0.05)
+
+
+def runs_of_wandb(folder):
+    """Return (identifier, rows of numbers, config, summary) of each offline run; the oldest first."""
     runs = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         rows, config, summary, identifier = [], {}, {}, None
-        for data in records_of_leveldb(path.read_bytes()):
-            record = Record.FromString(data)
+        for record in all_records_of_wandb(path):
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
                 rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
@@ -65,7 +78,7 @@ def test_weights_and_biases_keeps_a_run_in_offline_mode(logged, tmp_path, monkey
     logger = {"WandbLogger": {"project": "small", "mode": "offline", "tags": ["a", "b"], "resume": "auto"}}
     assert logged(logger, "--max_steps=4") == ""
     assert logged(logger) == ""
-    first, second = records_of_wandb(tmp_path / "run")
+    first, second = runs_of_wandb(tmp_path / "run")
     assert first[0] == second[0], "the run that continues is the same run of W&B"
     rows = [row for run in (first, second) for row in run[1]]
     losses = {row["global_step"]: row["train/loss"] for row in rows if "train/loss" in row}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
@@ -27,6 +28,9 @@ _SHOWN = 3
 
 _OWN_REFERENCES = 2
 """References to a parameter that torch counts: the Python object, and the node that gets the gradient."""
+
+_STORAGE_OBJECT = 1
+"""References to a storage that its Python object has."""
 
 _SEARCH_REFERENCES = 3
 """References to a tensor that Python counts in `_held`: a list, a variable, and the call that counts."""
@@ -45,8 +49,8 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     params = list(params)
     known = {id(param) for _, param in params}
     names = {address: name for name, param in params if (address := _address(param)) is not None}
-    # Garbage collection is slow in a large program, so it runs only if the first search finds something.
-    if not _shared(names, known):
+    # In a large program a search is slow, and garbage collection too, so they run only if necessary.
+    if not _may_be_shared(param for _, param in params) or not _shared(names, known):
         return
     gc.collect()  # unreachable tensors need no warning
     found = _shared(names, known)
@@ -110,6 +114,18 @@ def _is_referred_to(param: ParameterAtRest) -> bool:
         is_referred_to: bool = torch.Tensor._use_count(param) > _OWN_REFERENCES  # type: ignore[attr-defined]
         del node
     return is_referred_to
+
+
+def _may_be_shared(params: Iterable[nn.Parameter]) -> bool:
+    """False if no other tensor can have the memory of one of these parameters."""
+    storages = [param.untyped_storage() for param in params if _address(param) is not None]
+    users = Counter(storage._cdata for storage in storages)
+    return any(
+        # torch's own memory belongs to one storage. Others may be made of an array or of a file.
+        not storage.resizable()
+        or torch._C._storage_Use_Count(storage._cdata) > users[storage._cdata] + _STORAGE_OBJECT
+        for storage in storages
+    )
 
 
 def _viewed(names: Mapping[int, str]) -> set[str]:
