@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.options import positive
+from benchmarks.options import fraction, positive
 from benchmarks.runner import Row, is_part, save
 from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 
@@ -25,6 +25,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--lengths", type=positive, nargs="+", default=[128, 512, 2048, 8192], help="tokens of a sequence"
     )
     parser.add_argument("--sizes", type=positive, nargs="+", default=[64, 128], help="elements of a head")
+    parser.add_argument(
+        "--padding",
+        type=fraction,
+        default=0.0,
+        help="share of positions that are padding, at the ends of the sequences; a mask hides it",
+    )
     parser.add_argument("--rounds", type=positive, default=5, help="measurements of each kernel, in turns")
     return parser
 
@@ -40,9 +46,20 @@ def _cpu_s(call: Callable[[], object]) -> float:
     return time.process_time() - start_s
 
 
-def _times(length: int, size: int, rounds: int) -> dict[AttentionKernel, tuple[float, float]]:
+def _mask(sequences: int, length: int, padding: float) -> Tensor | None:
+    """Return a causal mask that hides padding, none in the first sequence and most in the last."""
+    if padding == 0:
+        return None
+    shares = torch.linspace(0, 2 * padding, sequences) if sequences > 1 else torch.tensor([padding])
+    lengths = ((1 - shares) * length).round().clamp_min(1)
+    seen = torch.arange(length) < lengths[:, None]
+    return seen[:, None, None] & torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def _times(length: int, size: int, rounds: int, padding: float) -> dict[AttentionKernel, tuple[float, float]]:
     """Return the seconds of forward and backward by kernel, the best of some rounds in turns."""
     tensors = _inputs(length, size)
+    mask = _mask(len(tensors[0]), length, padding)
     gradient = torch.randn_like(tensors[0])
     best = dict.fromkeys(_KERNELS, (float("inf"), float("inf")))
     for _ in range(1 + rounds):  # the first one warms up
@@ -50,7 +67,8 @@ def _times(length: int, size: int, rounds: int) -> dict[AttentionKernel, tuple[f
             outputs: list[Tensor] = []
 
             def forward(kernel: AttentionKernel = kernel, outputs: list[Tensor] = outputs) -> None:
-                outputs.append(fused_attention(*tensors, causal=True, kernel=kernel))
+                output = fused_attention(*tensors, causal=mask is None, mask=mask, kernel=kernel)
+                outputs.append(output)
 
             def backward(outputs: list[Tensor] = outputs) -> None:
                 torch.autograd.grad(outputs[0], tensors, gradient)
@@ -72,7 +90,7 @@ def main() -> int:
     rows: list[Row] = []
     for size in args.sizes:
         for length in args.lengths:
-            times = _times(length, size, args.rounds)
+            times = _times(length, size, args.rounds, args.padding)
             torch_s, kernel_s = sum(times["torch"]), sum(times["auto"])
             texts = [" + ".join(f"{1e3 * part:.1f}" for part in times[kernel]) for kernel in _KERNELS]
             sequences = max(1, _TOKENS // length)
@@ -83,7 +101,7 @@ def main() -> int:
             )
             row: Row = {"size": size, "length": length, "ratio": round(torch_s / kernel_s, 2)}
             rows.append(row | {f"{kernel}_s": times[kernel] for kernel in _KERNELS})
-    part = is_part(parser, args, "lengths", "sizes")
+    part = is_part(parser, args, "lengths", "sizes", "padding")
     print(save("attention", rows, part=part))
     return 0
 

@@ -51,19 +51,21 @@ def inputs(batches, heads, key_heads, queries, keys, size, factor=1.0):
     return [each.requires_grad_() for each in tensors], draw(heads, queries) / factor
 
 
-def exact(query, key, value, *, causal, scale=None):
+def exact(query, key, value, *, causal, mask=None, scale=None):
     """Attention in fp64 by plain operators of torch."""
     query, key, value = (each.double() for each in (query, key, value))
     group = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(group, 1) for each in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
     return scores.softmax(-1) @ value
 
 
-def torchs(query, key, value, *, causal, scale=None):
-    return fused_attention(query, key, value, causal=causal, scale=scale, kernel="torch")
+def torchs(query, key, value, *, causal, mask=None):
+    return fused_attention(query, key, value, causal=causal, mask=mask, kernel="torch")
 
 
 def with_gradients(compute, tensors, gradient, **options):
@@ -100,6 +102,43 @@ def test_errors_are_those_of_torchs_kernel(shape):
         assert found.dtype == torch.bfloat16 and found.shape == expected.shape
         # A gradient that is zero in theory is rounding alone; 1e-3 is a quarter of a unit of bf16.
         assert error(found, expected) <= max(1.5 * error(reference, expected), 1e-3)
+
+
+def padding(counts, queries, keys, causal):
+    mask = (torch.arange(keys) < torch.tensor(counts)[:, None])[:, None, None].repeat(1, 1, queries, 1)
+    return mask & torch.ones(queries, keys, dtype=torch.bool).tril() if causal else mask
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "length", "size", "counts"),
+    [(2, 2, 100, 64, [100, 37]), (4, 1, 130, 32, [64, 130]), (6, 2, 700, 48, [1, 513])],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_after_the_text_is_not_seen(heads, key_heads, length, size, counts, causal):
+    tensors, gradient = inputs(2, heads, key_heads, length, length, size)
+    mask = padding(counts, length, length, causal)
+    used = operators(lambda: fused_attention(*tensors, causal=False, mask=mask))
+    assert (OPERATOR in used) == attention_kernel_available()
+    with torch.no_grad():  # numbers there that would be seen
+        for each in tensors[1:]:
+            for sequence, count in zip(each, counts, strict=True):
+                sequence[:, count:] = 1e4
+    options = {"causal": False, "mask": mask}
+    right = with_gradients(exact, tensors, gradient, **options)
+    ours = with_gradients(fused_attention, tensors, gradient, **options)
+    theirs = with_gradients(torchs, tensors, gradient, **options)
+    for found, reference, expected in zip(ours, theirs, right, strict=True):
+        assert error(found, expected) <= max(1.5 * error(reference, expected), 1e-3)
+    for of_keys in ours[2:]:
+        for sequence, count in zip(of_keys, counts, strict=True):
+            assert sequence[:, count:].eq(0).all()
+
+
+@pytest.mark.parametrize("mask", [padding([20, 9], 20, 20, True).flip(-1), torch.zeros(1, 1, 20, 20)])
+def test_attention_with_other_masks_or_with_dropout_is_torchs(mask):
+    tensors, _ = inputs(2, 2, 2, 20, 20, 32)
+    for options in ({"mask": mask, "causal": False}, {"dropout": 0.1, "causal": True}):
+        assert OPERATOR not in operators(lambda options=options: fused_attention(*tensors, **options))
 
 
 def test_a_scale_multiplies_the_scores():
@@ -221,7 +260,7 @@ def test_logarithms_of_sums_are_those_of_exact_scores():
         return
     for factor in (1.0, 4.0):
         (query, key, value), _ = inputs(1, 2, 2, 90, 700, 64, factor)
-        _, log2_sums = OPERATOR(query, key, value, False, 0.125)
+        _, log2_sums = OPERATOR(query, key, value, None, False, 0.125)
         right = (query.double() @ key.double().mT * 0.125).logsumexp(-1) / math.log(2)
         torch.testing.assert_close(log2_sums.double(), right, rtol=3e-7, atol=3e-6)
 
@@ -230,10 +269,13 @@ def test_the_operator_passes_the_checks_of_torch():
     """The schema, shapes and strides without values, and derivatives under tracing."""
     if attention_kernel_available():
         (query, key, value), _ = inputs(2, 4, 2, 33, 33, 32)
-        torch.library.opcheck(OPERATOR, (query, key, value, True, 0.25))
-        output, log2_sums = (each.detach() for each in OPERATOR(query, key, value, True, 0.25))
-        arguments = (each.detach() for each in (output, query, key, value, output, log2_sums))
-        torch.library.opcheck(BACKWARD, (*arguments, True, 0.25))
+        counts = torch.tensor([33, 5])
+        torch.library.opcheck(OPERATOR, (query, key, value, None, True, 0.25))
+        torch.library.opcheck(OPERATOR, (query, key, value, counts, False, 0.25))
+        output, log2_sums = (each.detach() for each in OPERATOR(query, key, value, None, True, 0.25))
+        arguments = [each.detach() for each in (output, query, key, value, output, log2_sums)]
+        torch.library.opcheck(BACKWARD, (*arguments, None, True, 0.25))
+        torch.library.opcheck(BACKWARD, (*arguments, counts, False, 0.25))
 
 
 def test_memory_for_shared_keys_is_what_the_plan_counts():
@@ -242,9 +284,9 @@ def test_memory_for_shared_keys_is_what_the_plan_counts():
     with torch.no_grad():
         output = fused_attention(query, key, value, causal=True)
         if attention_kernel_available():
-            output, log2_sums = OPERATOR(query, key, value, True, 0.125)
+            output, log2_sums = OPERATOR(query, key, value, None, True, 0.125)
             with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-                results = BACKWARD(gradient, query, key, value, output, log2_sums, True, 0.125)
+                results = BACKWARD(gradient, query, key, value, output, log2_sums, None, True, 0.125)
             made = sum(event.cpu_memory_usage for event in profile.events() if event.name == "aten::empty")
             sums = temporary_bytes(BACKWARD, (gradient, query, key))
             assert sums > 0 and made == sums + sum(each.nbytes for each in results)
@@ -321,4 +363,4 @@ def test_a_machine_without_memory(monkeypatch):
     monkeypatch.setattr(attention, "_library", Library)
     tensors, _ = inputs(1, 1, 1, 20, 20, 32)
     with pytest.raises(RunError, match="memory"), torch.no_grad():
-        OPERATOR(*tensors, True, 1.0)
+        OPERATOR(*tensors, None, True, 1.0)

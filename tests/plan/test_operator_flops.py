@@ -33,10 +33,10 @@ def test_the_kernel_of_the_package_is_counted_like_that_of_torch_and_apart():
     for causal in (False, True):
         theirs = operator_flops(flash.default, (query, key, value, 0.0, causal), {}, None).whole
         ours = operator_flops(
-            torch.ops.headwater.attention.default, (query, key, value, causal, 1.0), {}, None
+            torch.ops.headwater.attention.default, (query, key, value, None, causal, 1.0), {}, None
         )
         assert ours == (theirs, 0, theirs)
-    arguments = (query, query, key, value, query, query, False, 1.0)
+    arguments = (query, query, key, value, query, query, None, False, 1.0)
     ours = operator_flops(torch.ops.headwater.attention_backward.default, arguments, {}, None)
     assert ours == (5 * 2 * 2 * 3 * 35 * 8, 0, 5 * 2 * 2 * 3 * 35 * 8)
 

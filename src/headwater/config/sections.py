@@ -134,8 +134,8 @@ class BackendConfig(Section):
         loss: `liger` computes the loss of a decoder by the package liger-kernel, on a CUDA device. `chunked`
             needs no package. Neither of them has the logits of the whole batch in memory.
         attention: `torch` computes all attention by torch's kernels. `auto` lets models of params files use
-            the package's kernel for attention in bf16 without a mask, on processors with AVX-512 and
-            without AMX. Its results differ from torch's in rounding.
+            the package's kernel for attention in bf16 on processors with AVX-512 and without AMX, if it has
+            no dropout and no mask except that of padding. Its results differ from torch's in rounding.
         skip_padding: do not compute the positions at the end of a micro-batch that are padding in all its
             samples. Samples of similar lengths are computed together. Results differ in rounding, and dropout
             draws other values.

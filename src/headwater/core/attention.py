@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from headwater.core.errors import RunError
 from headwater.core.modes import is_transformed
 from headwater.core.native import native_library, processor_flags
+from headwater.core.seen_keys import SeenKeys, seen_keys
 
 AttentionKernel = Literal["auto", "torch"]
 """`auto`: the package's kernel where it can compute a call, otherwise torch's. `torch`: always torch's."""
@@ -31,11 +32,12 @@ _FASTER_FEATURES = frozenset({"amx_bf16", "amx_tile"})
 
 _OPERATORS = torch.library.Library("headwater", "DEF")
 _OPERATORS.define(
-    "attention(Tensor query, Tensor key, Tensor value, bool causal, float scale) -> (Tensor, Tensor)"
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? key_counts, bool causal, float scale) "
+    "-> (Tensor, Tensor)"
 )
 _OPERATORS.define(
     "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, "
-    "Tensor log2_sums, bool causal, float scale) -> (Tensor, Tensor, Tensor)"
+    "Tensor log2_sums, Tensor? key_counts, bool causal, float scale) -> (Tensor, Tensor, Tensor)"
 )
 _ATTENTION: Any = torch.ops.headwater.attention
 _ATTENTION_BACKWARD: Any = torch.ops.headwater.attention_backward
@@ -47,25 +49,63 @@ def fused_attention(
     value: Tensor,
     *,
     causal: bool,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
     scale: float | None = None,
     kernel: AttentionKernel = "auto",
 ) -> Tensor:
-    """Return the attention of queries over keys and values, [batch, heads, queries, size], without a mask.
+    """Return the attention of queries over keys and values, [batch, heads, queries, size].
 
     Args:
         query: queries, [batch, heads, queries, size].
         key: keys, [batch, heads or fewer, keys, size]; groups of adjacent heads share keys.
         value: values, [batch, heads or fewer, keys, size].
-        causal: query i sees the keys up to key i.
+        causal: query i sees the keys up to key i; only without a mask.
+        mask: True for visible keys (bool), or added to the scores; broadcasts to
+            [batch, heads, queries, keys].
+        dropout: dropout rate of the weights.
         scale: factor on the product of query and key; 1 / √size if not given.
         kernel: see `AttentionKernel`.
     """
-    if kernel == "auto" and _is_supported(query, key, value, scale):
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        output: Tensor = _ATTENTION(query, key, value, causal, scale)[0]
-        return output
-    shared = key.shape[1] != query.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=shared)
+    if kernel == "auto" and dropout == 0:
+        output = kernel_attention(query, key, value, causal=causal, mask=mask, scale=scale)
+        if output is not None:
+            return output
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        # torch accepts a mask of numbers only in the dtype of the query.
+        attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+
+
+def kernel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor | None:
+    """Return the attention by the package's kernel, or `None` if it cannot compute this call.
+
+    The kernel supports the masks that `seen_keys` describes. Arguments are those of `fused_attention`.
+    """
+    if not _is_supported(query, key, value, scale):
+        return None
+    batches, _, queries, size = query.shape
+    seen = SeenKeys(causal) if mask is None else seen_keys(mask, batches, queries, key.shape[2])
+    if seen is None:
+        return None
+    scale = size**-0.5 if scale is None else scale
+    output: Tensor = _ATTENTION(query, key, value, seen.counts, seen.causal, scale)[0]
+    return output
 
 
 def _is_supported(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
@@ -160,10 +200,13 @@ def _heads_side_by_side(like: Tensor) -> Tensor:
     return like.new_empty((batches, length, heads, size)).transpose(1, 2)
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, key_counts: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     query, key, value = map(_rows, (query, key, value))
     output, log2_sums = _results(query)
-    _call("attention_forward", _shape(query, key, causal, scale), (query, key, value, output, log2_sums))
+    tensors = (query, key, value, output, log2_sums, key_counts)
+    _call("attention_forward", _shape(query, key, causal, scale), tensors)
     return output, log2_sums
 
 
@@ -178,13 +221,14 @@ def _backward(
     value: Tensor,
     output: Tensor,
     log2_sums: Tensor,
-    causal: bool,
-    scale: float,
+    key_counts: Tensor | None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    causal, scale = options
     gradient, query, key, value, output = map(_rows, (gradient, query, key, value, output))
     results = _gradients(gradient, query, key, value)
     sums = _sums_for_shared_keys(query, key)
-    tensors = (query, key, value, output, log2_sums.contiguous(), gradient, *results, sums)
+    tensors = (query, key, value, output, log2_sums.contiguous(), gradient, *results, sums, key_counts)
     _call("attention_backward", _shape(query, key, causal, scale), tensors)
     return results
 
@@ -213,10 +257,16 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_counts: Tensor | None,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
-        output, log2_sums = _below_autograd(query, key, value, causal, scale)
-        ctx.save_for_backward(query, key, value, output, log2_sums)
+        output, log2_sums = _below_autograd(query, key, value, key_counts, causal, scale)
+        ctx.save_for_backward(query, key, value, output, log2_sums, key_counts)
         ctx.mark_non_differentiable(log2_sums)
         ctx.causal, ctx.scale = causal, scale
         return output, log2_sums
@@ -225,21 +275,23 @@ class _Differentiable(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _ATTENTION_BACKWARD(gradient, *ctx.saved_tensors, ctx.causal, ctx.scale)
-        return (*gradients, None, None)
+        return (*gradients, None, None, None)
 
 
 def _below_autograd(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, key_counts: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
-        results: tuple[Tensor, Tensor] = _ATTENTION(query, key, value, causal, scale)
+        results: tuple[Tensor, Tensor] = _ATTENTION(query, key, value, key_counts, causal, scale)
         return results
 
 
-def _with_gradient(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> object:
+def _with_gradient(
+    query: Tensor, key: Tensor, value: Tensor, key_counts: Tensor | None, causal: bool, scale: float
+) -> object:
     if torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)):
-        return _Differentiable.apply(query, key, value, causal, scale)  # type: ignore[no-untyped-call]
-    return _below_autograd(query, key, value, causal, scale)
+        return _Differentiable.apply(query, key, value, key_counts, causal, scale)  # type: ignore[no-untyped-call]
+    return _below_autograd(query, key, value, key_counts, causal, scale)
 
 
 _OPERATORS.impl("attention", _forward, "CPU")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwater.core.attention import fused_attention
+from headwater.core.attention import kernel_attention
 from headwater.core.errors import ConfigError
 from headwater.core.modes import autocast_dtype, cast
 from headwater.models.library_attention import unknown_tensors
@@ -29,8 +29,8 @@ def use_fast_attention(model: nn.Module) -> None:
 
     The kernel (see `headwater.core.attention`) is for bf16 on CPUs with AVX-512 and without AMX. It rounds
     differently from torch's, so the last bits of the results change. It computes attention without dropout,
-    and without a mask except the causal one. All other attention, also on other machines, is computed as with
-    `attn_implementation="sdpa"`.
+    in which queries see all keys or those up to their own, except padding after the text. All other
+    attention, also on other machines, is computed as with `attn_implementation="sdpa"`.
 
     Args:
         model: changed in place: its modules that are models of the library. Call this before
@@ -87,13 +87,15 @@ def _attention(
         )
     lengths_agree = query.shape[2] == key.shape[2]
     asks_for_more = any(others.get(name) is not None for name in ("position_bias", "softcap"))
-    if attention_mask is None and dropout == 0 and lengths_agree and not asks_for_more:
+    if dropout == 0 and lengths_agree and not asks_for_more:
         # Rotations of queries and keys return fp32, which autocast casts for torch's attention.
         autocast = autocast_dtype(query.device.type)
-        query, key, value = (cast(each, autocast) for each in (query, key, value))
+        tensors = (cast(each, autocast) for each in (query, key, value))
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        output = fused_attention(query, key, value, causal=causal and query.shape[2] > 1, scale=scaling)
-        return output.transpose(1, 2).contiguous(), None
+        causal = causal and attention_mask is None and query.shape[2] > 1
+        output = kernel_attention(*tensors, causal=causal, mask=attention_mask, scale=scaling)
+        if output is not None:
+            return output.transpose(1, 2).contiguous(), None
     result: tuple[Tensor, None] = sdpa_attention_forward(
         module,
         query,

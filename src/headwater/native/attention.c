@@ -89,6 +89,16 @@ static Rows rows_from(Rows rows, int64_t first) {
     return (Rows){rows.data + first * rows.stride, rows.stride};
 }
 
+/* Return the shape of the attention in one sequence of the batch. Its queries see the first `key_counts[batch]` keys, or
+ * all keys if `key_counts` is NULL. */
+static Shape shape_in(const Shape *shape, const int64_t *key_counts, int64_t batch) {
+    Shape own = *shape;
+    if (key_counts != NULL) {
+        own.keys = key_counts[batch];
+    }
+    return own;
+}
+
 static Block block_of(const Shape *shape, int64_t query, int64_t queries, int64_t key, int64_t keys) {
     /* Without a causal mask the diagonal is so far to the right that every row sees all keys. */
     return (Block){queries, keys, shape->causal ? query - key : shape->keys};
@@ -506,6 +516,7 @@ typedef struct {
     const Shape *shape;
     const Tensor *query, *key, *value, *output;
     float *log2_sums;
+    const int64_t *key_counts;
     int64_t parts, tasks, next; /* number of parts of a head and of all tasks; the first task not taken */
 } ForwardCall;
 
@@ -524,7 +535,8 @@ static void attend_tasks(void *data) {
     place_forward(&self, &arena, shape);
     for (int64_t task; (task = take_next(&call->next)) < call->tasks;) {
         const int64_t number = task / call->parts, batch = number / shape->heads, head = number % shape->heads;
-        attend_part(&self, shape, task % call->parts, call->parts, head_rows(call->query, batch, head),
+        const Shape own = shape_in(shape, call->key_counts, batch);
+        attend_part(&self, &own, task % call->parts, call->parts, head_rows(call->query, batch, head),
                     head_rows(call->key, batch, head / group), head_rows(call->value, batch, head / group),
                     head_rows(call->output, batch, head), call->log2_sums + number * shape->queries);
     }
@@ -533,14 +545,16 @@ static void attend_tasks(void *data) {
 
 /* Compute the attention, and the logarithm to base 2 of the sum of exponentials of each row of scores.
  *
- * `log2_sums` has the shape [batches, heads, queries] and is contiguous. Returns 0, or 1 if memory is missing. */
+ * `log2_sums` has the shape [batches, heads, queries] and is contiguous. `key_counts` [batches] has the number of keys
+ * that the queries of each sequence see, at least 1; if it is NULL, they see all keys. Returns 0, or 1 if memory is
+ * missing. */
 int attention_forward(const Shape *shape, const Tensor *query, const Tensor *key, const Tensor *value,
-                      const Tensor *output, float *log2_sums) {
+                      const Tensor *output, float *log2_sums, const int64_t *key_counts) {
     const int64_t heads = shape->batches * shape->heads;
     const int64_t blocks = (shape->queries + FORWARD_QUERIES - 1) / FORWARD_QUERIES;
     /* Two tasks for each thread, if there are fewer heads. The parts do not change the results. */
     const int64_t parts = most(1, least(blocks, 2 * omp_get_max_threads() / heads));
-    ForwardCall call = {shape, query, key, value, output, log2_sums, parts, heads * parts, 0};
+    ForwardCall call = {shape, query, key, value, output, log2_sums, key_counts, parts, heads * parts, 0};
     GOMP_parallel(attend_tasks, &call, 0, 0);
     return call.next < call.tasks;
 }
@@ -713,6 +727,20 @@ static void differentiate_head(Backward *self, const Shape *shape, const Head *h
     write_rows(self->query_gradient, NULL, shape->scale, shape->queries, shape->size, head->query_gradient);
 }
 
+/* Write zeros as the gradients of keys that no query sees. */
+static void clear_unseen(const Head *head, int64_t seen_keys, int64_t keys, int64_t size) {
+    if (head->key_sum != NULL) {
+        const size_t bytes = (size_t)((keys - seen_keys) * size) * sizeof(float);
+        memset(head->key_sum + seen_keys * size, 0, bytes);
+        memset(head->value_sum + seen_keys * size, 0, bytes);
+        return;
+    }
+    for (int64_t key = seen_keys; key < keys; key++) {
+        memset(rows_from(head->key_gradient, key).data, 0, (size_t)size * sizeof(bf16));
+        memset(rows_from(head->value_gradient, key).data, 0, (size_t)size * sizeof(bf16));
+    }
+}
+
 /* Sum the gradients of the keys or values that a group of heads shares, in the order of the heads. */
 static void write_sum(float *sums, int64_t group, const Shape *shape, float factor, Rows rows) {
     const int64_t count = shape->keys * shape->size;
@@ -730,6 +758,7 @@ typedef struct {
     const Shape *shape;
     const Tensor *query, *key, *value, *output, *gradient, *query_gradient, *key_gradient, *value_gradient;
     const float *log2_sums;
+    const int64_t *key_counts;
     float *sums;                 /* see `attention_backward` */
     int64_t next, next_key_head; /* the first tasks not taken */
 } BackwardCall;
@@ -768,7 +797,9 @@ static void differentiate_tasks(void *data) {
             call->sums ? value_sums_of(call) + number * numbers : NULL,
             call->log2_sums + number * shape->queries,
         };
-        differentiate_head(&self, shape, &task);
+        const Shape own = shape_in(shape, call->key_counts, batch);
+        differentiate_head(&self, &own, &task);
+        clear_unseen(&task, own.keys, shape->keys, shape->size);
     }
     free(memory);
 }
@@ -793,10 +824,9 @@ static void add_shared(void *data) {
 int attention_backward(const Shape *shape, const Tensor *query, const Tensor *key, const Tensor *value,
                        const Tensor *output, const float *log2_sums, const Tensor *gradient,
                        const Tensor *query_gradient, const Tensor *key_gradient, const Tensor *value_gradient,
-                       float *sums) {
-    BackwardCall call = {shape,          query,        key,            value,     output, gradient,
-                         query_gradient, key_gradient, value_gradient, log2_sums, sums,   0,
-                         0};
+                       float *sums, const int64_t *key_counts) {
+    BackwardCall call = {shape,        query,          key,       value,      output, gradient, query_gradient,
+                         key_gradient, value_gradient, log2_sums, key_counts, sums,   0,        0};
     GOMP_parallel(differentiate_tasks, &call, 0, 0);
     if (call.next < shape->batches * shape->heads) {
         return 1;

@@ -68,7 +68,7 @@ def _counter(func: Any) -> Counter | None:
 
 
 def _of_kernel(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorFlops:
-    query, key, value, is_causal = args[:4]
+    query, key, value, _, is_causal = args[:5]
     count = _attention(query, key, value, is_causal=is_causal, products=(1, 1))
     return OperatorFlops(count, kernel_attention=count)
 
@@ -76,7 +76,7 @@ def _of_kernel(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Opera
 def _of_kernel_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorFlops:
     # Three products run over the size of keys: the scores again, and the gradients of query and key. Two run
     # over the size of values: the gradients of value and of the attention weights.
-    _, query, key, value, _, _, is_causal = args[:7]
+    _, query, key, value, _, _, _, is_causal = args[:8]
     count = _attention(query, key, value, is_causal=is_causal, products=(3, 2))
     return OperatorFlops(count, kernel_attention=count)
 

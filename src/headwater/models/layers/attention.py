@@ -140,7 +140,7 @@ class Scoring(NamedTuple):
         scale: factor on the product of query and key; 1 / √(head size) if not given.
         softcap: see `SelfAttention`.
         dropout: dropout rate of the weights.
-        kernel: the kernel of attention without a mask; see `use_torch_attention`.
+        kernel: the kernel of attention; see `use_torch_attention`.
     """
 
     scale: float | None
@@ -171,7 +171,7 @@ class SelfAttention(nn.Module):
             except padding.
 
     Attributes:
-        kernel: the kernel of attention without a mask; see `use_torch_attention`.
+        kernel: the kernel of attention; see `use_torch_attention`.
     """
 
     kernel: AttentionKernel = "auto"
@@ -260,21 +260,11 @@ def attend(
         causal: each query sees the keys up to its own; only without a mask.
     """
     scale, softcap, dropout, kernel = scoring
-    if softcap is None and mask is None and dropout == 0:
-        return fused_attention(query, key, value, causal=causal, scale=scale, kernel=kernel)
-    heads = query.shape[1]
     if softcap is None:
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            # torch accepts a mask of numbers only in the dtype of the query.
-            attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
-            dropout_p=dropout,
-            is_causal=causal,
-            scale=scale,
-            enable_gqa=key.shape[1] != heads,
+        return fused_attention(
+            query, key, value, causal=causal, mask=mask, dropout=dropout, scale=scale, kernel=kernel
         )
+    heads = query.shape[1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
     scores = softcap * torch.tanh(query @ key.mT * (scale / softcap)).float()
