@@ -66,7 +66,7 @@ class Fences:
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
-def attend(shape, causal, fences):
+def attend(shape, causal, padded, fences):
     """Compute one attention, and its gradients, between fences. Compare it with the usual one."""
     *_, heads, key_heads, queries, keys, size = shape
     generator = torch.Generator().manual_seed(0)
@@ -74,23 +74,30 @@ def attend(shape, causal, fences):
         torch.randn(shape[0], count, length, size, generator=generator).bfloat16()
         for count, length in ((heads, queries), (key_heads, keys), (key_heads, keys), (heads, queries))
     )
-    usual = attention._forward(query, key, value, causal, 0.2)
-    usual += attention._backward(gradient, query, key, value, *usual, causal, 0.2)
+    counts = torch.randint(1, keys + 1, (shape[0],), generator=generator) if padded else None
+    usual = attention._forward(query, key, value, counts, causal, 0.2)
+    usual += attention._backward(gradient, query, key, value, *usual, counts, causal, 0.2)
     library = load(native._SOURCES / "attention.c", FLAGS)
     attention._library = lambda: library
     attention._heads_side_by_side = lambda like: fences.empty(like.shape, like.dtype)
     query, key, value, gradient = map(fences.copy, (query, key, value, gradient))
-    fenced = attention._forward(query, key, value, causal, 0.2)
-    fenced += attention._backward(gradient, query, key, value, *fenced, causal, 0.2)
+    if padded:
+        counts = fences.copy(counts)
+        # The kernel must not read what is behind the last key that a sequence sees.
+        for each, count in enumerate(counts.tolist()):
+            key[each, :, count:] = value[each, :, count:] = torch.nan
+    fenced = attention._forward(query, key, value, counts, causal, 0.2)
+    fenced += attention._backward(gradient, query, key, value, *fenced, counts, causal, 0.2)
     assert all(map(torch.equal, fenced, usual))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("side", ["low", "high"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_stays_inside_of_its_tensors(shape, causal, side):
+@pytest.mark.parametrize("padded", [True, False])
+def test_attention_stays_inside_of_its_tensors(shape, causal, padded, side):
     if attention_kernel_available():
-        assert exit_code_of_child(attend, shape, causal, Fences(side)) == 0
+        assert exit_code_of_child(attend, shape, causal, padded, Fences(side)) == 0
 
 
 def update(numel, encoding, narrow, fences):
