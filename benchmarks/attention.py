@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.options import fraction, positive
+from benchmarks.padding import text_mask
 from benchmarks.runner import Row, is_part, save
 from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 
@@ -47,12 +48,10 @@ def _cpu_s(call: Callable[[], object]) -> float:
 
 
 def _mask(sequences: int, length: int, padding: float) -> Tensor | None:
-    """Return a causal mask that hides padding, none in the first sequence and most in the last."""
+    """Return a causal mask that hides the padding, or `None` if there is none."""
     if padding == 0:
         return None
-    shares = torch.linspace(0, 2 * padding, sequences) if sequences > 1 else torch.tensor([padding])
-    lengths = ((1 - shares) * length).round().clamp_min(1)
-    seen = torch.arange(length) < lengths[:, None]
+    seen = text_mask(sequences, length, padding)
     return seen[:, None, None] & torch.ones(length, length, dtype=torch.bool).tril()
 
 

@@ -8,9 +8,10 @@ untuned. The streamed loop also runs twice, the second time with Headwater's att
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 
-from benchmarks.options import end_on_sigterm
+from benchmarks.options import end_on_sigterm, fraction
 from benchmarks.runner import System, interleave, report
 from benchmarks.workload import add_workload_arguments, workload_of
 
@@ -27,14 +28,17 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
+    parser.add_argument("--padding", type=fraction, default=0.0, help="share of positions that are padding")
     parser.add_argument("--rounds", type=int, default=3)
     return parser
 
 
 def main() -> int:
     args = make_parser().parse_args()
-    results = interleave(SYSTEMS, workload_of(args), args.rounds, None)
-    return report(f"loop_{args.dtype}", results, TUNED.name)
+    padding = ("--padding", str(args.padding)) if args.padding else ()
+    systems = [dataclasses.replace(each, options=(*each.options, *padding)) for each in SYSTEMS]
+    results = interleave(systems, workload_of(args), args.rounds, None)
+    return report(f"loop_{args.dtype}" + "_padded" * bool(padding), results, TUNED.name)
 
 
 if __name__ == "__main__":

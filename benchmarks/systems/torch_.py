@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import headwater
+from benchmarks.options import fraction
+from benchmarks.padding import text_mask
 from benchmarks.workload import (
     MeasuredPlan,
     Step,
@@ -47,14 +49,24 @@ def build(workload: Workload) -> nn.Module:
     return model.train()
 
 
-def stepper(workload: Workload, model: nn.Module, *, autocast: bool) -> Step:
-    """Return a function that runs a training step with the fused AdamW."""
+def stepper(workload: Workload, model: nn.Module, *, autocast: bool, padding: float) -> Step:
+    """Return a function that runs a training step with the fused AdamW.
+
+    Args:
+        workload: what a step trains on.
+        model: the model.
+        autocast: compute in bf16 under autocast.
+        padding: share of positions that are padding, see `text_mask`.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
     def step(index: int) -> float:
-        tokens = workload.tokens(index)[:, :-1]
+        tokens = labels = workload.tokens(index)[:, :-1]
+        mask = text_mask(len(tokens), tokens.shape[1], padding) if padding else None
+        if mask is not None:
+            labels = tokens.masked_fill(~mask, -100)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=tokens, labels=tokens).loss
+            loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -91,6 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--headwater", action="store_true", help="compile the model for streaming")
     parser.add_argument("--fast_attention", action="store_true", help="attention by Headwater's kernel")
     parser.add_argument("--disk", type=Path, help="folder for the weights of the compiled model")
+    parser.add_argument("--padding", type=fraction, default=0.0, help="share of positions that are padding")
     parser.add_argument("--tuned", action="store_true", help="malloc keeps its pages, as in Headwater")
     return parser
 
@@ -108,7 +121,8 @@ def main() -> None:
     if args.headwater:
         on_disk = {"disk": args.disk, "tier": "disk"} if args.disk else {}
         headwater.compile(model, headwater.backend("CSX", **on_disk))
-    step = stepper(workload, model, autocast=workload.dtype == "bf16" and not args.fsdp2)
+    autocast = workload.dtype == "bf16" and not args.fsdp2
+    step = stepper(workload, model, autocast=autocast, padding=args.padding)
     parameters = sum(p.numel() for p in model.parameters())
     measure(workload, step, parameters=parameters, plan=_plan_of_loop if args.headwater else None)
 
