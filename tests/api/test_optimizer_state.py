@@ -142,6 +142,17 @@ def taken_before(model, optimizer):
     return moment, row, own["exp_avg"], saved["state"][0]["exp_avg"]
 
 
+def taken_and_saved_later(model, optimizer):
+    """Save a `state_dict` after further steps: all of its entries are then those of the newest step."""
+    saved, early = optimizer.state_dict(), copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 2)
+    late = copy.deepcopy(saved)
+    optimizer.load_state_dict(copy.deepcopy(early))
+    train(model, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    return early, late, copy.deepcopy(optimizer.state_dict())
+
+
 def follows(model, optimizer):
     weight = model[1][0].weight
     own = optimizer.state[weight]
@@ -171,7 +182,8 @@ def swapped(model, optimizer):
 
 CHANGES = [
     read, forget, delete, clear, replace_all, empty, zero, zero_rows, copied_between, built_by_name,
-    loaded_without_some, loaded_from_a_new_one, taken_before, follows, swapped,
+    loaded_without_some, loaded_from_a_new_one, taken_before, taken_and_saved_later, follows,
+    swapped,
 ]  # fmt: skip
 
 

@@ -229,12 +229,17 @@ def lazy_state(optimizer: Optimizer, param: ParameterAtRest) -> dict[str, Any]:
     if scalars is None:
         return {}
 
-    def lazy(name: str) -> LazyTensor:
-        meta = _MomentHome(param.home, name).meta
+    def lazy(name: str, meta: torch.Tensor) -> LazyTensor:
         reading = _Reading(Moment.of(optimizer, param, name))
         return LazyTensor(reading, meta.shape, meta.dtype, strides=meta.stride())
 
-    return {**scalars, **{name: lazy(name) for name in layouts_of(param.home)}}
+    # Scalar tensors too, such as the number of steps: when entries are read, all must be of the same step.
+    lazy_scalars = {
+        name: lazy(name, value) if isinstance(value, torch.Tensor) else value
+        for name, value in scalars.items()
+    }
+    moments = {name: lazy(name, _MomentHome(param.home, name).meta) for name in layouts_of(param.home)}
+    return lazy_scalars | moments
 
 
 def is_stored_state(state: Mapping[str, Any], optimizer: Optimizer, param: ParameterAtRest) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from headwater.api.registry import find_model, model_of
 from headwater.core.errors import CheckpointError, ConfigError
+from headwater.core.lazy import LazyTensor
 from headwater.store.layout import Scalars, StateLayout
 from headwater.stream.home import Home
 from headwater.stream.parameters import ParameterAtRest
@@ -138,5 +139,7 @@ def _tensors_of(layouts: Collection[str], state: Mapping[str, Any]) -> dict[str,
 def set_scalars(home: Home, value: Scalars | None) -> None:
     """Replace the scalars of a parameter's optimizer state in the store."""
     scalars = list(home.store.scalars.by_stage[home.stage])
-    scalars[home.index] = value
+    scalars[home.index] = value and {
+        name: each.materialize() if isinstance(each, LazyTensor) else each for name, each in value.items()
+    }
     home.store.scalars.by_stage[home.stage] = scalars
