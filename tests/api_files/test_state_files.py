@@ -390,7 +390,7 @@ def test_memory_is_that_of_one_tensor(tmp_path):
         [sys.executable, "-c", _MEMORY, str(tmp_path / "x")], capture_output=True, text=True, check=True
     )
     assert (tmp_path / "x").stat().st_size > 400 << 20
-    assert int(result.stdout) < 100
+    assert int(result.stdout) < 150  # a tensor has 32 MiB, all have 416; on a busy machine 101 were measured
 
 
 def test_a_file_that_another_process_finished_before_the_lock_is_not_written(tmp_path, monkeypatch):
