@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.plain_loss import plain_cross_entropy
+from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwater as hw
@@ -86,6 +88,18 @@ def train_a_layer(dtype):
 def test_torch_uses_these_products_forward_and_backward(slow, dtype):
     # In a child, because the kernels stay replaced.
     assert exit_code_of_child(train_a_layer, dtype) == 0
+
+
+def compile_a_container():
+    convert_half_products_everywhere()
+    model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)).bfloat16()
+    model.compile(backend="eager")
+    model(torch.ones(3, 9, dtype=torch.bfloat16)).sum().backward()
+    assert not counters["frames"], "torch skips its own containers and layers, and here their products too"
+
+
+def test_torch_does_not_compile_these_products(slow):
+    assert exit_code_of_child(compile_a_container) == 0
 
 
 class Products(TorchDispatchMode):

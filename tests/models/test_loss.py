@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.fake_cuda import OnFakeCuda, fake_cuda
 from tests.plain_loss import plain_cross_entropy
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -236,6 +237,17 @@ def test_runs_on_fake_tensors_and_leaves_none_behind():
         loss.backward()
         assert weight.grad.shape == weight.shape
     assert loss_module.WORKSPACES.idle_bytes == 0
+
+
+def test_torch_compiles_what_is_around_the_loss_alone():
+    arguments = problem()
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(lambda hidden, *rest: linear_cross_entropy(2 * hidden, *rest), backend="eager")
+    found = gradients(compiled, arguments)
+    assert counters["frames"]["total"] == 1
+    expected = gradients(lambda hidden, *rest: linear_cross_entropy(2 * hidden, *rest), arguments)
+    assert torch.equal(found[0], expected[0]) and all(map(torch.equal, found[1], expected[1]))
 
 
 def test_threads_do_not_share_a_workspace():

@@ -23,7 +23,7 @@ import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from torch import Tensor
 from headwater.core.dry_run import counts_costs
 from headwater.core.modes import convert_everywhere, converts_half_products, half_kernels
 from headwater.core.native import processor_flags
+from headwater.core.uncompiled import never_compile
+
+T = TypeVar("T")
 
 _MOST_ELEMENTS = 8 * 1024**2
 """Most elements of the fp32 copies that exist at once. Larger products are computed in pieces."""
@@ -83,13 +86,22 @@ def _install() -> torch.library.Library:
         # torch warns of a kernel that replaces another one, which is the intent here.
         warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
         for name, compute in (("mm", _product), ("bmm", _products)):
-            library.impl(name, product_kernel(getattr(torch, name), compute), "CPU")
+            library.impl(name, _eager(product_kernel(getattr(torch, name), compute)), "CPU")
         for name, compute in (("addmm", _product), ("baddbmm", _products)):
-            library.impl(name, sum_kernel(getattr(torch, name), compute), "CPU")
+            library.impl(name, _eager(sum_kernel(getattr(torch, name), compute)), "CPU")
         backward = torch.library.get_kernel(f"aten::{_ATTENTION_BACKWARD}", "CPU")
-        kernel = attention_backward_kernel(backward.call_boxed)
+        kernel = _eager(attention_backward_kernel(backward.call_boxed))
         library.impl(_ATTENTION_BACKWARD, kernel, "CPU", with_keyset=True)
     return library
+
+
+def _eager(kernel: Callable[..., T]) -> Callable[..., T]:
+    """Return the kernel, which `torch.compile` does not compile from now on.
+
+    Otherwise it would compile kernels that a module of torch calls inside of a compiled model.
+    """
+    never_compile(kernel)
+    return kernel
 
 
 def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:

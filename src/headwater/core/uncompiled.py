@@ -22,18 +22,20 @@ _NOT_ITSELF = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_f
 _NOT_AT_ALL = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 
-_MESSAGE = (
+_STREAMED = (
     "the weights of this model are streamed by headwater; record a copy of it, for example "
     "torch.export.export(copy.deepcopy(model), ...)"
 )
-"""The reason that torch's compiler gives if it must trace such a function, as `torch.export` does."""
+"""Why functions that read streamed weights are not traced."""
 
 
 class CompilerOffWarning(UserWarning):
     """A `torch.compile` of the user has no effect on a part of a streamed model."""
 
 
-def uncompiled(function: Callable[P, R], *, if_compiled: Callable[P, None] | None = None) -> Callable[P, R]:
+def uncompiled(
+    function: Callable[P, R], *, if_compiled: Callable[P, None] | None = None, reason: str = _STREAMED
+) -> Callable[P, R]:
     """Return a wrapper of `function` that `torch.compile` never compiles, nor what `function` calls.
 
     `torch.compiler.disable` does the same, but needs the compiler, which takes a second to import.
@@ -41,6 +43,7 @@ def uncompiled(function: Callable[P, R], *, if_compiled: Callable[P, None] | Non
     Args:
         function: the function.
         if_compiled: is called before `function`, with the same arguments, if the caller is compiled.
+        reason: what torch's compiler says if it must trace the function, as `torch.export` does.
     """
 
     @functools.wraps(function)
@@ -55,7 +58,7 @@ def uncompiled(function: Callable[P, R], *, if_compiled: Callable[P, None] | Non
             eval_frame.set_eval_frame(compiler)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined] # is not traced within its caller
-    run._torchdynamo_disable_msg = _MESSAGE  # type: ignore[attr-defined]
+    run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     code: CodeType = run.__code__  # type: ignore[attr-defined] # a function, though `wraps` does not say so
     eval_frame.set_code_exec_strategy(code, _NOT_ITSELF)
     return run

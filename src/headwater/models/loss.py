@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from headwater.core.buffers import large_empty, large_zeros
 from headwater.core.dry_run import counts_costs
 from headwater.core.half_products import add_product, multiply_into
 from headwater.core.plain import is_plain
+from headwater.core.uncompiled import uncompiled
 from headwater.models.workspace import WorkspacePool
 
 WORKSPACES = WorkspacePool()
@@ -45,6 +47,10 @@ _ROW_ALIGNMENT = 64
 the matrix product is up to 1.4 times faster (a vocabulary may be odd, such as 50,257)."""
 
 
+_without_compiler = functools.partial(uncompiled, reason="this loss is computed chunk by chunk in Python")
+
+
+@_without_compiler
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -89,6 +95,7 @@ def linear_cross_entropy(
     return loss
 
 
+@_without_compiler
 @torch.no_grad()
 def row_cross_entropies(
     hidden: Tensor,
