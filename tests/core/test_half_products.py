@@ -91,6 +91,8 @@ def test_torch_uses_these_products_forward_and_backward(slow, dtype):
 
 
 def compile_a_container():
+    torch._dynamo.reset()
+    counters.clear()  # this process may be a fork of one that has compiled
     convert_half_products_everywhere()
     model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)).bfloat16()
     model.compile(backend="eager")
