@@ -31,8 +31,22 @@ def compiled():
 def test_a_warning_names_tensors_taken_before_the_first_forward(take):
     model = compiled()
     kept = take(model)
-    with pytest.warns(StaleTensorWarning, match=r"made from 0\.weight.* before the first forward keeps"):
+    with pytest.warns(StaleTensorWarning, match=r"made from 0\.weight.* before the first forward"):
         model(torch.randn(3, 4))
+    assert kept is not None
+
+
+def test_a_warning_names_tensors_taken_from_new_parameters():
+    model, batch = compiled(), torch.randn(3, 4)
+    model(batch)
+    model[2] = nn.Linear(8, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaleTensorWarning)
+        model(batch)
+    model[0].weight = nn.Parameter(torch.randn(8, 4))
+    kept = model[0].weight.detach()
+    with pytest.warns(StaleTensorWarning, match=r"made from 0\.weight before"):
+        model(batch)
     assert kept is not None
 
 

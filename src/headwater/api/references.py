@@ -57,8 +57,8 @@ def warn_of_references(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     if found:
         shown = listed([name for name in names.values() if name in found], _SHOWN)
         warnings.warn(
-            f"a tensor that was made from {shown} before the first forward keeps "
-            "its present values, because streaming moves the weights; make it after the first forward "
+            f"a tensor that was made from {shown} before the first forward with it keeps "
+            "its present values, because streaming moves the weights; make it after that forward "
             "(parameter.detach()), or clone() it if it is to keep the values",
             StaleTensorWarning,
             stacklevel=2,

@@ -32,6 +32,7 @@ from headwater.fabric.membership import current
 from headwater.plan.writes import refuse_assignments_after_use
 from headwater.stream.detached import values_of
 from headwater.stream.left_gradients import is_trained
+from headwater.stream.parameters import ParameterAtRest
 
 if TYPE_CHECKING:
     from headwater.api.planner import Planner
@@ -60,7 +61,7 @@ class Replanning:
     def __init__(self, current_engine: ReplaceableEngine, planner: Planner) -> None:
         self._current = current_engine
         self._planner = planner
-        self._was_planned = False
+        self._checked: frozenset[int] = frozenset()  # identities of the parameters that were new last time
         self.is_running = False
         self.knows_training = False
         self.trained: frozenset[str] = frozenset()
@@ -124,9 +125,10 @@ class Replanning:
         settle_lazy_parameters(model, lambda param: values_of(param) is not None)
         if now.engine is None:
             now.join_ranks()
-            if not self._was_planned:  # later, the traceback of a failed dry run may hold such tensors
-                warn_of_references(named_parameters_of(model))
-            self._was_planned = True
+        new = [named for named in named_parameters_of(model) if not isinstance(named[1], ParameterAtRest)]
+        # Only once: if the dry run fails, its traceback may hold tensors with the memory of a parameter.
+        warn_of_references(named for named in new if id(named[1]) not in self._checked)
+        self._checked = frozenset(id(param) for _, param in new)
 
     def _target(self, *, in_fp32: bool) -> _Target:
         """Return the facts about the model and its optimizers on which the next engine depends.
