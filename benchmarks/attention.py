@@ -48,7 +48,7 @@ def _cpu_s(call: Callable[[], object]) -> float:
 
 
 def _mask(sequences: int, length: int, padding: float) -> Tensor | None:
-    """Return a causal mask that hides the padding, or `None` if there is none."""
+    """Return a causal mask that hides the padding; `None` without padding."""
     if padding == 0:
         return None
     seen = text_mask(sequences, length, padding)
