@@ -232,6 +232,31 @@ def test_a_rank_that_disconnects_leaves_no_message(serve, caplog):
     assert caplog.text == ""
 
 
+def test_a_worker_that_is_closed_ends_after_its_read_and_not_before():
+    class Slow(Failing):
+        def __getitems__(self, draws):
+            asked.set()
+            assert may_end.wait(100)
+            return {"x": torch.zeros(4)}
+
+    asked, may_end = threading.Event(), threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+    worker = InputWorker({"it": Slow(None)}, listener, SECRET)
+    serving = threading.Thread(target=worker.serve, daemon=True)
+    serving.start()
+    reading, idle = (call(listener.getsockname(), SECRET, "it", NUMBER, NUMBER, 100) for _ in range(2))
+    reading.send_message(b"[0]").result()
+    assert asked.wait(100)
+    worker.close()
+    serving.join(0.1)
+    assert serving.is_alive()
+    may_end.set()
+    serving.join(100)
+    assert not serving.is_alive()
+    reading.close()
+    idle.close()
+
+
 def test_a_worker_outlives_errors_of_single_connections():
     class Listener:
         """A socket whose first calls of `accept` fail; the last one is that of a closed socket."""

@@ -51,9 +51,23 @@ class InputWorker:
         self._listener = listener
         self._secret = secret
         self._strangers = threading.BoundedSemaphore(_MAX_UNAUTHENTICATED)
+        self._threads: dict[threading.Thread, socket.socket] = {}
 
     def serve(self) -> None:
-        """Accept connections until `close`."""
+        """Serve connections until `close`. Then end all connections, and wait for reads that are running.
+
+        If the process ended during a read, the thread would keep h5py's lock, and Python waits for this lock
+        while it ends.
+        """
+        self._accept()
+        for connection in self._threads.values():
+            with contextlib.suppress(OSError):  # it is closed already
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        """Start a thread for each connection, until `close`."""
         while True:
             try:
                 connection, place = self._listener.accept()
@@ -67,10 +81,13 @@ class InputWorker:
             if not self._strangers.acquire(blocking=False):
                 connection.close()  # a rank will try to connect again
                 continue
-            threading.Thread(target=self._serve, args=(connection, place), daemon=True).start()
+            self._threads = {thread: own for thread, own in self._threads.items() if thread.is_alive()}
+            thread = threading.Thread(target=self._serve, args=(connection, place), daemon=True)
+            self._threads[thread] = connection
+            thread.start()
 
     def close(self) -> None:
-        """Accept no further connections."""
+        """Make `serve` end. A handler of signals may call this."""
         with contextlib.suppress(OSError):
             # This ends `accept`; `close` alone would not.
             self._listener.shutdown(socket.SHUT_RDWR)
