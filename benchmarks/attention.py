@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.options import fraction, positive
-from benchmarks.padding import text_mask
+from benchmarks.options import positive
+from benchmarks.padding import add_padding_argument, text_mask
 from benchmarks.runner import Row, is_part, save
 from headwater.core.attention import AttentionKernel, attention_kernel_available, fused_attention
 
@@ -26,12 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--lengths", type=positive, nargs="+", default=[128, 512, 2048, 8192], help="tokens of a sequence"
     )
     parser.add_argument("--sizes", type=positive, nargs="+", default=[64, 128], help="elements of a head")
-    parser.add_argument(
-        "--padding",
-        type=fraction,
-        default=0.0,
-        help="share of positions that are padding, at the ends of the sequences; a mask hides it",
-    )
+    add_padding_argument(parser)
     parser.add_argument("--rounds", type=positive, default=5, help="measurements of each kernel, in turns")
     return parser
 

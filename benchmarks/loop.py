@@ -11,7 +11,8 @@ import argparse
 import dataclasses
 import sys
 
-from benchmarks.options import end_on_sigterm, fraction
+from benchmarks.options import end_on_sigterm
+from benchmarks.padding import add_padding_argument
 from benchmarks.runner import System, interleave, report
 from benchmarks.workload import add_workload_arguments, workload_of
 
@@ -28,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_workload_arguments(parser)
-    parser.add_argument("--padding", type=fraction, default=0.0, help="share of positions that are padding")
+    add_padding_argument(parser)
     parser.add_argument("--rounds", type=int, default=3)
     return parser
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import headwater
-from benchmarks.options import fraction
-from benchmarks.padding import text_mask
+from benchmarks.padding import add_padding_argument, text_mask
 from benchmarks.workload import (
     MeasuredPlan,
     Step,
@@ -103,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--headwater", action="store_true", help="compile the model for streaming")
     parser.add_argument("--fast_attention", action="store_true", help="attention by Headwater's kernel")
     parser.add_argument("--disk", type=Path, help="folder for the weights of the compiled model")
-    parser.add_argument("--padding", type=fraction, default=0.0, help="share of positions that are padding")
+    add_padding_argument(parser)
     parser.add_argument("--tuned", action="store_true", help="malloc keeps its pages, as in Headwater")
     return parser
 

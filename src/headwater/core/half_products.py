@@ -23,7 +23,7 @@ import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,6 @@ from headwater.core.dry_run import counts_costs
 from headwater.core.modes import convert_everywhere, converts_half_products, half_kernels
 from headwater.core.native import processor_flags
 from headwater.core.uncompiled import never_compile
-
-T = TypeVar("T")
 
 _MOST_ELEMENTS = 8 * 1024**2
 """Most elements of the fp32 copies that exist at once. Larger products are computed in pieces."""
@@ -86,22 +84,22 @@ def _install() -> torch.library.Library:
         # torch warns of a kernel that replaces another one, which is the intent here.
         warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
         for name, compute in (("mm", _product), ("bmm", _products)):
-            library.impl(name, _eager(product_kernel(getattr(torch, name), compute)), "CPU")
+            _replace(library, name, product_kernel(getattr(torch, name), compute))
         for name, compute in (("addmm", _product), ("baddbmm", _products)):
-            library.impl(name, _eager(sum_kernel(getattr(torch, name), compute)), "CPU")
+            _replace(library, name, sum_kernel(getattr(torch, name), compute))
         backward = torch.library.get_kernel(f"aten::{_ATTENTION_BACKWARD}", "CPU")
-        kernel = _eager(attention_backward_kernel(backward.call_boxed))
-        library.impl(_ATTENTION_BACKWARD, kernel, "CPU", with_keyset=True)
+        kernel = attention_backward_kernel(backward.call_boxed)
+        _replace(library, _ATTENTION_BACKWARD, kernel, with_keyset=True)
     return library
 
 
-def _eager(kernel: Callable[..., T]) -> Callable[..., T]:
-    """Return the kernel, which `torch.compile` does not compile from now on.
-
-    Otherwise it would compile kernels that a module of torch calls inside of a compiled model.
-    """
+def _replace(
+    library: torch.library.Library, name: str, kernel: Callable[..., Any], *, with_keyset: bool = False
+) -> None:
+    """Replace torch's kernel of an operator on the CPU."""
+    # Otherwise `torch.compile` would compile a kernel that a module of torch calls in a compiled model.
     never_compile(kernel)
-    return kernel
+    library.impl(name, kernel, "CPU", with_keyset=with_keyset)
 
 
 def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
